@@ -8,7 +8,6 @@ what it was answered is what is trained.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,8 +22,7 @@ MAX_TURNS = 4
 
 async def answer_to(call: Any) -> str:
     """The result of a call, as text."""
-    written = json.dumps({"name": call.function.name, "arguments": json.loads(call.function.arguments)})
-    return calculate(f"<tool_call>{written}</tool_call>") or f"{FAILED} no such tool"
+    return calculate(call.function.arguments) if call.function.name == "calculate" else f"{FAILED} no such tool"
 
 
 def client_of(agent: Execution) -> AsyncOpenAI:

@@ -3,13 +3,14 @@
 Invariants
 1. A token with origin SAMPLED has the log-prob and the weight version that it was sampled with; no other has one.
 2. What an engine reads for a turn are exactly the tokens that stand here before it; what it samples comes behind them.
-3. The first `num_shared` tokens are those of the branch that this one left, and are trained there.
+3. The first `num_shared` tokens, in the first `num_shared_turns` turns and around them, are those of the branch that
+   this one left, and are trained there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slime.agent.messages import Message
 from slime.agent.template import Origin, Tokens
@@ -55,6 +56,7 @@ class Branch:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_shared: int = 0
+    num_shared_turns: int = 0
     parent: int | None = None
     """Number of the branch that it left; None if it shares no token."""
     busy: bool = False
@@ -91,7 +93,7 @@ class Branch:
 
     def own_turns(self) -> list[Turn]:
         """Those that were sampled in this branch, not in the one that it left."""
-        return [turn for turn in self.turns if self.num_shared <= turn.start]
+        return self.turns[self.num_shared_turns :]
 
     def trained_turns(self) -> list[Turn]:
         """Those of them with tokens, which were sampled as the run samples."""
@@ -104,15 +106,16 @@ class Branch:
             mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
         return mask
 
-    @property
-    def last_sampled(self) -> int | None:
-        """The token that ends the last turn, if nothing stands behind it."""
-        ends_sampled = bool(self.origins) and self.origins[-1] is Origin.SAMPLED
-        return self.tokens[-1] if ends_sampled else None
+    def last_of(self, turn: Turn) -> int | None:
+        """The token that was sampled last in a turn; None if none was."""
+        return self.tokens[turn.end - 1] if turn.start < turn.end else None
 
-    def upto(self, turn: Turn, *, why: str, number: int) -> Branch:
-        """A branch that leaves this one, which has `number`, behind a turn."""
-        end = turn.end
+    def upto(self, turn: Turn, *, why: str, number: int, without_end: bool = False) -> Branch:
+        """A branch that leaves this one, which has `number`, behind a turn; before the last token of that, if
+        `without_end`.
+        """
+        end = turn.end - without_end
+        turns = self.turns[: self.turns.index(turn)]
         return Branch(
             why=why,
             tools=self.tools,
@@ -122,8 +125,9 @@ class Branch:
             versions=self.versions[:end],
             experts=None if self.experts is None else self.experts.upto(end - 1),
             messages=self.messages[: turn.num_messages],
-            turns=[one for one in self.turns if one.end <= end],
+            turns=[*turns, replace(turn, end=end)],
             num_shared=end,
+            num_shared_turns=len(turns) + 1,
             parent=number,
         )
 

@@ -2,31 +2,32 @@
 
 Of each conversation the template writes prompts and answers, turn by turn; between them stand the suffixes of
 `ConversationTemplate`. Joined, that has to be what the template writes for the whole conversation. A feature that fails
-costs a fork at each turn which uses it; a template that fails at plain turns is refused.
+costs a fork at each turn which uses it; a template that fails at plain turns is refused. Tools are refused where the
+template does not write them, and where nobody reads the calls that it writes (`tools_problem`).
 
 Invariants
 1. What is compared are token ids; the counter-example shows the texts from where they part.
 2. Thinking alone may differ: a template drops that of earlier turns, the session's tokens keep it.
+3. Calls have ids of the form that the model's family gives them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.parsers import CLOSE, OPEN
-from slime.agent.template import ConversationTemplate, NotAppended
-from slime.core.errors import DataError
+from slime.agent.parsers import CLOSE, FORMATS, OPEN, ToolFormat, format_of, known_format
+from slime.agent.template import NO_TOOLS, ConversationTemplate, NotAppended
+from slime.core.errors import ConfigError, DataError
 from slime.data.chat import ChatRenderer, Rendered
 
 PLAIN = "plain turns"
 SHOWN = 120
 """Characters of a counter-example."""
-_THOUGHT = re.compile(rf"{OPEN}.*?{CLOSE}\s*", re.S)
 
 
 class State(str, Enum):
@@ -34,6 +35,7 @@ class State(str, Enum):
 
     EXACT = "exact"
     THINKING = "differs only in thinking"
+    BRANCHES = "in a new branch: the model's end token is not what the template writes there"
     REFUSED = "refused by the template"
     NOT_APPENDED = "not appended"
 
@@ -58,6 +60,8 @@ class ProbeReport:
     """Of a chat template with a tokenizer's end ids."""
 
     outcomes: tuple[Outcome, ...]
+    endings: tuple[tuple[str, str], ...] = ()
+    """(role of the next message, the token with which the template ends an answer before it)."""
     wrong_ends: str = ""
     """What the template writes behind an answer, if that is not one of the end ids."""
 
@@ -69,19 +73,51 @@ class ProbeReport:
     def require_plain_turns(self) -> None:
         """Raises `DataError` with the counter-example if not even plain turns work."""
         plain = next(outcome for outcome in self.outcomes if outcome.feature == PLAIN)
-        if self.wrong_ends or not plain.works:
+        if self.wrong_ends or not (plain.works or plain.state is State.BRANCHES):
             raise DataError(
                 f"got a chat template that does not append turns, because {self.wrong_ends or plain.detail}; give "
                 "another as --chat-template FILE, or the end ids in the checkpoint's generation_config.json"
             )
 
 
-def probe(chat: ChatRenderer, end_ids: Sequence[int]) -> ProbeReport:
-    """Plays every conversation. Raises `DataError` without an end id."""
+def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = None) -> ProbeReport:
+    """Plays every conversation. `tool_format`: how the model writes calls; None: as the chat template does.
+
+    Raises `DataError` without an end id.
+    """
     template = ConversationTemplate(chat, end_ids)
+    calls = FORMATS.build(tool_format or format_of(chat.template) or "text", None)
     wrong = _wrong_ends(chat, template)
-    outcomes = tuple(_outcome(template, feature, messages, tools) for feature, messages, tools in features(chat))
-    return ProbeReport(outcomes, wrong)
+    outcomes = tuple(_outcome(template, calls, *conversation) for conversation in features(chat, calls))
+    return ProbeReport(outcomes, tuple(_endings(template, calls)), wrong)
+
+
+def tools_problem(template: ConversationTemplate, tool_format: str | None = None) -> str:
+    """Why no agent with tools can be trained behind this chat template; empty if it can.
+
+    `tool_format`: how the model writes calls; None: as the chat template does.
+    """
+    if not template.writes_tools:
+        return NO_TOOLS
+    try:
+        calls = known_format(template.chat.template, tool_format)
+    except ConfigError as error:
+        return str(error)
+    one = _called(calls, 0, "red")
+    conversation = [_user("What is red?"), _calls(one), _result(one, "a colour")]
+    try:
+        turn = _written(template, calls, conversation, 1, [LOOK_UP])
+    except DataError:
+        return ""  # the template refuses calls by itself, or moves them
+    reader = calls.reader([LOOK_UP], turn.prompt)
+    got = reader.all(turn.said + (turn.end if turn.end in reader.ends else ""))
+    if not calls.marks or got.calls == ((one.name, one.arguments),):
+        return ""
+    return (
+        f"got tools, and the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format "
+        f"{calls.name} does not read; name the right one as --agent-tool-format, or give another template as "
+        "--chat-template FILE"
+    )
 
 
 # ---- conversations ---------------------------------------------------------------------------------------------------
@@ -98,12 +134,12 @@ LOOK_UP = {
 }
 
 
-def features(chat: ChatRenderer) -> list[Conversation]:
+def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
     """(feature, conversation, tools). The last messages are never an assistant's: a suffix stands before each turn."""
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
-    one, two = _called("call00001", "red"), _called("call00002", "blue")
-    result, other = _result("call00001", "red: a colour"), _result("call00002", "blue: the sky")
+    one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
+    result, other = _result(one, "red: a colour"), _result(two, "blue: the sky")
     controls = "a " + " ".join(sorted(chat.structural)) + " b"
     tools: list[Any] = [LOOK_UP]
     return [
@@ -142,12 +178,12 @@ def _calls(*calls: ToolCall, text: str = "", reasoning: str | None = None) -> Me
     return Message("assistant", text, reasoning, calls)
 
 
-def _called(call_id: str, word: str) -> ToolCall:
-    return ToolCall(call_id, "look_up", f'{{"word":"{word}"}}')
+def _called(calls: ToolFormat, number: int, word: str) -> ToolCall:
+    return ToolCall(calls.call_id("look_up", number), "look_up", f'{{"word":"{word}"}}')
 
 
-def _result(call_id: str, text: str) -> Message:
-    return Message("tool", text, call_id=call_id, name="look_up")
+def _result(call: ToolCall, text: str) -> Message:
+    return Message("tool", text, call_id=call.id, name=call.name)
 
 
 # ---- what becomes of them --------------------------------------------------------------------------------------------
@@ -163,7 +199,7 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
     at = text.find("A colour.")
     behind = text[at + len("A colour.") :]
     ends = {chat.decode([i]): i for i in sorted(template.end_ids)}
-    if at < 0 or any(behind.startswith(end) for end in ends):
+    if at < 0 or any(behind.startswith(end) for end in ends) or _end_alone(template, messages[:2]) in ends:
         return ""
     given = ", ".join(f"{end!r} (id {i})" for end, i in ends.items())
     does = next((c for c in sorted(chat.control, key=len, reverse=True) if behind.startswith(c)), None)
@@ -172,65 +208,111 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
     return f"it ends a turn with {does!r} (id {chat.encode(Rendered(does))[0]}), and the end ids given are {given}"
 
 
+def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
+    """The end token directly behind an answer that ends the conversation; gpt-oss' is another one behind the last."""
+    with contextlib.suppress(DataError):
+        text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
+        first = template.first_end(text.rpartition(messages[-1].text)[2])
+        return first[1] if first is not None and not first[0] else ""
+    return ""
+
+
+def _endings(template: ConversationTemplate, calls: ToolFormat) -> Iterator[tuple[str, str]]:
+    """See `ProbeReport.endings`."""
+    one = _called(calls, 0, "red")
+    said, tools = [_user("What is red?"), _said("A colour.")], [LOOK_UP] if template.writes_tools else []
+    for new, before in ((_user("And blue?"), said), (_system("Be brief."), said), (_result(one, "red"), None)):
+        turn = [_user("What is red?"), _calls(one)] if before is None else before
+        with contextlib.suppress(DataError):
+            first = template.suffix(turn, [new], tools, last_id=None).ids[0]
+            yield new.role, template.chat.decode([first])
+
+
 def _outcome(
-    template: ConversationTemplate, feature: str, messages: Sequence[Message], tools: Sequence[Any]
+    template: ConversationTemplate,
+    calls: ToolFormat,
+    feature: str,
+    messages: Sequence[Message],
+    tools: Sequence[Any],
 ) -> Outcome:
     chat = template.chat
     try:
         want = chat.encode(chat.render([m.for_template() for m in messages], tools=list(tools) or None))
-        got = _played(template, messages, tools)
+        got, branches = _played(template, calls, messages, tools)
     except NotAppended as error:
         return Outcome(feature, State.NOT_APPENDED, str(error))
     except DataError as error:
         return Outcome(feature, State.REFUSED, str(error))
-    if got == want:
-        return Outcome(feature, State.EXACT)
     ours, theirs = chat.decode(got), chat.decode(want)
-    if OPEN in ours + theirs and _without_thinking(ours) == _without_thinking(theirs):
-        return Outcome(feature, State.THINKING)
-    return Outcome(feature, State.NOT_APPENDED, _parting(ours, theirs))
+    bare = [calls.thought.sub("", text) for text in (ours, theirs)]
+    if got != want and (bare == [ours, theirs] or bare[0] != bare[1]):
+        return Outcome(feature, State.NOT_APPENDED, _parting(ours, theirs))
+    if branches:
+        return Outcome(feature, State.BRANCHES)
+    return Outcome(feature, State.EXACT if got == want else State.THINKING)
 
 
-def _played(template: ConversationTemplate, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-    """The tokens of a session in which the model answers as the template writes it."""
+def _played(
+    template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], tools: Sequence[Any]
+) -> tuple[list[int], int]:
+    """The tokens of a session in which the model answers as the template writes it; how often it branches for an end.
+
+    Where the prompt has begun the thinking, the model ends it.
+    """
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = list(template.prompt(messages[: turns[0]], tools).ids)
+    branches = 0
     for i, until in zip(turns, [*turns[1:], len(messages)], strict=True):
-        answer = _answer(template, messages[:until], i, tools)
-        ids += answer
-        ids += template.suffix(messages[: i + 1], messages[i + 1 : until], tools, last_id=answer[-1]).ids
-    return ids
+        turn = _written(template, calls, messages[:until], i, tools)
+        said, last = template.chat.encode(Rendered(turn.said)), template.chat.encode(Rendered(turn.end))
+        between = messages[: i + 1], messages[i + 1 : until], tools
+        if not last:  # the next header ends it, where the model has that as an end token
+            own = template.suffix(*between, last_id=None).ids[:1]
+            last = list(own) if template.end_ids.issuperset(own) else [min(template.end_ids)]
+        suffix = template.suffix(*between, last_id=last[0])
+        branches += suffix.other_end
+        ids += [*said, *([] if suffix.other_end else last), *suffix.ids]
+    return ids, branches
 
 
-def _answer(template: ConversationTemplate, messages: Sequence[Message], turn: int, tools: Sequence[Any]) -> list[int]:
-    """A turn as the template writes it, with the token that ends it.
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """As a template writes it."""
 
-    Raises `NotAppended` if it does not begin where its prompt ends.
-    """
+    prompt: str
+    said: str
+    end: str
+    """The token that ends it as the last one; empty if the template writes none there."""
+
+
+def _written(
+    template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], turn: int, tools: Sequence[Any]
+) -> _Turn:
+    """A turn as the template writes it. Raises `NotAppended` if it does not begin where its prompt ends."""
     chat, named = template.chat, list(tools) or None
     shown = [m.for_template() for m in messages]
     prompt = chat.render(shown[:turn], tools=named).marked
     opened = _open_thinking(prompt)
     start = prompt.removesuffix(opened)
-    # Thinking stands in the last turn only; a next header that ends a turn stands in the longer text only.
+    # Thinking stands in the last turn only.
     alone = chat.render(shown[: turn + 1], tools=named, add_generation_prompt=False).marked
-    texts = [alone, chat.render(shown, tools=named).marked]
-    begun = [text for text in texts if text.startswith(start)]
-    if not begun:
-        raise NotAppended(_parting(start, alone))
-    found = [(text, *first) for text in begun if (first := template.first_end(text, len(start))) is not None]
-    if not found:
-        raise NotAppended(
-            f"the chat template writes no end token behind an answer: {begun[-1][len(start) :][:SHOWN]!r}"
-        )
-    text, at, end = found[0]
+    whole = chat.render(shown, tools=named).marked
+    bare = calls.thought.sub("", start), calls.thought.sub("", alone)  # this turn may end the thinking of earlier ones
+    tried = [(start, alone), (start, whole), bare]
+    start, text = next(((at, one) for at, one in tried if one.startswith(at)), ("", ""))
+    if not text:
+        raise NotAppended(_parting(tried[0][0], alone))
+    first = template.first_end(text, len(start))
+    if first is None and text == whole:
+        raise NotAppended(f"the chat template writes no end token behind an answer: {text[len(start) :][:SHOWN]!r}")
+    at, end = first or (len(text), "")
     said = text[len(start) : at].removeprefix(opened)
     lost = [part for part in (messages[turn].text, *(c.name for c in messages[turn].calls)) if part not in said]
     if lost:
         raise NotAppended(f"the chat template leaves {lost[0]!r} of an answer out: {said[:SHOWN]!r}")
     if opened and CLOSE not in said and CLOSE not in opened:
         said = f"\n{CLOSE}\n\n{said}"
-    return [*chat.encode(Rendered(said)), *chat.encode(Rendered(end))]
+    return _Turn(prompt, said, end)
 
 
 def _open_thinking(prompt: str) -> str:
@@ -238,10 +320,6 @@ def _open_thinking(prompt: str) -> str:
     at = prompt.rfind(OPEN)
     thought = prompt[at:] if at >= 0 else ""
     return thought if not thought.removeprefix(OPEN).replace(CLOSE, "").strip() else ""
-
-
-def _without_thinking(text: str) -> str:
-    return _THOUGHT.sub("", text)
 
 
 def _parting(ours: str, theirs: str) -> str:

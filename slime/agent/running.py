@@ -11,6 +11,7 @@ Waits for nothing. Ends with the client of the engines that it stands in front o
 Invariants
 1. An execution that ends without `samples`, by whatever, leaves no session and no request.
 2. A chat template that does not append turns is refused before the first request.
+3. Where the model's calls would be read by nobody, an agent's first request with tools ends the run.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.adapters import AgentAdapter
-from slime.agent.parsers import format_of
 from slime.agent.probe import probe
 from slime.agent.template import ConversationTemplate
-from slime.core.errors import ConfigError, SlimeError
+from slime.core.errors import ConfigError, DataError, SlimeError
 from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.client import EngineClient
@@ -84,8 +84,9 @@ async def execution(
     (`--agent-max-turns`) and seconds (`--agent-time-limit-s`); what it may sample in all is the run's to say
     (`--rollout-max-total-response-len`).
 
-    Raises `ConfigError` and `DataError` where the run's checkpoint has no tokenizer, or a chat template that does not
-    append turns.
+    Raises `ConfigError`, which ends the run, where its checkpoint has no tokenizer or a chat template that does not
+    append turns; and at the end of the block, whatever that raised, if an agent gave tools to a model whose calls
+    nobody could read.
     """
     args = current().args
     adapter, url = await _adapter()
@@ -98,9 +99,15 @@ async def execution(
     found = Execution(url, key, adapter)
     try:
         yield found
+    except Exception as error:
+        if adapter.no_tools:
+            raise ConfigError(adapter.no_tools) from error
+        raise
     finally:
         if not found.finished:
             adapter.drop_session(found.key)
+    if adapter.no_tools:
+        raise ConfigError(adapter.no_tools)
 
 
 async def _adapter() -> tuple[AgentAdapter, str]:
@@ -122,15 +129,18 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
         raise ConfigError("got an agent without a tokenizer, which its conversations need; give --hf-checkpoint")
     chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
     ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
-    report = probe(chat, ends)
-    report.require_plain_turns()
+    try:
+        report = probe(chat, ends, args.agent_tool_format)
+        report.require_plain_turns()
+    except DataError as error:  # no other try mends it
+        raise ConfigError(str(error)) from error
     if report.failing:
         logger.warning("with this chat template a conversation forks at: %s", ", ".join(report.failing))
     adapter = AgentAdapter(
         client,
         ConversationTemplate(chat, ends),
         decode=chat.decode,
-        tool_format=args.agent_tool_format or format_of(str(tokenizer.chat_template)) or "none",
+        tool_format=args.agent_tool_format,
         sampling={},
         agent_sampling=args.agent_sampling,
     )

@@ -109,10 +109,11 @@ class Session:
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
         branch, _, turn, _ = self._where(messages, named, thinks=False)
         if branch is not None and turn is not None:
-            before, last = branch.messages[: turn.num_messages], branch.tokens[turn.end - 1]
+            before, last = branch.messages[: turn.num_messages], branch.last_of(turn)
             with contextlib.suppress(NotAppended):
                 new = messages[turn.num_messages :]
-                return turn.end + len(self._template.suffix(before, new, tools, last_id=last).ids)
+                suffix = self._template.suffix(before, new, tools, last_id=last)
+                return turn.end - suffix.other_end + len(suffix.ids)
         return len(self._template.prompt(messages, tools).ids)
 
     def _where(
@@ -167,14 +168,17 @@ class Session:
     ) -> Opened | None:
         """The request behind a turn; None if the template does not append it."""
         new = list(messages[turn.num_messages :])
-        before, last = branch.messages[: turn.num_messages], branch.tokens[turn.end - 1] if turn.end else None
         try:
-            tokens = self._template.suffix(before, new, tools, last_id=last if turn.end > turn.start else None)
+            suffix = self._template.suffix(
+                branch.messages[: turn.num_messages], new, tools, last_id=branch.last_of(turn)
+            )
         except NotAppended:
             return None
+        if suffix.other_end:
+            why = why or "ending"
         if why:
-            branch = self._begun(branch.upto(turn, why=why, number=number))
-        branch.add_context(tokens)
+            branch = self._begun(branch.upto(turn, why=why, number=number, without_end=suffix.other_end))
+        branch.add_context(suffix)
         return Opened(branch, new)
 
     def _afresh(self, messages: Sequence[Message], tools: Sequence[Any], named: str, why: str) -> Opened:

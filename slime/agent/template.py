@@ -2,14 +2,19 @@
 
 A chat template writes text, and text that a model wrote, encoded again, need not be the ids that it sampled; templates
 also drop thinking, trim and reorder. So of an assistant's message nothing is ever encoded. Between two sampled turns
-the template is asked for the whole conversation with a word in place of each answer; what it writes behind the end
-token of the last one is the suffix. The next prompt is the tokens that there are, and the suffix.
+the template is asked for the whole conversation with a word in place of each answer; what it writes behind the last
+one, from the token that ends that turn on, is the suffix. The next prompt is the tokens that there are, and the suffix.
+
+Which token ends a turn depends on what follows it: GLM's templates write nothing there but the header of the next
+message, gpt-oss' another token than behind the last answer. A model may end its turn with any of its end tokens, so the
+two need not agree. Then the suffix goes behind the tokens before the model's, which is left behind (`Suffix`).
 
 Invariants
-1. The first id of a suffix follows an end token, where every tokenizer splits: suffix and tokens before it, encoded
-   apart, are what they would be together.
+1. A suffix begins at a control token, where every tokenizer splits: suffix and tokens before it, encoded apart, are
+   what they would be together.
 2. Control tokens in messages are spelled out (`ChatRenderer`); those of a suffix are the template's own.
 3. Every message of a suffix stands in it, in order. What a template moves or leaves out is a `NotAppended`.
+4. Tokens and suffix, joined, hold what the template writes from the end of the turn on, and no end token beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +28,11 @@ from typing import Any
 from slime.agent.messages import Message
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Rendered
+
+NO_TOOLS = (
+    "got tools, which the chat template does not write, so the model could not know of them; give one that does as "
+    "--chat-template FILE"
+)
 
 
 class Origin(str, Enum):
@@ -46,6 +56,15 @@ class Tokens:
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.origins), (len(self.ids), len(self.origins))
+
+
+@dataclass(frozen=True, slots=True)
+class Suffix(Tokens):
+    """What follows a sampled turn."""
+
+    other_end: bool = False
+    """The model ended the turn with another token than the template does before these messages. The suffix has the
+    template's, and follows the sampled tokens without that last one."""
 
 
 class NotAppended(DataError):
@@ -81,37 +100,31 @@ class ConversationTemplate:
         Raises `DataError` with the template's complaint, or for tools that it does not write.
         """
         if tools and not self.writes_tools:
-            raise DataError(
-                f"got {len(tools)} tools, which the chat template does not write, so the model could not know of them; "
-                "give one that does as --chat-template FILE"
-            )
+            raise DataError(NO_TOOLS)
         rendered = self.chat.render([m.for_template() for m in messages], tools=list(tools) or None)
         return self._tokens(rendered, messages, in_order=False)
 
     def suffix(
         self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = (), *, last_id: int | None
-    ) -> Tokens:
-        """What follows the last sampled token, up to where the model goes on.
+    ) -> Suffix:
+        """What follows the sampled tokens, up to where the model goes on.
 
         `before` ends with the sampled turn; `new` are the messages behind it. `last_id`: the token sampled last, None
         if nothing was. Raises `NotAppended`.
         """
         assert before and before[-1].role == "assistant", "a suffix follows a sampled turn"
         assert all(m.role != "assistant" for m in new), "an assistant's message would be encoded"
-        everything = self._behind(before, new, tools)
-        end = self.first_end(everything.marked)
-        if end is None:
-            raise NotAppended(
-                f"the chat template writes no end token ({', '.join(self._ends)}) behind an assistant's turn, so "
-                "nothing says where the next message begins"
-            )
-        start, token = end
-        own = self._id(token)
-        rendered = everything.part(start)
+        rendered = self._behind(before, new, tools)
         tokens = self._tokens(rendered, new, in_order=True)
-        if tokens.ids[0] != own:
-            raise NotAppended(f"the tokenizer does not split at {token!r}, which ends a turn")
-        return Tokens(tokens.ids[1:], tokens.origins[1:]) if last_id in self.end_ids else tokens
+        end = self.chat.decode(tokens.ids[:1])
+        if not end or not rendered.marked.startswith(end) or not self.chat.control_ids.issuperset(tokens.ids[:1]):
+            raise NotAppended(
+                f"the chat template writes {rendered.marked[:40]!r} behind an assistant's turn, which begins with no "
+                "control token of the tokenizer, so nothing says where the turn ends"
+            )
+        if last_id == tokens.ids[0]:
+            return Suffix(tokens.ids[1:], tokens.origins[1:])
+        return Suffix(tokens.ids, tokens.origins, other_end=last_id in self.end_ids)
 
     def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """(place, token) of the first end token in a text from there on."""
@@ -119,36 +132,53 @@ class ConversationTemplate:
         return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """What the template writes behind the word that stands for the last answer."""
+        """What the template writes from the end of the last answer on."""
         words = "".join(m.text for m in new)
         word = "turn"
         while word in words:
             word += "q"
+        mark = f"x{word}x{len(before) - 1}x"
         complaint: Exception | None = None
         for with_calls in (True, False):
             stand = [self._stand(m, f"x{word}x{i}x", with_calls) for i, m in enumerate(before)]
+            messages = [m.for_template() for m in (*stand, *new)]
             try:
-                rendered = self.chat.render(
-                    [m.for_template() for m in (*stand, *new)], tools=list(tools) or None, add_generation_prompt=True
-                )
+                rendered = self.chat.render(messages, tools=list(tools) or None, add_generation_prompt=True)
             except DataError as error:  # some refuse calls, or several of them
                 complaint = complaint or error
                 continue
-            mark = f"x{word}x{len(before) - 1}x"
             at = rendered.marked.rfind(mark)
             if at >= 0:
-                return rendered.part(at + len(mark))
+                behind = rendered.part(at + len(mark))
+                return behind.part(self._num_in_turn(behind.marked, messages, len(before), tools, mark))
         raise NotAppended(f"the chat template leaves the text of an assistant's turn out ({complaint})")
+
+    def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
+        """Characters behind the word of a turn that belong to it still: its calls.
+
+        The turn as the last one of a conversation tells: whatever its own end is, before it stand the same characters.
+        """
+        first = self.first_end(behind)
+        if first is not None and not first[0]:
+            return 0
+        try:
+            alone = self.chat.render_prefix(
+                messages, num, tools=list(tools) or None, add_generation_prompt=False
+            ).marked
+        except DataError:
+            alone = ""
+        _, found, turn = alone.rpartition(mark)
+        end = self.first_end(turn)
+        turn = turn if end is None else turn[: end[0]]
+        if found and behind.startswith(turn):
+            return len(turn)
+        return 0 if first is None else first[0]
 
     @staticmethod
     def _stand(message: Message, word: str, with_calls: bool) -> Message:
         """A message of the past: only its place matters, and a template that counts or pairs calls must find them."""
         kept = message.calls if with_calls else ()
         return replace(message, text=word, reasoning=None, calls=kept)
-
-    def _id(self, token: str) -> int:
-        (own,) = (i for i in self.end_ids if self.chat.decode([i]) == token)
-        return own
 
     def _tokens(self, rendered: Rendered, messages: Sequence[Message], *, in_order: bool) -> Tokens:
         """Encodes; says of each token whose text it is. Raises `NotAppended` for a message that is not there."""

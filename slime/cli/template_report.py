@@ -14,8 +14,9 @@ def report(folder: str) -> int:
     """
     from transformers import AutoTokenizer
 
-    from slime.agent.parsers import format_of
-    from slime.agent.probe import probe
+    from slime.agent.parsers import FORMATS, format_of
+    from slime.agent.probe import probe, tools_problem
+    from slime.agent.template import ConversationTemplate
     from slime.data.chat import ChatRenderer
     from slime.rollout.clients import end_of_text
 
@@ -33,13 +34,20 @@ def report(folder: str) -> int:
         print(
             f"{mark:>4}  {outcome.feature:<30} {outcome.state.value}{': ' + outcome.detail if outcome.detail else ''}"
         )
-    print(f"      {'format of calls':<30} {format_of(str(tokenizer.chat_template)) or 'not known: calls stay text'}")
+    name = format_of(chat.template)
+    print(f"      {'format of calls':<30} {name or 'not known'}")
+    if name is not None:
+        print(f"      {'ids of calls, such as':<30} {FORMATS.build(name, None).call_id('look_up', 0)}")
     print(f"      {'tokens that end a turn':<30} {', '.join(f'{chat.decode([i])!r} (id {i})' for i in ends)}")
+    endings = ", ".join(f"{role} {token!r}" for role, token in found.endings)
+    print(f"      {'the template ends one before':<30} {endings or 'nothing'}")
     try:
         found.require_plain_turns()
     except DataError as error:
         print(f"FAIL  {error}")
         return 1
+    if problem := tools_problem(ConversationTemplate(chat, ends)):
+        print(f"WARN  agents with tools are refused: {problem}")
     failing = ", ".join(found.failing)
     print(f"agents can talk to this model; a new branch, or a refusal, for: {failing or 'nothing'}")
     return 0

@@ -104,8 +104,13 @@ class ChatRenderer:
         """Those that an assistant's text must not produce. Others stand within its own turn (`<think>`)."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
         """All tokens that text from a dataset must not produce; an assistant's is held to those around its turn."""
-        self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
+        self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
+
+    @property
+    def template(self) -> str:
+        """The text of the chat template."""
+        return str(self._tokenizer.chat_template)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
@@ -177,7 +182,7 @@ class ChatRenderer:
 
     def _spelled(self, control: str) -> list[int]:
         spelled = self._encode_text(control[:1]) + self._encode_text(control[1:])
-        if self._control_ids & set(spelled):
+        if self.control_ids & set(spelled):
             raise DataError(f"the text contains the control token {control!r}, which cannot be spelled out")
         return spelled
 

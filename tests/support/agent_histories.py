@@ -166,12 +166,16 @@ class Player:
 
     def check(self) -> Counter[str]:
         """What was trained is what was sampled, where it was sampled, once. Returns the forks."""
-        control = set(self.tokenizer.convert_tokens_to_ids(self.control))
+        control = set(self.tokenizer.convert_tokens_to_ids(self.control)) - {self.tokenizer.unk_token_id}
         known: defaultdict[Any, list[Asked]] = defaultdict(list)
         for one in self.asked:
             known[one.read, one.sampled] += [one] * one.kept
         for branch in self.session.branches:
-            for turn in branch.turns:
+            if branch.parent is not None:
+                shared = branch.tokens[: branch.num_shared]
+                others = [one for one in self.session.branches if one is not branch]
+                assert any(one.tokens[: len(shared)] == shared for one in others), self.seed
+            for turn in branch.own_turns():
                 span = slice(turn.start, turn.end)
                 booked = (tuple(branch.log_probs[span]), set(branch.versions[span]))
                 said = known[tuple(branch.tokens[: turn.start]), tuple(branch.tokens[span])]

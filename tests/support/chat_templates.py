@@ -112,6 +112,64 @@ PHI4 = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )
+GLM47 = (
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>' ~ (tools | tojson) }}"
+    "<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value></tool_call>{% endif %}"
+    "{% set ns = namespace(user=-1) %}{% for m in messages if m.role == 'user' %}"
+    "{% set ns.user = messages.index(m) %}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ '<|assistant|>' }}"
+    "{{ '<think>' ~ m.reasoning_content if m.reasoning_content and loop.index0 > ns.user }}"
+    "{{ '</think>' ~ m.content.strip() }}{% for c in m.tool_calls or [] %}{{ '<tool_call>' ~ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<arg_key>' ~ k ~ '</arg_key><arg_value>' }}"
+    "{{ v if v is string else v | tojson }}{{ '</arg_value>' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ '<|observation|>' }}{% endif %}"
+    "{{ '<tool_response>' ~ m.content ~ '</tool_response>' }}"
+    "{% else %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
+)
+GLM4_TOOLS = GLM4.replace(
+    "[gMASK]<sop>",
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\n# \u53ef\u7528\u5de5\u5177' ~ (tools | tojson) }}{% endif %}",
+)
+MINIMAX_M2 = (
+    "{% set ns = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.user = loop.index0 %}{% endif %}{% endfor %}{% set first = messages[0].role == 'system' %}"
+    "{{ ']~!b[]~b]system\n' ~ (messages[0].content if first else 'You are a helpful assistant.') }}"
+    "{% if tools %}{{ '\n\n# Tools\n<tools>\n' }}{% for t in tools %}"
+    "{{ '<tool>' ~ (t.function | tojson) ~ '</tool>\n' }}{% endfor %}{{ '</tools>\n' }}{% endif %}{{ '[e~[\n' }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ']~b]ai\n' }}"
+    "{% if m.reasoning_content and loop.index0 > ns.user %}"
+    "{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<invoke name=\"' ~ c.function.name ~ '\">' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '\n<parameter name=\"' ~ k ~ '\">' ~ (v if v is string else v | tojson) ~ '</parameter>' }}{% endfor %}"
+    "{{ '\n</invoke>\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\n' }}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ ']~b]tool' }}{% endif %}"
+    "{{ '\n<response>' ~ m.content ~ '</response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '[e~[\n' }}{% endif %}"
+    "{% elif m.role == 'user' %}{{ ']~b]user\n' ~ m.content ~ '[e~[\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ']~b]ai\n<think>\n' }}{% endif %}"
+)
+DSML = "\uff5cDSML\uff5c"
+DEEPSEEK_V32 = (
+    "{% set ns = namespace(user=-1, calls=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.user = loop.index0 %}{% endif %}{% endfor %}{{ bos_token }}"
+    "{% if tools and messages[0].role != 'system' %}{{ '\n\n' ~ (tools | tojson) }}{% endif %}{% for m in messages %}"
+    "{% set mark = '<think>' if thinking and loop.index0 >= ns.user else '</think>' %}"
+    "{% if m.role == 'system' %}{{ m.content }}{% if tools and loop.first %}{{ '\n\n' ~ (tools | tojson) }}{% endif %}"
+    "{% elif m.role == 'user' %}{{ '<\uff5cUser\uff5c>' ~ m.content ~ '<\uff5cAssistant\uff5c>' ~ mark }}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role == 'assistant' %}{{ '\n\n<function_results>' }}"
+    "{% set ns.calls = loop.previtem.tool_calls | length %}{% endif %}{{ '\n<result>' ~ m.content ~ '</result>' }}"
+    "{% set ns.calls = ns.calls - 1 %}{% if not ns.calls %}{{ '\n</function_results>\n\n' ~ mark }}{% endif %}"
+    "{% else %}{% if thinking and loop.index0 > ns.user %}{{ (m.reasoning_content or '') ~ '</think>' }}{% endif %}"
+    "{{ m.content }}{% if m.tool_calls %}{{ '\n\n<DSMLfunction_calls>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<DSMLinvoke name=\"' ~ c.function.name ~ '\">\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<DSMLparameter name=\"' ~ k ~ '\" string=\"' ~ ('true' if v is string else 'false') ~ '\">' }}"
+    "{{ (v if v is string else v | tojson) ~ '</DSMLparameter>' ~ ('' if loop.last else '\n') }}{% endfor %}"
+    "{{ '\n</DSMLinvoke>\n' }}{% endfor %}{{ '</DSMLfunction_calls>' }}{% endif %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+).replace("DSML", DSML)
+"""As `encode_messages` of the family, which has no template, with other words about tools; `thinking` is its mode."""
 GLM_TOKENS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
 KIMI_TOKENS = (
     *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "[EOS]"),
@@ -133,7 +191,7 @@ class Published:
     tokens: tuple[str, ...] = ()
     """Control tokens."""
     words: tuple[str, ...] = ()
-    """Added tokens that are not control tokens."""
+    """Added tokens that are not control tokens, of whatever tokenizer."""
     swallowing: tuple[str, ...] = ()
     """Control tokens that take the white space behind them along."""
 
@@ -148,6 +206,7 @@ HARMONY_TOKENS = (
 )
 PHI_ENDS = ("<|endoftext|>", "<|assistant|>", "<|end|>")
 PHI_TOKENS = ("<|system|>", "<|endoftext|>")
+MINIMAX_TOKENS = ("]~!b[", "]~b]", "[e~[")
 PUBLISHED = {
     "qwen2.5": Published("own", ("<|im_end|>", "<|endoftext|>"), "qwen2.5"),
     "qwen3": Published("own", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
@@ -174,6 +233,13 @@ PUBLISHED = {
     "kimi-k2 before calls": Published(KIMI_K2.replace("CALLS", ""), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "kimi-k2": Published(KIMI_K2.replace("CALLS", KIMI_CALLS), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "gpt-oss": Published("trl:gptoss", ("<|return|>", "<|call|>"), tokens=HARMONY_TOKENS),
+    "gpt-oss of its package": Published("trl:gptoss", ("<|return|>", "<|endoftext|>", "<|call|>"), "gpt-oss"),
+    "qwen3-next": Published("trl:qwen3_instruct_2507", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
+    "qwen3.5": Published("trl:qwen3_5_think", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
+    "glm4 with tools": Published(GLM4_TOOLS, GLM_ENDS, tokens=GLM_TOKENS),
+    "glm4.7": Published(GLM47, GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
+    "minimax-m2": Published(MINIMAX_M2, ("[e~[",), tokens=MINIMAX_TOKENS, words=("<think>", "</think>")),
+    "deepseek-v3.2": Published(DEEPSEEK_V32, (DEEPSEEK_END,), "deepseek-v3", words=("<think>", "</think>")),
     "phi3": Published("trl:phi3", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
     "phi3.5": Published("trl:phi3_5", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
     "phi4": Published(PHI4, ("<|im_end|>",), tokens=("<|im_start|>", "<|im_sep|>", "<|im_end|>")),
@@ -191,8 +257,8 @@ def published_tokenizer(name: str) -> Any:
         tokens = [*known.tokens, *(end for end in known.ends if end not in (*known.tokens, *known.swallowing))]
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
         tokenizer.add_tokens([AddedToken(t, special=True, normalized=False, rstrip=True) for t in known.swallowing])
-        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in known.words])
         tokenizer.eos_token = known.ends[0]
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in known.words])
     if known.template.startswith("trl:"):
         trl = importlib.util.find_spec("trl")
         assert trl is not None and trl.origin is not None, "the development dependencies bring trl"

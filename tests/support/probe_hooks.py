@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from examples.multi_turn_tools import converse
+from slime.agent.messages import Message
 from slime.core.sample import Sample
 from slime.rollout.generate import generate
 
@@ -69,7 +70,11 @@ async def together_fan_out(args: Any, sample: Sample, sampling_params: dict[str,
 
 async def conversation(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """An environment that answers every turn; the number of turns is limited."""
-    sample = await converse(args, sample, sampling_params, lambda text: f"{len(text)} characters <eos>")
+
+    def reply(before: str, text: str) -> tuple[Message, Message]:
+        return Message("assistant", text), Message("tool", f"{len(text)} characters <eos>")
+
+    sample = await converse(args, sample, sampling_params, reply)
     sample.reward = 0.0
     return sample
 

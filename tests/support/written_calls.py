@@ -123,6 +123,42 @@ def llama3(calls: list[Call]) -> str:
     return "<|python_tag|>" + ";".join(_json({"name": n, "parameters": a}) for n, a in calls)
 
 
+def minimax(calls: list[Call]) -> str:
+    each = (
+        f'<invoke name="{n}">\n'
+        + "".join(f'<parameter name="{k}">{_loose(v)}</parameter>\n' for k, v in arguments.items())
+        + "</invoke>\n"
+        for n, arguments in calls
+    )
+    return "<minimax:tool_call>\n" + "".join(each) + "</minimax:tool_call>"
+
+
+def deepseekv32(calls: list[Call]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        kind = "true" if isinstance(value, str) else "false"
+        return f'<\uff5cDSML\uff5cparameter name="{key}" string="{kind}">{_loose(value)}</\uff5cDSML\uff5cparameter>'
+
+    each = (
+        f'<\uff5cDSML\uff5cinvoke name="{n}">\n'
+        + "\n".join(parameter(k, v) for k, v in arguments.items())
+        + "\n</\uff5cDSML\uff5cinvoke>\n"
+        for n, arguments in calls
+    )
+    return "<\uff5cDSML\uff5cfunction_calls>\n" + "".join(each) + "</\uff5cDSML\uff5cfunction_calls>"
+
+
+def deepseekv32_json(calls: list[Call]) -> str:
+    each = (f'<\uff5cDSML\uff5cinvoke name="{n}">\n{_json(a)}\n</\uff5cDSML\uff5cinvoke>\n' for n, a in calls)
+    return "<\uff5cDSML\uff5cfunction_calls>\n" + "".join(each) + "</\uff5cDSML\uff5cfunction_calls>"
+
+
+def gpt_oss(calls: list[Call]) -> str:
+    """As the model writes it, from behind `<|start|>assistant` on; it writes one call in a turn."""
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}<|call|>" for n, a in calls
+    )
+
+
 @dataclass(frozen=True)
 class Written:
     """A way to write calls."""
@@ -130,6 +166,14 @@ class Written:
     format: str
     """Its name in slime and in SGLang."""
     write: Any
+    frame: str = ""
+    """What stands behind the last call."""
+
+    def ends(self, calls: list[Call]) -> list[int]:
+        """Where each call ends in the text that `write` makes of all of them."""
+        if self.write is mistral:  # one list
+            return [len(self.write(calls))] * len(calls)
+        return [len(self.write(calls[: i + 1])) - len(self.frame) for i in range(len(calls))]
 
 
 WAYS = [
@@ -138,10 +182,15 @@ WAYS = [
     Written("qwen3_coder", qwen3_coder),
     Written("glm45", glm45),
     Written("glm47", glm47),
-    Written("deepseekv3", deepseekv3),
-    Written("deepseekv31", deepseekv31),
-    Written("kimi_k2", kimi_k2),
+    Written("deepseekv3", deepseekv3, "<\uff5ctool▁calls▁end\uff5c>"),
+    Written("deepseekv31", deepseekv31, "<\uff5ctool▁calls▁end\uff5c>"),
+    Written("kimi_k2", kimi_k2, "<|tool_calls_section_end|>"),
     Written("mistral", mistral),
     Written("mistral", mistral_args),
     Written("llama3", llama3),
+    Written("minimax-m2", minimax, "\n</minimax:tool_call>"),
+    Written("deepseekv32", deepseekv32, "\n</\uff5cDSML\uff5cfunction_calls>"),
+    Written("deepseekv32", deepseekv32_json, "\n</\uff5cDSML\uff5cfunction_calls>"),
 ]
+HARMONY = Written("gpt-oss", gpt_oss)
+"""Its answers are messages with headers: text before a call is one of its own."""

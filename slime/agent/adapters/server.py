@@ -33,7 +33,8 @@ from aiohttp import web
 
 from slime.agent.adapters.turn import Answer, Engine, Event, Request, Turn
 from slime.agent.adapters.wire import BadRequest, Frame, Wire
-from slime.agent.parsers import FORMATS, Reader
+from slime.agent.parsers import FORMATS, format_of
+from slime.agent.probe import tools_problem
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
 from slime.core.addresses import http_url
@@ -108,18 +109,22 @@ class Adapter:
         template: ConversationTemplate,
         *,
         decode: Callable[[Sequence[int]], str],
-        tool_format: str = "none",
+        tool_format: str | None = None,
         sampling: Mapping[str, Any],
         max_context_tokens: int | None = None,
         max_turns: int | None = None,
         agent_sampling: bool = False,
         model: str = MODEL,
     ) -> None:
-        """`decode`: ids to text, control tokens included. `sampling`: of the run, for all sessions. `max_turns`: of a
-        session; more are refused with HTTP 400, which clients do not repeat.
+        """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: as the chat
+        template does. `sampling`: of the run, for all sessions. `max_turns`: of a session; more are refused with HTTP
+        400, which clients do not repeat.
         """
         self._engine, self._template, self._decode = engine, template, decode
-        self._format = FORMATS.build(tool_format, None)
+        self.no_tools = ""
+        """Why tools were refused, in every session: by the model's chat template. Empty: they were not."""
+        self._tools_problem = tools_problem(template, tool_format)
+        self._format = FORMATS.build(tool_format or format_of(template.chat.template) or "text", None)
         self._sampling, self._max_context, self._max_turns = dict(sampling), max_context_tokens, max_turns
         self._agent_sampling, self._model = agent_sampling, model
         self._sessions: dict[str, OpenSession] = {}
@@ -234,7 +239,7 @@ class Adapter:
     def _handler(self, wire: Wire) -> Callable[[web.Request], Any]:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
-                found, request = self._session_of(http), wire.request(await _body(http))
+                found, request = self._session_of(http), self._read(wire, await _body(http))
                 return await self._answer(wire, found, request, http)
             except BadRequest as problem:
                 return _failed(wire, str(problem), problem.status)
@@ -247,7 +252,7 @@ class Adapter:
     def _counter(self, wire: Wire, told: Callable[[int], dict[str, Any]]) -> Callable[[web.Request], Any]:
         async def handle(http: web.Request) -> web.Response:
             try:
-                found, request = self._session_of(http), wire.request(await _body(http))
+                found, request = self._session_of(http), self._read(wire, await _body(http))
                 return _json(told(found.session.num_prompt_tokens(request.messages, request.tools)))
             except BadRequest as problem:
                 return _failed(wire, str(problem), problem.status)
@@ -255,6 +260,13 @@ class Adapter:
                 return _failed(wire, str(problem), _status(problem))
 
         return handle
+
+    def _read(self, wire: Wire, body: Mapping[str, Any]) -> Request:
+        request = wire.request(body)
+        if request.tools and self._tools_problem:
+            self.no_tools = self._tools_problem
+            raise BadRequest(self.no_tools)
+        return request
 
     def _session_of(self, http: web.Request) -> OpenSession:
         bearer = http.headers.get("Authorization", "")
@@ -301,7 +313,7 @@ class Adapter:
             trained=trained,
             limits=found.limits,
             decode=self._decode,
-            reader=lambda tools, prompt_end: Reader(self._format, tools, prompt_end),
+            reader=self._format.reader,
             call_id=self._format.call_id,
             end_ids=self._template.end_ids,
         )

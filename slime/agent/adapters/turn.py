@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.parsers import Parsed, Reader
+from slime.agent.parsers import AnswerReader, Parsed
 from slime.agent.session import Session
 from slime.core.errors import TakenBack
 from slime.core.sample import NOT_SAMPLED
@@ -100,12 +100,12 @@ class Turn:
     """Of the execution: its conversations, and all that it samples."""
     decode: Callable[[Sequence[int]], str]
     """Ids to text, control tokens included."""
-    reader: Callable[[Sequence[Any], str], Reader]
+    reader: Callable[[Sequence[Any], str], AnswerReader]
     """(tools, the end of the prompt as text) -> what reads an answer."""
     call_id: Callable[[str, int], str]
     """(function, number of the call in its conversation) -> what its result names it by."""
     end_ids: frozenset[int]
-    """They end an answer, and its text has none of them."""
+    """They end an answer, and its text has none of them, but for those that its reader reads."""
     interval: int = 1
     """Tokens of an event, about."""
 
@@ -126,6 +126,7 @@ class Turn:
                     async for part in stream:
                         parts.append(part)
                         ended = bool(part.tokens) and part.tokens[-1] in self.end_ids
+                        ended = ended and self.decode(part.tokens[-1:]) not in reader.ends
                         words = part.tokens[:-1] if ended else part.tokens
                         for event in said(reader.feed(text.more(words))):
                             yield event

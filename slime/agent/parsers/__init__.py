@@ -1,20 +1,23 @@
 """What a model wrote, back into thinking, text and calls. One file per format of calls.
 
-    parsed = Reader(format, tools, prompt_end).all(text)
+    parsed = format.reader(tools, prompt_end).all(text)
 
 Invariants
 1. No text makes a reader raise: what cannot be read stays text, and `ill_formed` says that a call was tried.
 2. The parts that a reader lets out, joined, are the thinking and the text of `Parsed`, wherever the text was split.
+3. A format that slime does not know is no format: whoever is given tools then refuses them (`known_format`).
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -51,10 +54,20 @@ class ToolFormat(ABC):
     """Each begins a call; text from the first one on is read by `read`."""
     signs: ClassVar[tuple[str, ...]] = ()
     """All of them stand in the chat templates of the models that write it."""
+    breaks: ClassVar[tuple[str, ...]] = ()
+    """Those of `marks` that end the thinking, if nothing closes it: as SGLang reads answers of the family."""
+    thought: ClassVar[re.Pattern[str]] = re.compile(rf"(?:{OPEN}(?:(?!{OPEN}).)*?)?{CLOSE}\n{{0,2}}", re.S)
+    """The thinking in a turn. Where the prompt begins it, a template may write its end alone for earlier turns."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         """`text` begins with one of `marks`."""
+
+    def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
+        """Reads one answer. `tools`: as chat templates read them; without any, nothing is a call. `prompt_end`: the
+        text before the answer, which may have begun the thinking already.
+        """
+        return Reader(self, tools, prompt_end)
 
     def call_id(self, name: str, number: int) -> str:
         """What a result names its call by. `number`: of the call in its conversation, from 0.
@@ -69,15 +82,33 @@ FORMATS: Registry[ToolFormat] = Registry(
 )
 
 
-class Reader:
+class AnswerReader(ABC):
     """Reads one answer as it comes."""
 
+    ends: ClassVar[frozenset[str]] = frozenset()
+    """End tokens that belong to what it reads; of others it is fed nothing."""
+
+    @abstractmethod
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """Parts ("thinking" | "text", text) that are certain now."""
+
+    @abstractmethod
+    def end(self) -> tuple[list[tuple[str, str]], Parsed]:
+        """The parts that were held back, and all of it."""
+
+    def all(self, text: str) -> Parsed:
+        """A whole answer."""
+        self.feed(text)
+        return self.end()[1]
+
+
+class Reader(AnswerReader):
+    """Thinking between `<think>` and `</think>`, text, then calls."""
+
     def __init__(self, format: ToolFormat, tools: Sequence[Any] = (), prompt_end: str = "") -> None:
-        """`tools`: as chat templates read them; without any, nothing is a call. `prompt_end`: the text before the
-        answer, which may have begun the thinking already.
-        """
+        """As `ToolFormat.reader`."""
         self._format, self._tools = format, tools
-        self._marks = format.marks if tools else ()
+        self._marks, self._breaks = (format.marks, format.breaks) if tools else ((), ())
         self._thinks = prompt_end.rstrip().endswith(OPEN)
         self._begun, self._held = self._thinks, ""
         self._trims = self._thinks
@@ -87,9 +118,13 @@ class Reader:
         self._calls: list[str] | None = None
         self._blank: list[str] = []
         """White space before all else, which belongs to a mark of thinking if one follows."""
+        self._doubt: list[str] | None = None
+        """What stands in the thinking from the mark of a call on: thinking if it is closed behind, else a call."""
+        self._edge = ""
+        """The end of that, in which the mark that closes may have begun."""
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Parts ("thinking" | "text", text) that are certain now."""
+        """See `AnswerReader`."""
         if self._calls is not None:
             self._calls.append(text)
             return []
@@ -101,7 +136,7 @@ class Reader:
         return self._out(last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """The parts that were held back, and all of it."""
+        """See `AnswerReader`."""
         self._held += "".join(self._blank)
         parts = self._out(last=True)
         calls = Calls(())
@@ -112,11 +147,6 @@ class Reader:
         text, thoughts = "".join(self._words), "".join(self._thoughts)
         return parts, Parsed(text, thoughts or None, calls.found, calls.ill_formed)
 
-    def all(self, text: str) -> Parsed:
-        """A whole answer."""
-        self.feed(text)
-        return self.end()[1]
-
     def _out(self, *, last: bool) -> list[tuple[str, str]]:
         parts: list[tuple[str, str]] = []
         if not self._begun and not self._opened(last):
@@ -125,18 +155,51 @@ class Reader:
             self._held = self._held.lstrip("\n")
             self._trims = not self._held
         if self._thinks:
-            at = self._held.find(CLOSE)
-            keep = 0 if last else _begins(self._held, (CLOSE,))
-            end = len(self._held) - keep if at < 0 else at
-            if end:
-                self._thoughts.append(self._held[:end])
-                parts.append(("thinking", self._held[:end]))
-            if at < 0:
-                self._held = self._held[end:]
-                return parts
-            self._held, self._thinks = self._held[at + len(CLOSE) :].lstrip("\n"), False
-            self._trims = not self._held
-        return parts + self._text(last)
+            parts += self._thinking(last)
+        return parts if self._thinks else parts + self._text(last)
+
+    def _thinking(self, last: bool) -> list[tuple[str, str]]:
+        """The thinking, up to its end or to a call in it."""
+        if self._doubt is not None:
+            return self._doubted(last)
+        marks = (CLOSE, *self._breaks)
+        at, mark = min(((at, m) for m in marks if (at := self._held.find(m)) >= 0), default=(-1, ""))
+        end = at if mark else len(self._held) - (0 if last else begins(self._held, marks))
+        parts = self._think(self._held[:end])
+        self._held = self._held[end:]
+        if mark == CLOSE:
+            self._close()
+        elif mark:
+            self._doubt = []
+            return parts + self._doubted(last)
+        return parts
+
+    def _doubted(self, last: bool) -> list[tuple[str, str]]:
+        """Looks for the end of the thinking behind a mark of a call in it; no character is looked at twice."""
+        assert self._doubt is not None
+        self._doubt.append(self._held)
+        seen, self._held = self._edge + self._held, ""
+        self._edge = seen[1 - len(CLOSE) :]
+        if CLOSE in seen or last:
+            whole, self._doubt = "".join(self._doubt), None
+            at = whole.find(CLOSE)
+            parts = self._think(whole[: max(0, at)])
+            self._held, self._thinks = whole[max(0, at) :], False
+            if at >= 0:
+                self._close()
+            return parts
+        return []
+
+    def _think(self, thought: str) -> list[tuple[str, str]]:
+        if not thought:
+            return []
+        self._thoughts.append(thought)
+        return [("thinking", thought)]
+
+    def _close(self) -> None:
+        """The thinking ends with the mark that `_held` begins with."""
+        self._held, self._thinks = self._held[len(CLOSE) :].lstrip("\n"), False
+        self._trims = not self._held
 
     def _opened(self, last: bool) -> bool:
         """Whether the beginning of the answer is certain: with a mark of thinking, or without."""
@@ -151,7 +214,7 @@ class Reader:
 
     def _text(self, last: bool) -> list[tuple[str, str]]:
         places = [at for mark in self._marks if (at := self._held.find(mark)) >= 0]
-        keep = 0 if last else _begins(self._held, self._marks)
+        keep = 0 if last else begins(self._held, self._marks)
         end = min(places) if places else len(self._held) - keep
         parts = [self._say(self._held[:end])] if end else []
         self._held = self._held[end:]
@@ -164,7 +227,7 @@ class Reader:
         return "text", text
 
 
-def _begins(text: str, marks: Sequence[str]) -> int:
+def begins(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of a text that may be the beginning of a mark."""
     longest = max(map(len, marks), default=0)
     ends = (n for n in range(min(longest - 1, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks))
@@ -175,3 +238,16 @@ def format_of(template: str) -> str | None:
     """The format whose signs a chat template has, the most of them; None if it has those of none."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
+
+
+def known_format(template: str, name: str | None = None) -> ToolFormat:
+    """The format called `name`, or that of a chat template. Raises `ConfigError` if nobody knows one."""
+    name = name or format_of(template)
+    if name is None:
+        known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))
+        raise ConfigError(
+            "got tools, and the chat template writes calls in no format that is known here, so that all calls would "
+            f"stay text; name one as --agent-tool-format ({known}, or the import path of your own class), give another "
+            "template as --chat-template FILE, or say --agent-tool-format text if calls shall stay text"
+        )
+    return FORMATS.build(name, None)

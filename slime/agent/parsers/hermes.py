@@ -21,7 +21,7 @@ class Hermes(ToolFormat):
     """JSON between marks."""
 
     marks = ("<tool_call>",)
-    signs = marks
+    signs = breaks = marks
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         return scan(text, _HEAD, _call, end=_END)

@@ -24,7 +24,7 @@ class KimiK2(ToolFormat):
     """A name with a number, and JSON."""
 
     marks = (_ALL_BEGIN, _BEGIN)
-    signs = (_ALL_BEGIN,)
+    signs = breaks = (_ALL_BEGIN,)
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         return scan(text, _HEAD, _call, frames=(_ALL_BEGIN, _ALL_END), end=_END)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
-from slime.agent.parsers.scan import Found, call_of, followed, functions, json_at, json_or_break, scan
+from slime.agent.parsers.scan import Found, call_of, functions, json_at, json_or_break, scan
 
 _TAG = "<|python_tag|>"
-_TAGGED = re.compile(re.escape(_TAG))
-_BARE = re.compile(r'(?=\{"name":)')
+_TAGGED = re.compile(r"<\|python_tag\|>|;(?=\s*\{)")
+_BARE = re.compile(r'(?=\{"name":)|;(?=\s*\{)')
 
 
 @FORMATS.register("llama3")
@@ -27,25 +27,17 @@ class Llama3(ToolFormat):
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         if _TAG in text:
-            return scan(text, _TAGGED, _calls)
+            return scan(text, _TAGGED, _call)
         known = list(functions(tools))  # a name may be anything
         got = json_at(text, 0)
         meant = got is None or (isinstance(got[0], dict) and got[0].get("name") in known)
-        return scan(text, _BARE, _calls) if meant else Calls((), text)
+        return scan(text, _BARE, _call) if meant else Calls((), text)
 
 
-def _calls(head: re.Match[str]) -> Found | None:
-    """All that stand in a row. Nothing inside JSON that is broken, or not a call itself, counts as one."""
-    text, found = head.string, list[tuple[str, str]]()
-    at: int | None = head.end()
-    end = head.end()
-    while at is not None:
-        got = json_or_break(text, at)
-        if isinstance(got, int):
-            return [], got
-        call, end = call_of(got[0]), got[1]
-        if call is None:
-            return [], end
-        found.append(call)
-        at = followed(text, end, ";")
-    return found, end
+def _call(head: re.Match[str]) -> Found | None:
+    """Nothing inside JSON that is broken, or not a call itself, counts as one."""
+    got = json_or_break(head.string, head.end())
+    if isinstance(got, int):
+        return [], got
+    call = call_of(got[0])
+    return [] if call is None else [call], got[1]

@@ -8,7 +8,7 @@ from typing import Any
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
 
 
-@FORMATS.register("none")
+@FORMATS.register("text", "none")
 class NoCalls(ToolFormat):
     """No text is a call."""
 

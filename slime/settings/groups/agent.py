@@ -37,8 +37,8 @@ class AgentSettings:
     """An agent talks to the adapter as to OpenAI or Anthropic: slime.agent.running.execution in your function."""
 
     agent_tool_format: str | None = opt(None, needs=_AGENTS)
-    """How the model writes calls: a built-in format, or the import path of your own class. Default: the one whose marks
-    the chat template has."""
+    """How the model writes calls: a built-in format, or the import path of your own class; `text` leaves calls text.
+    Default: the one whose marks the chat template has. Where it has those of none, agents with tools are refused."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
     """Let agents choose temperature, top-p and top-k. Answers that were sampled otherwise than the run does are context
     then, not trained: log-probs are computed under the run's. Default: the run's hold, whatever an agent asks for."""

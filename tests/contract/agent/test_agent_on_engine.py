@@ -51,16 +51,26 @@ async def over_anthropic(url: str, key: str) -> None:
         history += [{"role": "assistant", "content": answer.content}, said(f"then {turn}")]
 
 
-@pytest.mark.parametrize("talk", [over_openai, over_anthropic])
-def test_a_replay_of_each_sample_reproduces_its_log_probs(talk: Any, front: Any, tiny_model_path: Path) -> None:
-    """Law: nothing is trained in a context that the model did not see."""
+@pytest.mark.parametrize(
+    ("talk", "num_ends"),
+    [(over_openai, 1), (over_anthropic, 1), (over_openai, 60)],
+    ids=["openai", "anthropic", "ends"],
+)
+def test_a_replay_of_each_sample_reproduces_its_log_probs(
+    talk: Any, num_ends: int, front: Any, tiny_model_path: Path
+) -> None:
+    """Law: nothing is trained in a context that the model did not see; nor where many tokens may end a turn, which the
+    template ends with one.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     ends = end_of_text(str(tiny_model_path), tokenizer).token_ids
     chat = ChatRenderer(tokenizer)
+    ends |= set(range(len(tokenizer) // 2, len(tokenizer) // 2 + num_ends - 1)) - chat.control_ids
+    params = {**PARAMS, "stop_token_ids": sorted(ends)}
 
     async def run() -> list[Sample]:
         client = EngineClient(front.url, request_timeout_s=60)
-        adapter = AgentAdapter(client, ConversationTemplate(chat, sorted(ends)), decode=chat.decode, sampling=PARAMS)
+        adapter = AgentAdapter(client, ConversationTemplate(chat, sorted(ends)), decode=chat.decode, sampling=params)
         url = await adapter.start()
         try:
             key = adapter.open_session()
@@ -71,8 +81,12 @@ def test_a_replay_of_each_sample_reproduces_its_log_probs(talk: Any, front: Any,
             await client.close()
 
     samples = asyncio.run(run())
-    assert max(sample.metadata["agent"]["turns"] for sample in samples) >= TURNS
-    assert len(samples) == (3 if talk is over_openai else 1), [sample.metadata["agent"] for sample in samples]
+    if num_ends == 1:
+        assert max(sample.metadata["agent"]["turns"] for sample in samples) >= TURNS
+        assert len(samples) == (3 if talk is over_openai else 1), [sample.metadata["agent"] for sample in samples]
+    else:
+        assert "ending" in {sample.metadata["agent"]["branch"] for sample in samples}
+        assert sum(sample.metadata["agent"]["turns"] for sample in samples) == TURNS + 3
     for sample in samples:
         body = {
             "input_ids": sample.tokens,

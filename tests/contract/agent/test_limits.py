@@ -14,15 +14,12 @@ from slime.core.sample import Sample, Status
 from slime.rollout.sampling import Limits
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.turns import count_tool_call, expect_tools, turn_metrics
-from tests.support.agent_room import Room, agent_room
+from tests.support.agent_room import Room, agent_room, turns_with_calls
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
-KIMI = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    '{"city":"Rome"}<|tool_call_end|><|tool_calls_section_end|>'
-)
+CALL = {"id": "functions.weather:0", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
 
 def client_of(room: Room, key: str) -> openai.AsyncOpenAI:
@@ -117,20 +114,28 @@ async def test_what_was_counted_is_counted_once_over_the_branches_and_sessions_o
         assert [s.metadata["turn_counts"].get("tool_calls") for s in samples] == [2, None, None]
 
 
-@pytest.mark.parametrize(
-    ("tool_format", "says", "call_id"),
-    [
-        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', r"call_\w+"),
-        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]', r"[a-zA-Z0-9]{9}"),
-        ("kimi_k2", KIMI, r"functions\.weather:0"),
-    ],
+MISTRAL = "[TOOL_CALLS] [{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}]"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
 )
-async def test_a_call_has_an_id_that_its_familys_template_takes(tool_format: str, says: str, call_id: str) -> None:
-    async with agent_room(tool_format=tool_format) as room:
-        room.says(says)
+HERMES = "<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("template", "call_id"),
+    [(HERMES, r"call_\w+"), (MISTRAL, r"[a-zA-Z0-9]{9}"), (KIMI, r"functions\.weather:0")],
+    ids=["hermes", "mistral", "kimi_k2"],
+)
+async def test_a_call_has_an_id_that_its_familys_template_takes(template: str, call_id: str) -> None:
+    """Law: calls are read as the chat template writes them, and named as the family names them."""
+    async with agent_room(template=turns_with_calls(template)) as room:
+        asked = [*USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        written = room.tokenizer.apply_chat_template(asked, tokenize=False).partition("assistant\n")[2]
+        room.says(written.removesuffix("<|im_end|>\n"))
         answer = await client_of(room, room.key).chat.completions.create(model="m", messages=USER, tools=TOOLS)
         [call] = answer.choices[0].message.tool_calls or []
-        assert re.fullmatch(call_id, call.id)
+        assert re.fullmatch(call_id, call.id) and call.function.arguments == '{"city":"Rome"}'
 
 
 async def test_an_agent_that_never_got_an_answer_failed() -> None:

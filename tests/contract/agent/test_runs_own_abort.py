@@ -1,8 +1,11 @@
-"""What the run ends by itself is no failure of an agent, whatever the agent's program makes of the broken request."""
+"""What the run ends by itself is no failure of an agent, whatever the agent's program makes of the broken request; and
+tools that nobody could read calls of end the run, whatever it makes of that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -14,12 +17,13 @@ import openai
 import pytest
 
 from slime.agent.running import execution
+from slime.core.errors import ConfigError
 from slime.core.sample import Sample, Status
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Execution, Outcome, run_execution
 from slime.rollout.types import Progress
-from tests.support.agent_room import Room, agent_room
+from tests.support.agent_room import Room, agent_room, turns_with_calls
 from tests.support.chat_hooks import tokenizer_folder
 from tests.support.rollout import rollout_args, write_checkpoint_stub
 
@@ -28,13 +32,13 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": 900}
 
 
 @asynccontextmanager
-async def rollout(tmp_path: Path) -> AsyncIterator[tuple[Room, RolloutContext, RequestScope]]:
+async def rollout(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Room, RolloutContext, RequestScope]]:
     """A model that speaks slowly, a context in front of it, and what ends the requests of its executions."""
     model = write_checkpoint_stub(tmp_path / "chat")
     shutil.copytree(tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
-    args = rollout_args(tmp_path, "--hf-checkpoint", str(model), "--rollout-max-response-len", "900")
+    args = rollout_args(tmp_path, "--hf-checkpoint", str(model), "--rollout-max-response-len", "900", *flags)
     async with agent_room() as room:
         room.model.tick_s = 0.01
         room.says("word " * 1000)
@@ -125,3 +129,60 @@ async def test_what_an_engine_refused_failed(tmp_path: Path) -> None:
     """Law: only the run's own abort is one."""
     ended = await ended_by(raises_its_own_error, "engine", tmp_path)
     assert ended.outcome is Outcome.FAILED and "the agent broke" in ended.reason
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+UNKNOWN = turns_with_calls("{{ '!' ~ c.function.name ~ '(' ~ c.function.arguments | tojson ~ ')' }}")
+OTHER = turns_with_calls("<tool_call>{{ c.function.name ~ ': ' ~ c.function.arguments | tojson }}</tool_call>")
+AGENTS = ("--custom-generate-function-path", "examples.agent_openai_loop:generate")
+"""Without one, flags of agents have no effect."""
+REFUSED = [
+    (UNKNOWN, (), r"writes calls in no format that is known here.*--agent-tool-format text if calls shall"),
+    (
+        UNKNOWN.replace("tools", "notools"),
+        (),
+        r"got tools, which the chat template does not write.*--chat-template FILE",
+    ),
+    (OTHER, (), r"'<tool_call>look_up.*which the format hermes does not read"),
+    (
+        UNKNOWN,
+        (*AGENTS, "--agent-tool-format", "kimi_k2"),
+        r"'!look_up.*which the format kimi_k2 does not read",
+    ),
+]
+
+
+async def asks_with_tools(args: Any, sample: Sample, params: Any) -> list[Sample]:
+    async with execution(params) as agent, openai.AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key) as client:
+        await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
+        return agent.samples(sample, reward=1.0)
+
+
+async def carries_on_without(args: Any, sample: Sample, params: Any) -> list[Sample]:
+    async with execution(params) as agent, openai.AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key) as client:
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
+        await client.chat.completions.create(model="m", messages=USER)
+        return agent.samples(sample, reward=1.0)
+
+
+@pytest.mark.parametrize(("template", "flags", "why"), REFUSED)
+@pytest.mark.parametrize("hook", [asks_with_tools, carries_on_without], ids=lambda hook: hook.__name__)
+async def test_tools_whose_calls_nobody_reads_end_the_run(
+    hook: Any, template: str, flags: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    """Law: no agent is trained whose calls would stay text without a word, whatever its program makes of that."""
+    async with rollout(tmp_path, *flags) as (room, context, _):
+        room.tokenizer.chat_template, room.model.tick_s = template, 0.0
+        room.says("an answer")
+        with pytest.raises(ConfigError, match=why):
+            await run_execution(context, [Sample(group_index=0, index=0, prompt=USER)], PARAMS, hook)
+
+
+async def test_calls_stay_text_where_the_user_says_so(tmp_path: Path) -> None:
+    async with rollout(tmp_path, *AGENTS, "--agent-tool-format", "text") as (room, context, _):
+        room.tokenizer.chat_template, room.model.tick_s = UNKNOWN, 0.0
+        room.model.script.clear()
+        room.says("!f({})")
+        ended = await run_execution(context, [Sample(group_index=0, index=0, prompt=USER)], PARAMS, asks_with_tools)
+        assert ended.outcome is Outcome.FINISHED and ended.samples[0].response == "!f({})<|im_end|>"

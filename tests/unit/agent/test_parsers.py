@@ -12,18 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, Reader, format_of, scan
+from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, format_of, scan
 from slime.agent.parsers.scan import typed_arguments
 from tests.support.chat_hooks import tokenizer_folder
-from tests.support.written_calls import CALLS, TEXTS, TOOLS, WAYS, Written
+from tests.support.written_calls import CALLS, HARMONY, TEXTS, TOOLS, WAYS, Written
 
-FORMAT_NAMES = ("deepseekv3", "deepseekv31", "glm45", "hermes", "kimi_k2", "llama3", "mistral", "none", "qwen3_coder")
+FORMAT_NAMES = (
+    *("deepseekv3", "deepseekv31", "deepseekv32", "glm45", "gpt-oss", "hermes", "kimi_k2", "llama3", "minimax-m2"),
+    *("mistral", "qwen3_coder", "text"),
+)
 MARKS = sorted({mark for name in FORMAT_NAMES for mark in FORMATS.get(name).marks} | {OPEN, CLOSE})
 TEXT_LIKE_CALLS = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=6), TEXTS), max_size=8).map("".join)
 
 
 def read(name: str, text: str, prompt_end: str = "") -> Parsed:
-    return Reader(FORMATS.build(name, None), TOOLS, prompt_end).all(text)
+    return FORMATS.build(name, None).reader(TOOLS, prompt_end).all(text)
 
 
 def decoded(parsed: Parsed) -> list[tuple[str, Any]]:
@@ -46,7 +49,7 @@ def test_calls_come_back_as_they_were_written(way: Written, before: str, calls: 
 @given(data=st.data())
 def test_cut_anywhere_the_parts_are_the_whole(name: str, data: st.DataObject) -> None:
     """Law: the parts that come out of a stream, joined, are what reading the whole gives; nothing raises."""
-    writers = [way.write for way in WAYS if way.format == name]
+    writers = [way.write for way in (*WAYS, HARMONY) if way.format == name]
     text = data.draw(TEXT_LIKE_CALLS)
     if writers:
         written = data.draw(st.sampled_from(writers))(data.draw(st.lists(CALLS, min_size=1, max_size=2)))
@@ -55,7 +58,7 @@ def test_cut_anywhere_the_parts_are_the_whole(name: str, data: st.DataObject) ->
         text += data.draw(TEXT_LIKE_CALLS)
     prompt_end = data.draw(st.sampled_from(["", "<think>\n"]))
     whole = read(name, text, prompt_end)
-    reader = Reader(FORMATS.build(name, None), TOOLS, prompt_end)
+    reader = FORMATS.build(name, None).reader(TOOLS, prompt_end)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts: list[tuple[str, str]] = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -167,7 +170,7 @@ def test_json_that_names_no_tool_is_an_answer(name: str) -> None:
 
 def test_without_tools_nothing_is_a_call() -> None:
     text = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
-    assert Reader(FORMATS.build("hermes", None)).all(text) == Parsed(text, None, (), False)
+    assert FORMATS.build("hermes", None).reader().all(text) == Parsed(text, None, (), False)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +216,9 @@ SIGNS = {
     "deepseekv31": "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>name<\uff5ctool▁sep\uff5c>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>",
     "mistral": "[AVAILABLE_TOOLS] [TOOL_CALLS] [",
+    "minimax-m2": "<minimax:tool_call>\n<invoke name=",
+    "deepseekv32": "<\uff5cDSML\uff5cfunction_calls>",
+    "gpt-oss": "<|start|>assistant<|channel|>commentary<|call|>",
     "llama3": 'Respond in the format {"name": function name, "parameters": ...}.<|eot_id|>',
     None: "{{ messages }}",
 }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from slime.agent.probe import PLAIN, Outcome, ProbeReport, State, probe
+from slime.agent.parsers import FORMATS, format_of
+from slime.agent.probe import PLAIN, Outcome, ProbeReport, State, features, probe, tools_problem
+from slime.agent.template import ConversationTemplate
 from slime.cli.main import main
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
 from tests.support.chat_hooks import FAMILIES, tokenizer_folder
+from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
 
 END = {"deepseek-v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}  # of the others: <|im_end|>
 WITHOUT_TOOLS = ("deepseek-v3", "smollm2")
@@ -147,11 +152,73 @@ def test_a_prompt_may_begin_the_thinking() -> None:
     assert {outcome.state for outcome in found.outcomes} == {State.THINKING}
 
 
+FAMILIES_OF_CALLS = {
+    "qwen2.5": "hermes",
+    "qwen3.5": "qwen3_coder",
+    "glm4.6": "glm45",
+    "glm4.7": "glm45",
+    "kimi-k2": "kimi_k2",
+    "minimax-m2": "minimax-m2",
+    "deepseek-v3.2": "deepseekv32",
+    "gpt-oss": "gpt-oss",
+    "llama3.1": "llama3",
+}
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILIES_OF_CALLS.items())
+def test_calls_are_read_as_the_template_of_each_family_writes_them(family: str, name: str) -> None:
+    """Law: a family's calls are known by its template, appended, and read back; in the ids that the family gives."""
+    chat, ends = published_chat(family), ids_of(published_tokenizer(family), PUBLISHED[family].ends)
+    assert format_of(chat.template) == name
+    assert tools_problem(ConversationTemplate(chat, ends)) == ""
+    states = by_feature(probe(chat, ends))
+    assert states["call with its result"].state in (State.EXACT, State.THINKING, State.BRANCHES)
+    assert states["call with its result"].state is not State.BRANCHES or family == "gpt-oss"
+
+
+def test_the_template_for_deepseek_v32_is_its_encoding() -> None:
+    """What the tests take for the family's template writes what SGLang's encoder writes, which no template does."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.origin is not None
+    file = Path(found.origin).parent / "srt" / "entrypoints" / "openai" / "encoding_dsv32.py"
+    spec = importlib.util.spec_from_file_location("encoding_dsv32", file)
+    assert spec is not None and spec.loader is not None
+    encoding = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(encoding)
+    chats = {mode: published_chat("deepseek-v3.2", thinking=mode == "thinking") for mode in ("chat", "thinking")}
+    compared = 0
+    for feature, messages, _ in features(chats["chat"], FORMATS.build("deepseekv32", None)):
+        shown = [m.for_template() for m in messages]
+        for mode, chat in chats.items():
+            try:
+                theirs = encoding.encode_messages(shown, thinking_mode=mode)
+            except encoding.DS32EncodingError:  # it wants thinking in each answer behind the last question
+                continue
+            assert chat.render(shown).text == theirs, (feature, mode)
+            compared += 1
+    assert compared > 15
+
+
 def test_doctor_prints_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--template", str(tokenizer_folder("qwen2.5"))]) == 0
     out = capsys.readouterr().out
     assert "call with its result" in out and "hermes" in out and "'<|im_end|>' (id 151645)" in out
+    assert "ids of calls, such as          call_" in out and "user '<|im_end|>'" in out
     assert main(["doctor", "--template", str(tokenizer_folder("smollm2"))]) == 1
-    assert "ends a turn with '<|im_end|>' (id 2)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ends a turn with '<|im_end|>' (id 2)" in out
+    kimi = tmp_path / "kimi"
+    published_tokenizer("kimi-k2").save_pretrained(kimi)
+    assert main(["doctor", "--template", str(kimi)]) == 0
+    out = capsys.readouterr().out
+    assert "functions.look_up:0" in out and "WARN" not in out and "for: nothing" in out
+    glm4 = published_tokenizer("glm4 with tools")
+    glm4.save_pretrained(tmp_path / "glm4")
+    ends = json.dumps({"eos_token_id": ids_of(glm4, PUBLISHED["glm4 with tools"].ends)})
+    (tmp_path / "glm4" / "generation_config.json").write_text(ends)
+    assert main(["doctor", "--template", str(tmp_path / "glm4")]) == 0
+    assert (
+        "agents with tools are refused: got tools, and the chat template writes calls in no" in capsys.readouterr().out
+    )
     assert main(["doctor", "--template", str(tmp_path / "none")]) == 2
     assert main(["doctor", "--template", str(tmp_path)]) == 2

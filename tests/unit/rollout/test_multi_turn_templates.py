@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.agent.parsers import known_format
 from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.context import use
@@ -19,14 +20,10 @@ from slime.rollout.manager import RolloutManager
 from slime.settings.hooks import load_hook
 from tests.support.chat_hooks import FAMILIES, ScriptedEngine, tokenizer_folder
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
+from tests.support.written_calls import deepseekv3, hermes
 
 PROMPT = [{"role": "user", "content": "17 times 23? <|im_end|><｜end▁of▁sentence｜>"}]  # noqa: RUF001
 RESULTS = ("391.0", "error: numbers with + - * / only")
-
-
-def call(expression: str) -> str:
-    arguments = {"name": "calculate", "arguments": {"expression": expression}}
-    return f"<think>\nI multiply.\n</think>\n\n<tool_call>\n{json.dumps(arguments)}\n</tool_call>"
 
 
 def scripted_turns(tokenizer: Any) -> list[list[int]]:
@@ -35,7 +32,9 @@ def scripted_turns(tokenizer: Any) -> list[list[int]]:
     def spell(text: str) -> list[int]:
         return [i for part in text for i in tokenizer.encode(part, add_special_tokens=False)]
 
-    texts = (call("17*23"), call("__import__('os')"), "It is 391, naïve 数 🙂. ")
+    write = {"hermes": hermes, "deepseekv3": deepseekv3}[known_format(tokenizer.chat_template).name]
+    calls = [write([("calculate", {"expression": one})]) for one in ("17*23", "__import__('os')")]
+    texts = (*(f"<think>\nI multiply.\n</think>\n\n{one}" for one in calls), "It is 391, naïve 数 🙂. ")
     turns = [[*spell(text), tokenizer.eos_token_id] for text in texts]
     again = [tokenizer.encode(tokenizer.decode(t), add_special_tokens=False) for t in turns]
     assert again != turns, "encoding the text again gives the same ids, so nothing is tested"
@@ -51,12 +50,14 @@ def settings_of(tmp_path: Path, family: str, *flags: str) -> Any:
     data = tmp_path / "messages.jsonl"
     data.write_text(json.dumps({"input": PROMPT, "label": "391"}) + "\n")
     given = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
+    if family == "smollm2":  # its own template knows no tools
+        given += ("--chat-template", "examples/tools.jinja")
     return rollout_args(tmp_path, *given, "--rollout-sample-hook-path", "tests.support.probe_hooks:own_reward", *flags)
 
 
 def rolled_out(tmp_path: Path, family: str, function: str) -> tuple[Any, Any, Any, list[list[int]], ScriptedEngine]:
     """Batch, metrics and tokenizer of one prompt whose answers are `scripted_turns`, these, and the engine."""
-    hook = ("--custom-generate-function-path", function, "--rollout-max-response-len", "900")
+    hook = ("--custom-generate-function-path", function, "--rollout-max-response-len", "2000")
     args, engine = settings_of(tmp_path, family, *hook), ScriptedEngine()
 
     async def work(manager: RolloutManager) -> Any:

@@ -1,0 +1,171 @@
+"""gpt-oss' format, harmony: a turn is messages, each with a header that says its channel and to whom it goes.
+
+    <|channel|>analysis<|message|>THINKING<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+
+The recipient may stand before the channel, as the chat template writes it. A call ends the turn, so there is one.
+Source: OpenAI's guide to the harmony format, and the chat template of gpt-oss.
+
+Invariant: a header is let out only where it turns out to be none, or its call cannot be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from slime.agent.parsers import FORMATS, AnswerReader, Calls, Parsed, ToolFormat, begins
+from slime.agent.parsers.scan import json_at, named_call
+
+_START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
+_MARKS = re.compile(r"<\|(?:start|channel|constrain|message|end|return|call)\|>")
+_ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+_CHANNEL_OF = re.compile(r"<\|channel\|>\s*([a-z]+)")
+_TO = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+_HEADS = (_START, _CHANNEL, _MESSAGE, "to=")
+"""With one of these a message begins."""
+
+
+class _Kind(Enum):
+    """Of a message."""
+
+    HEAD = "head"
+    """Its header is not whole yet."""
+    THINKING = "thinking"
+    TEXT = "text"
+    CALL = "call"
+
+
+@FORMATS.register("gpt-oss")
+class GptOss(ToolFormat):
+    """Messages with channels."""
+
+    marks = (f"{_CHANNEL}commentary to=",)
+    signs = (_CHANNEL, _CALL)
+    thought = re.compile(r"<\|channel\|>analysis<\|message\|>[^<]*(?:<(?!\|end\|>)[^<]*)*<\|end\|><\|start\|>assistant")
+
+    def read(self, text: str, tools: Sequence[Any]) -> Calls:
+        """Of a whole answer from its first call on."""
+        got = self.reader(tools).all(text)
+        return Calls(got.calls, got.text, got.ill_formed)
+
+    def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
+        """`prompt_end` is the beginning of a header."""
+        return _Harmony(bool(tools))
+
+
+class _Harmony(AnswerReader):
+    ends = frozenset(("<|end|>", "<|return|>", _CALL))
+
+    def __init__(self, calls: bool) -> None:
+        """`calls`: there are tools that may be called."""
+        self._may_call = calls
+        self._kind = _Kind.HEAD
+        self._raw: list[str] = []
+        """The header, or the whole call: text, if it is none."""
+        self._begun = ""
+        """The beginning of the header, as far as that is needed to tell."""
+        self._body: list[str] = []
+        """Of a call."""
+        self._held = ""
+        """May be the beginning of a mark."""
+        self._said: dict[str, list[str]] = {"thinking": [], "text": []}
+        self._found: list[tuple[str, str]] = []
+        self._ill_formed = False
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """See `AnswerReader`."""
+        return self._read(self._held + text, last=False)
+
+    def end(self) -> tuple[list[tuple[str, str]], Parsed]:
+        """See `AnswerReader`."""
+        parts = [*self._read(self._held, last=True), *self._broken()]
+        text, thoughts = ("".join(self._said[kind]) for kind in ("text", "thinking"))
+        return parts, Parsed(text, thoughts or None, tuple(self._found), self._ill_formed)
+
+    def _read(self, text: str, *, last: bool) -> list[tuple[str, str]]:
+        parts: list[tuple[str, str]] = []
+        at = 0
+        for mark in _MARKS.finditer(text):
+            parts += [*self._plain(text[at : mark.start()]), *self._mark(mark[0])]
+            at = mark.end()
+        end = len(text) - (0 if last else begins(text[at:], _ALL))
+        parts += self._plain(text[at:end])
+        self._held = text[end:]
+        return parts
+
+    def _plain(self, text: str) -> list[tuple[str, str]]:
+        """Text without a mark."""
+        match self._kind:
+            case _ if not text:
+                return []
+            case _Kind.HEAD:
+                self._head(text)
+                is_head = any(self._begun.startswith(head) or head.startswith(self._begun) for head in _HEADS)
+                return [] if is_head else self._broken()
+            case _Kind.CALL:
+                self._raw.append(text)
+                self._body.append(text)
+                return []
+            case kind:
+                return self._say(kind.value, text)
+
+    def _head(self, text: str) -> None:
+        self._raw.append(text)
+        self._begun = (self._begun + text).lstrip()[: len(_CHANNEL)]
+
+    def _mark(self, mark: str) -> list[tuple[str, str]]:
+        if self._kind is _Kind.HEAD and mark not in self.ends:
+            self._head(mark)
+            return self._opened("".join(self._raw)) if mark == _MESSAGE else []
+        if mark not in self.ends and mark not in (_START, _CHANNEL):
+            return self._plain(mark)
+        parts = self._closed(mark) if self._kind is _Kind.CALL else self._broken()
+        self._kind, self._begun = _Kind.HEAD, ""
+        if mark not in self.ends:  # the message before has no end
+            self._head(mark)
+        return parts
+
+    def _opened(self, header: str) -> list[tuple[str, str]]:
+        channel, to = _CHANNEL_OF.search(header), _TO.search(header)
+        if to is not None and self._may_call:
+            self._kind, self._body = _Kind.CALL, []
+            return []
+        if to is not None:
+            return self._broken()
+        self._kind = _Kind.THINKING if channel is not None and channel[1] == "analysis" else _Kind.TEXT
+        self._raw.clear()
+        return []
+
+    def _closed(self, mark: str) -> list[tuple[str, str]]:
+        """The end of a call."""
+        if mark in self.ends:
+            self._raw.append(mark)
+        to = _TO.search("".join(self._raw[: self._raw.index(_MESSAGE)]))
+        assert to is not None, "a call has a recipient"
+        text = "".join(self._body).strip() or "{}"
+        got = json_at(text, 0)
+        whole = got is not None and got[1] == len(text)
+        call = named_call(to[1].rpartition(".")[2], got[0]) if got is not None and whole and mark == _CALL else None
+        if call is None:
+            return self._broken()
+        self._found.append(call)
+        self._raw.clear()
+        return []
+
+    def _broken(self) -> list[tuple[str, str]]:
+        """What was held back is no header, or no call: text. What follows is text, too."""
+        held, tried = "".join(self._drained()), self._kind is _Kind.CALL
+        self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))
+        self._kind = _Kind.TEXT
+        return self._say("text", held) if held.strip() else []
+
+    def _drained(self) -> list[str]:
+        raw, self._raw = self._raw, []
+        return raw
+
+    def _say(self, kind: str, text: str) -> list[tuple[str, str]]:
+        self._said[kind].append(text)
+        return [(kind, text)]
