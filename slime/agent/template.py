@@ -162,9 +162,7 @@ class ConversationTemplate:
         if first is not None and not first[0]:
             return 0
         try:
-            alone = self.chat.render_prefix(
-                messages, num, tools=list(tools) or None, add_generation_prompt=False
-            ).marked
+            alone = self.chat.disarm(messages, list(tools) or None).render(num, asked=False).marked
         except DataError:
             alone = ""
         _, found, turn = alone.rpartition(mark)

@@ -112,43 +112,9 @@ PHI4 = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )
-GLM47 = (
-    "[gMASK]<sop>{% if tools %}{{ '<|system|>' ~ (tools | tojson) }}"
-    "<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value></tool_call>{% endif %}"
-    "{% set ns = namespace(user=-1) %}{% for m in messages if m.role == 'user' %}"
-    "{% set ns.user = messages.index(m) %}{% endfor %}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}{{ '<|assistant|>' }}"
-    "{{ '<think>' ~ m.reasoning_content if m.reasoning_content and loop.index0 > ns.user }}"
-    "{{ '</think>' ~ m.content.strip() }}{% for c in m.tool_calls or [] %}{{ '<tool_call>' ~ c.function.name }}"
-    "{% for k, v in c.function.arguments.items() %}{{ '<arg_key>' ~ k ~ '</arg_key><arg_value>' }}"
-    "{{ v if v is string else v | tojson }}{{ '</arg_value>' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}"
-    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ '<|observation|>' }}{% endif %}"
-    "{{ '<tool_response>' ~ m.content ~ '</tool_response>' }}"
-    "{% else %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
-)
 GLM4_TOOLS = GLM4.replace(
     "[gMASK]<sop>",
     "[gMASK]<sop>{% if tools %}{{ '<|system|>\n# \u53ef\u7528\u5de5\u5177' ~ (tools | tojson) }}{% endif %}",
-)
-MINIMAX_M2 = (
-    "{% set ns = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.user = loop.index0 %}{% endif %}{% endfor %}{% set first = messages[0].role == 'system' %}"
-    "{{ ']~!b[]~b]system\n' ~ (messages[0].content if first else 'You are a helpful assistant.') }}"
-    "{% if tools %}{{ '\n\n# Tools\n<tools>\n' }}{% for t in tools %}"
-    "{{ '<tool>' ~ (t.function | tojson) ~ '</tool>\n' }}{% endfor %}{{ '</tools>\n' }}{% endif %}{{ '[e~[\n' }}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ']~b]ai\n' }}"
-    "{% if m.reasoning_content and loop.index0 > ns.user %}"
-    "{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
-    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for c in m.tool_calls %}"
-    "{{ '<invoke name=\"' ~ c.function.name ~ '\">' }}{% for k, v in c.function.arguments.items() %}"
-    "{{ '\n<parameter name=\"' ~ k ~ '\">' ~ (v if v is string else v | tojson) ~ '</parameter>' }}{% endfor %}"
-    "{{ '\n</invoke>\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\n' }}"
-    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ ']~b]tool' }}{% endif %}"
-    "{{ '\n<response>' ~ m.content ~ '</response>' }}"
-    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '[e~[\n' }}{% endif %}"
-    "{% elif m.role == 'user' %}{{ ']~b]user\n' ~ m.content ~ '[e~[\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ']~b]ai\n<think>\n' }}{% endif %}"
 )
 DSML = "\uff5cDSML\uff5c"
 DEEPSEEK_V32 = (
@@ -229,16 +195,13 @@ PUBLISHED = {
     "glm4.6": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
     "glm4.6 without words": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS),
     "glm4.7": Published(GLM47, GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
-    "minimax-m2": Published(MINIMAX_M2, ("[e~[",), tokens=("]~!b[", "]~b]", "[e~["), words=("<think>", "</think>")),
+    "minimax-m2": Published(MINIMAX_M2, ("[e~[",), tokens=MINIMAX_TOKENS, words=("<think>", "</think>")),
     "kimi-k2 before calls": Published(KIMI_K2.replace("CALLS", ""), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "kimi-k2": Published(KIMI_K2.replace("CALLS", KIMI_CALLS), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "gpt-oss": Published("trl:gptoss", ("<|return|>", "<|call|>"), tokens=HARMONY_TOKENS),
     "gpt-oss of its package": Published("trl:gptoss", ("<|return|>", "<|endoftext|>", "<|call|>"), "gpt-oss"),
     "qwen3-next": Published("trl:qwen3_instruct_2507", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
-    "qwen3.5": Published("trl:qwen3_5_think", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
     "glm4 with tools": Published(GLM4_TOOLS, GLM_ENDS, tokens=GLM_TOKENS),
-    "glm4.7": Published(GLM47, GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
-    "minimax-m2": Published(MINIMAX_M2, ("[e~[",), tokens=MINIMAX_TOKENS, words=("<think>", "</think>")),
     "deepseek-v3.2": Published(DEEPSEEK_V32, (DEEPSEEK_END,), "deepseek-v3", words=("<think>", "</think>")),
     "phi3": Published("trl:phi3", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
     "phi3.5": Published("trl:phi3_5", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
