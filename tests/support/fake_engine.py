@@ -38,6 +38,8 @@ class FakeEngine:
     """Popped by each /generate: None = answer, int = HTTP status, "drop" = close the connection, "hang" = no answer,
     "cut" = close a stream after two events."""
     requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str | None] = field(default_factory=set)
+    """What requests and aborts showed as theirs."""
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     most_running: int = 0
@@ -50,6 +52,7 @@ class FakeEngine:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.keys.add(request.headers.get("Authorization"))
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, int):
             return web.json_response({"error": {"message": "as told"}}, status=fault)
@@ -177,6 +180,7 @@ class FakeEngine:
     async def abort(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.aborted.append(body["rid"])
+        self.keys.add(request.headers.get("Authorization"))
         if body.get("abort_all") or body["rid"] in self.running:
             for rid, stop in self.running.items():
                 if body.get("abort_all") or rid.startswith(body["rid"]):

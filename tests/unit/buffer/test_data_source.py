@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime.buffer.data_buffer import DataBuffer
@@ -15,8 +16,10 @@ from slime.buffer.sources import SOURCES, SampleSource, SourceContext
 from slime.core.errors import ConfigError, DataError, HookError, LedgerError
 from slime.core.sample import Sample
 from slime.data.dataset import load_prompts
+from slime.rollout.sources import load_data_source, load_tokenizer
 from slime.settings import parse_args
 from tests.support.command_line import complete
+from tests.support.rollout import rollout_args
 
 
 class Source:
@@ -147,6 +150,17 @@ HERE = str(Path(__file__))
 
 def build(args: SimpleNamespace, **context: Any) -> DataBuffer:
     return SOURCES.build(args.data_source, args).open(SourceContext(args=args, tokenizer=None, **context))
+
+
+def test_prompts_come_as_the_settings_of_a_run_say(tmp_path: Path) -> None:
+    """Law: in the order of its seed, without those that are too long for training, so many of each."""
+    flags = ("--rollout-shuffle", "--rollout-seed", "7", "--rollout-max-prompt-len", "5")
+    args = rollout_args(tmp_path, *flags, "--n-samples-per-prompt", "3")
+    buffer = load_data_source(args, load_tokenizer(args))
+    groups = buffer.get_groups(10)
+    assert len(buffer) == 10 and {group.num_executions for group in groups} == {3}, "of two digits they are longer"
+    order = np.random.default_rng(7).permutation(10)
+    assert [group.samples[0].label for group in groups] == [str(2 * row) for row in order]
 
 
 def test_the_settings_choose(tmp_path: Path) -> None:

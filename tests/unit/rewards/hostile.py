@@ -52,12 +52,6 @@ def act(args: Any, sample: Sample) -> Any:
             return float(len("a" * (8 << 30)))
         case "exit":
             os._exit(3)
-        case "counted exit":
-            with open(sample.metadata["file"], "a") as file:
-                file.write("x")
-            os._exit(3)
-        case "limits":  # that this process has
-            return {name: float(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]) for name in LIMITS}
         case "print":
             print("x" * 100_000, flush=True)
         case "garbage":
@@ -84,6 +78,15 @@ def act(args: Any, sample: Sample) -> Any:
             found = {"args": float(text.encode() in pickle.dumps(args)), "seen": float("lr" in args.megatron)}
             return {**found, "environment": float(any(text in value for value in os.environ.values()))}
     return 1.0
+
+
+def limits(args: Any, sample: Sample) -> dict[str, float]:
+    """Those of this process; with a file to count the tries in, it ends itself."""
+    if sample.metadata:
+        with open(sample.metadata["file"], "a") as file:
+            file.write("x")
+        os._exit(3)
+    return {name: float(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]) for name in LIMITS}
 
 
 async def act_async(args: Any, sample: Sample) -> Any:

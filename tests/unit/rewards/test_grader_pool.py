@@ -48,15 +48,17 @@ def with_pool(work: Callable[[GraderPool], Awaitable[Any]], **settings: Any) -> 
 
 def test_a_grader_has_the_limits_of_the_settings_and_a_dead_one_is_asked_twice(tmp_path: Path) -> None:
     """Law: of memory what the flag says, of a file 64 MB, no core; what ended its process twice is not graded."""
-    args = parse_args([*complete(tmp_path), "--custom-rm-path", f"{HOSTILE}:act", "--reward-memory-limit-mb", "3000"])
+    args = parse_args(
+        [*complete(tmp_path), "--custom-rm-path", f"{HOSTILE}:limits", "--reward-memory-limit-mb", "3000"]
+    )
     deaths = tmp_path / "deaths"
 
     async def main() -> None:
         pool = grader_pool(args)
         try:
             limits = {"AS": 3000.0 * 2**20, "FSIZE": 64.0 * 2**20, "CORE": 0.0}
-            assert await pool.score(Sample(response="limits")) == Scored(limits)
-            dead = await pool.score(Sample(response="counted exit", metadata={"file": str(deaths)}))
+            assert await pool.score(Sample()) == Scored(limits)
+            dead = await pool.score(Sample(metadata={"file": str(deaths)}))
             assert isinstance(dead, Unscored) and "died while grading" in dead.reason and deaths.read_text() == "xx"
         finally:
             await pool.close()

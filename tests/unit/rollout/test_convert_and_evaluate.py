@@ -139,23 +139,37 @@ def test_engines_get_every_setting_of_sampling_and_each_execution_a_seed(tmp_pat
 
 
 def test_each_dataset_has_settings_of_its_own(tmp_path: Path) -> None:
-    held, more = (write_prompts(tmp_path / f"{name}.jsonl", 3) for name in ("held", "more"))
+    """Law: length, number, graders, functions, metadata and prompts are the dataset's, the score is of its key."""
+    held, more, mine = (write_prompts(tmp_path / f"{name}.jsonl", 12) for name in ("held", "more", "mine"))
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.rollout.generate import generate as default\n"
+        "def rm(args, sample): return {'a': 0.0, 'b': float(sample.metadata == {'split': 'test'})}\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    made = await default(args, sample, {**sampling_params, 'max_new_tokens': 1})\n"
+        "    made.reward = {'a': 0.0, 'b': 0.25}\n"
+        "    return made\n"
+    )
     file = tmp_path / "eval.yaml"
     file.write_text(
-        f"eval:\n  defaults: {{rm_type: exact_match, n_samples_per_eval_prompt: 3}}\n  datasets:\n"
-        f"    held: {{path: {held}, max_response_len: 2, custom_rm_path: '{HOOKS}:one'}}\n"
-        f"    more: {{path: {more}, n_samples_per_eval_prompt: 1, metadata_overrides: {{split: test}}}}\n"
+        f"eval:\n  defaults: {{n_samples_per_eval_prompt: 3, max_prompt_len: 5}}\n  datasets:\n"
+        f"    held: {{path: {held}, max_response_len: 2, custom_rm_path: '{own}:rm', "
+        f"metadata_overrides: {{split: test}}}}\n"
+        f"    more: {{path: {more}, n_samples_per_eval_prompt: 1, custom_rm_path: '{own}:rm'}}\n"
+        f"    mine: {{path: {mine}, custom_generate_function_path: '{own}:generate', max_prompt_len: 9}}\n"
     )
-    args, engine = rollout_args(tmp_path, "--eval-interval", "1", "--eval-config", str(file)), FakeEngine()
+    flags = ("--reward-key", "a", "--eval-reward-key", "b")
+    args, engine = rollout_args(tmp_path, *flags, "--eval-interval", "1", "--eval-config", str(file)), FakeEngine()
 
     async def work(manager: RolloutManager) -> Any:
         return await manager.evaluate(0)
 
     metrics = asyncio.run(with_manager(args, engine, work))
     limits = [r["sampling_params"]["max_new_tokens"] for r in engine.requests]
-    assert sorted(limits) == [2] * 9 + [8] * 3
+    assert Counter(limits) == {2: 10 * 3, 8: 10, 1: 12 * 3}, "of two prompts there are six tokens"
     assert metrics["eval/held"] == 1.0 and metrics["eval/held-pass@2"] == 1.0 and "eval/held-pass@4" not in metrics
-    assert metrics["eval/more"] == 0.0 and "eval/more-pass@1" not in metrics
+    assert metrics["eval/more"] == 0.0 and "eval/more-pass@1" not in metrics and metrics["eval/mine"] == 0.25
+    assert [metrics[f"eval/{name}-num_prompts"] for name in ("held", "more", "mine")] == [10, 10, 12]
 
 
 def test_an_evaluation_over_two_weight_versions_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ActorDied, HookError, WorkerStalled
-from slime.core.topology import Worker
+from slime.core.topology import DEFAULT_NAME, PAIRED, Worker
 from slime.rollout.episodes import fleet as fleet_module
 from slime.rollout.episodes.fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
 from slime.rollout.episodes.worker import EpisodeWorker
@@ -44,16 +44,21 @@ async def three_steps(manager: RolloutManager) -> list[Any]:
 
 
 def test_batches_are_those_of_one_process(tmp_path: Path) -> None:
-    """Law: who works on a group shows nowhere in the batch."""
-    args = rollout_args(tmp_path, *GRADED)
+    """Law: who works on a group shows nowhere in the batch, nor in the step of its hooks, nor in the engine's load."""
+    own = tmp_path / "own.py"
+    own.write_text("def stamp(args, sample, rollout_id, evaluation): sample.reward = 10 * rollout_id + sample.index\n")
+    flags = ("--rollout-sample-hook-path", f"{own}:stamp", "--sglang-server-concurrency", "4")
+    args = rollout_args(tmp_path, *GRADED, *flags)
     expected = asyncio.run(with_manager(args, FakeEngine(), three_steps))
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
         found = await three_steps(manager)
         return found, [one.num_groups for one in workers.started]
 
-    found, groups = asyncio.run(with_workers(args, FakeEngine(), 2, work))
-    assert found == expected
+    engine = FakeEngine(tick_s=0.001)
+    found, groups = asyncio.run(with_workers(args, engine, 2, work))
+    assert found == expected and engine.most_running == 4, "two at a time for each worker"
+    assert [sample[4] - sample[1] for batch in found for sample in batch] == [0] * 8 + [10] * 8 + [20] * 8
     assert groups == [6, 6], "each group went to the worker with the fewest"
 
 
@@ -289,6 +294,30 @@ def test_threads_of_users_hold_no_result_up(tmp_path: Path) -> None:
             module["OVER"].set()
 
     assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == [1, 2, 3, 4]
+
+
+def test_workers_follow_the_engines_that_come_and_go(tmp_path: Path) -> None:
+    """Law: what the rollout side hears of an engine each worker hears, and which half of a request it does."""
+    pairs = ("--rollout-num-gpus", "2", "--prefill-num-servers", "1")
+    args = rollout_args(tmp_path, *GRADED, *pairs)
+    urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        await workers.fleet.ready()
+        for url, worker in zip(urls, PAIRED, strict=True):
+            manager.admit(DEFAULT_NAME, [url], worker)
+        clients = [manager._client, *(one.worker._client for one in workers.started)]
+        while not all(len(client.engines()) == 3 for client in clients):
+            await asyncio.sleep(0)
+        readers = [[one.url for one in client._pool._readers.upstreams] for client in clients]
+        manager.dismiss(DEFAULT_NAME, [urls[0]])
+        while any(urls[0] in client.engines() for client in clients):
+            await asyncio.sleep(0)
+        return readers, [client.engines() for client in clients]
+
+    engine = FakeEngine()
+    readers, left = asyncio.run(with_workers(args, engine, 2, work))
+    assert readers == [[urls[0]]] * 3 and left == [[engine.url, urls[1]]] * 3
 
 
 def test_a_pause_reaches_requests_of_the_conductor(tmp_path: Path) -> None:

@@ -33,21 +33,22 @@ class FakeTeacher(FakeEngine):
         return {"meta_info": {"input_token_logprobs": pairs, "weight_version": "default"}}
 
 
-def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str) -> Any:
+def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str, engine: FakeEngine | None = None) -> Any:
     async def work(manager: RolloutManager) -> Any:
         return await manager.generate(0)
 
     async def main() -> Any:
         async with serve(teacher):
             args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", teacher.url, "--rm-type", "none", *flags)
-            return await with_manager(args, FakeEngine(), work)
+            return await with_manager(args, engine or FakeEngine(), work, "of the run")
 
     return asyncio.run(main())
 
 
 def test_the_teacher_judges_the_sampled_tokens(tmp_path: Path) -> None:
-    teacher = FakeTeacher(faults=deque([503, "drop"]))
-    batch, _ = distil(tmp_path, teacher)
+    teacher, engine = FakeTeacher(faults=deque([503, "drop"])), FakeEngine(faults=deque(["drop"]))
+    batch, _ = distil(tmp_path, teacher, "--opd-teacher-api-key", "of the teacher", engine=engine)
+    assert teacher.keys == {"Bearer of the teacher"} and engine.keys == {"Bearer of the run"}
     assert len(batch.samples) == 8 and len(teacher.requests) == 10, "503 and a lost connection are asked again"
     for sample in batch.samples:
         first = sample.num_tokens - sample.response_length
