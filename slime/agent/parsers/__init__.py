@@ -5,7 +5,7 @@
 Invariants
 1. No text makes a reader raise: what cannot be read stays text, and `ill_formed` says that a call was tried.
 2. The parts that a reader lets out, joined, are the thinking and the text of `Parsed`, wherever the text was split.
-3. A format that slime does not know is no format: whoever is given tools then refuses them (`known_format`).
+3. A format that slime does not know counts for nothing: whoever is given tools then refuses them (`known_format`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Reader(AnswerReader):
 
     def _doubted(self, last: bool) -> list[tuple[str, str]]:
         """Looks for the end of the thinking behind a mark of a call in it; no character is looked at twice."""
-        assert self._doubt is not None
+        assert self._doubt is not None, "there is something to doubt"
         self._doubt.append(self._held)
         seen, self._held = self._edge + self._held, ""
         self._edge = seen[1 - len(CLOSE) :]
@@ -248,6 +248,6 @@ def known_format(template: str, name: str | None = None) -> ToolFormat:
         raise ConfigError(
             "got tools, and the chat template writes calls in no format that is known here, so that all calls would "
             f"stay text; name one as --agent-tool-format ({known}, or the import path of your own class), give another "
-            "template as --chat-template FILE, or say --agent-tool-format text if calls shall stay text"
+            "template as --chat-template FILE, or say --agent-tool-format text to leave calls as text"
         )
     return FORMATS.build(name, None)

@@ -156,7 +156,7 @@ class _Harmony(AnswerReader):
         return []
 
     def _broken(self) -> list[tuple[str, str]]:
-        """What was held back is no header, or no call: text. What follows is text, too."""
+        """What was held back turns out to be text, and so does what follows."""
         held, tried = "".join(self._drained()), self._kind is _Kind.CALL
         self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))
         self._kind = _Kind.TEXT
