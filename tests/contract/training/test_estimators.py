@@ -77,6 +77,7 @@ def test_a_teacher_draws_the_student(tiny_qwen3: Path, tmp_path: Path, make_back
         by_sample.train(batch)
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_acts(tiny_qwen3: Path, tmp_path: Path, make_backend: Make) -> None:
     reference = write_tiny_model(tmp_path / "reference", "qwen3", tied=False, seed=5)
     batch = random_batch(seed=6)
