@@ -96,8 +96,8 @@ ALGORITHMS: dict[str, Mutation] = {
     "KL in the other direction": Mutation(
         "algorithms",
         "algorithms/kl/__init__.py",
-        "d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
-        "d, _ = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
+        "d, limited = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
+        "d, limited = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
     ),
     "KL sign": Mutation("algorithms", "algorithms/kl/k1.py", "        return d\n", "        return -d\n"),
     "unbiased KL without gradient of the ratio": Mutation(
@@ -306,8 +306,8 @@ TRAINING: dict[str, Mutation] = {
     "a micro-batch is one sequence": Mutation(
         "training",
         "training/step/micro_batch.py",
-        "np.repeat(np.arange(len(samples)), lengths)",
-        "np.repeat(np.zeros(len(samples), np.int64), lengths)",
+        "np.repeat(np.arange(len(samples)), [",
+        "np.repeat(np.zeros(len(samples), np.int64), [",
     ),
     "log-probs of the token after": Mutation(
         "training",
