@@ -137,7 +137,7 @@ OTHER = turns_with_calls("<tool_call>{{ c.function.name ~ ': ' ~ c.function.argu
 AGENTS = ("--custom-generate-function-path", "examples.agent_openai_loop:generate")
 """Without one, flags of agents have no effect."""
 REFUSED = [
-    (UNKNOWN, (), r"writes calls in no format that is known here.*--agent-tool-format text if calls shall"),
+    (UNKNOWN, (), r"writes calls in no format that is known here.*--agent-tool-format text to leave calls"),
     (
         UNKNOWN.replace("tools", "notools"),
         (),
