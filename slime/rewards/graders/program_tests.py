@@ -4,13 +4,14 @@ The tests stand in `metadata["tests"]`, else in the label (as JSON text or not),
 - `[{"input": text, "output": text}, ...]` or `{"inputs": [...], "outputs": [...]}`: standard input and output;
 - the latter with `"fn_name"`: each input is the list of arguments, each output what the function returns;
 - a list of Python statements, or one text of them: assertions; with `metadata["entry_point"]` the text defines
-  `check(candidate)`, as HumanEval does (Chen et al., 2021, arXiv:2107.03374).
+  `check(candidate)`, as HumanEval does (Chen et al., 2021, arXiv:2107.03374). Statements of a list that name nothing of
+  the program are no tests, but run before each of the others.
 
 The score is the share of tests passed, or with `metadata["code_reward"] = "all"` 1.0 for all of them, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) bound one test. A program that is too slow fails
 its test and is not asked again: the tests after it count as failed. All tests together may take `--reward-timeout-s`
-and `SECONDS_PER_TEST` more for each, so that no answer is left unscored for the number of its tests alone. What the
-tests check never shares a process with the program, assertions excepted (`sandbox`).
+and `SECONDS_PER_TEST` more for each, by the program's own clock (`sandbox`): those after that count as failed, too.
+What the tests check never shares a process with the program.
 """
 
 from __future__ import annotations
@@ -18,20 +19,18 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from slime.core.errors import DataError, DeadlineExceeded
+from slime.core.errors import DataError
 from slime.core.sample import Sample
+from slime.rewards.assertions import names_in
 from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking
 
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
 SECONDS_PER_TEST = 1.0
 """What each test adds to the limit of all, unless its own limit is lower."""
-BUDGET_SHARE = 0.8
-"""Of the pool's limit that the tests of one answer may take together; beyond it the answer stays unscored."""
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 PYTHON = frozenset({"", "python", "py", "python3"})
 
@@ -70,17 +69,42 @@ def cases_of(sample: Sample) -> list[Case]:
             return [Case({"function": str(name), "arguments": list(i)}, "", o, "call") for i, o in pairs]
         return [Case({}, _text(i), _text(o), "stdin") for i, o in pairs]
     if isinstance(tests, str) and tests.strip():
-        entry = sample.metadata.get("entry_point")
-        statements = [tests, f"check({entry})"] if entry else [tests]
-        return [Case({"checked": True, "asserts": statements}, "", True, "assert")]
+        return _assertions([tests], sample.metadata.get("entry_point"))
     if isinstance(tests, list) and tests and all(isinstance(t, str) for t in tests):
-        return [Case({"checked": True, "asserts": [t]}, "", True, "assert") for t in tests]
+        return _assertions(tests, None)
     if isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests):
         return [Case({}, _text(t["input"]), _text(t["output"]), "stdin") for t in tests]
     raise DataError(
         f"got tests {str(tests)!r:.100}; the code grader needs metadata['tests'] (or the label) as "
         "[{'input', 'output'}], {'inputs', 'outputs'[, 'fn_name']}, or Python assertions"
     )
+
+
+def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
+    """Raises `DataError` if they are not Python, or say nothing about the program."""
+    entry = str(entry_point) if entry_point else None
+    try:
+        found = [names_in([statement], entry) for statement in statements]
+    except SyntaxError as problem:
+        raise DataError(f"got tests that are not Python ({problem})") from None
+    bound = frozenset().union(*(names.bound for names in found))
+    if entry and "check" not in bound:
+        raise DataError("got metadata entry_point, and tests that do not define check(candidate)")
+    pairs = list(zip(statements, found, strict=True))
+    setup = [statement for statement, names in pairs if not names.free - bound and not entry]
+    cases = []
+    for statement in (statement for statement, names in pairs if names.free - bound or entry):
+        whole = [*setup, statement, *([f"check({entry})"] if entry else [])]
+        names = names_in(whole, entry)
+        asked = [name for name in names.asked if name != "check" or not entry]
+        test = {"statements": whole, "names": asked, "modules": names.modules}
+        cases.append(Case({"asserts": test}, "", True, "assert"))
+    if not cases:
+        raise DataError(
+            "got assertions that name no function of the program; call one, or give metadata entry_point with a "
+            "check(candidate)"
+        )
+    return cases
 
 
 def _text(value: Any) -> str:
@@ -132,14 +156,19 @@ class ProgramTests(Grader):
     """Run programs also where nothing holds them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """It grows with the number of tests. Raises `DataError` on a row without tests."""
+        """Of the program's own clock, for all tests. Raises `DataError` on a row without tests."""
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
+
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` on a row without tests."""
+        cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.
 
-        Raises `DataError` on a row without tests, `DeadlineExceeded` if the tests together take too long, `Unconfined`
-        where nothing holds a program and `--allow-unconfined-code` was not given.
+        Raises `DataError` on a row without tests, or with some that cannot be checked from outside of the program,
+        `Unconfined` where nothing holds a program and `--allow-unconfined-code` was not given, `OSError` where the
+        machine cannot run it.
         """
         from slime.rewards.graders.sandbox import Sandbox
 
@@ -149,28 +178,24 @@ class ProgramTests(Grader):
             raise DataError(f"got metadata code_reward {sample.metadata['code_reward']!r}; write 'share' or 'all'")
         if program is None:
             return 0.0
-        budget_s, started, num_passed = BUDGET_SHARE * limit_s, time.monotonic(), 0
+        own_s, num_passed = 0.0, 0
         with Sandbox(
             program,
             time_limit_s=_time_limit_s(sample),
             memory_bytes=int(sample.metadata.get("memory_limit_mb", MEMORY_LIMIT_MB)) * 2**20,
             allow_unconfined=self.allow_unconfined_code,
         ) as sandbox:
-            for number, case in enumerate(cases):
-                if time.monotonic() - started > budget_s:
-                    raise DeadlineExceeded.waiting(
-                        owner="the code grader",
-                        for_what=f"{len(cases)} tests",
-                        limit_s=budget_s,
-                        last_progress=f"{number} run, {num_passed} passed",
-                    )
+            for case in cases:
                 ended = sandbox.run(case.request, stdin=case.stdin)
                 if case.kind == "stdin":
                     passed = ended.code == 0 and same_output(ended.output, case.expected)
+                elif case.kind == "assert" and ended.result is not None and isinstance(ended.result[0], str):
+                    raise DataError(f"got a test that cannot be checked from outside of the program: {ended.result[0]}")
                 else:
                     passed = ended.result is not None and same_value(ended.result[0], case.expected)
                 num_passed += passed
-                if ended.timed_out or (all_or_nothing and not passed):
+                own_s += ended.own_s
+                if ended.timed_out or own_s > limit_s or (all_or_nothing and not passed):
                     break
         return float(num_passed == len(cases)) if all_or_nothing else num_passed / len(cases)
 

@@ -4,6 +4,7 @@ A `Sandbox` holds one program and runs it once for each test. Its supervisor (`m
 what a run would cost; for each test it waits with a deadline for three processes that it forks: a keeper, which makes
 fresh namespaces; the first process of the PID namespace, so that with it everything dies that the program started; that
 one's child is the program. Nothing of a program ever runs in the supervisor: it only forks, kills and reports.
+Assertions are run by a checker, held as the program is, with three processes of its own; a socket connects the two.
 
 What holds the program:
 - namespaces: no network, no other process to see or signal, and a scratch disk of `SCRATCH_BYTES`;
@@ -13,24 +14,28 @@ What holds the program:
 The first two need a Linux of 2021 or newer that allows user namespaces. Where one of them is missing no program runs,
 unless the caller says that it may (`--allow-unconfined-code`).
 
+A program's time is its processor time, and time in which it sleeps. While it waits for a processor that others use, its
+clock stands still (`_Clock`), so a busy machine fails no program; after `PATIENCE` times its limit it is given up.
+
 Invariants
 0. A program that is not held by all of them runs only if that was allowed.
 1. After `run` no process of the program lives: the supervisor kills all of its descendants. With their processes go
    the scratch disk and all else but files that an unconfined program wrote elsewhere: no run sees one before it.
-2. The program's memory never holds the expected output of a test. Assertions are another matter: they run in the
-   program's own interpreter, so they, and the token that says that they passed, are read after its definitions ran.
+2. The program's memory never holds the expected output of a test, an assertion, or a way to write that it passed.
+3. What did not run is no verdict: a run whose processes could not begin is an `OSError`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import resource
-import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -48,7 +53,13 @@ MAX_PROCESSES = 32
 MAX_FILES = 64
 """Open at a time."""
 WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
-"""Wall clock beside the CPU limit: a loaded machine must not fail a program, a sleeping one must end."""
+"""Clock of the program beside its CPU limit: a sleeping one must end."""
+PATIENCE = 5.0
+"""By so much a busy machine may lengthen that."""
+LOOK_S = 0.1
+"""How often a running program is looked at."""
+BEGIN_S = 30.0
+"""For a program's processes to be made."""
 PROBE_S = 20.0
 """For an empty program, however busy the machine is."""
 SUPERVISOR_S = 10.0
@@ -58,6 +69,9 @@ CAPABILITY_VERSION_3 = 0x20080522
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 PR_SET_CHILD_SUBREAPER = 36
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+PROGRAM, CHECKER = "program", "checker"
+Limits = tuple[float, int]
+"""Seconds, and bytes of memory."""
 NAMESPACES, LANDLOCK = "namespaces", "Landlock"
 WHAT_FOR = {
     NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
@@ -73,11 +87,14 @@ class Ended:
     code: int
     """Exit status; 128 + signal if a signal ended it."""
     timed_out: bool
-    """It met the CPU or the wall limit."""
+    """It met the CPU limit, or that of its clock."""
+    own_s: float
+    """How long it ran by its own clock."""
     output: str
     """What it printed, at most `MAX_OUTPUT_BYTES`."""
     result: list[Any] | None
-    """[what the function returned, as JSON]; for assertions [True] if all hold; None if it did not get there."""
+    """[what the function returned, as JSON]; for assertions [True] if all hold, [False] if not, [why] if that cannot be
+    told; None if it did not get there."""
     missing: tuple[str, ...] = ()
     """Of `WHAT_FOR`, what did not hold the program."""
 
@@ -110,7 +127,7 @@ class Sandbox:
     def __init__(self, program: str, *, time_limit_s: float, memory_bytes: int, allow_unconfined: bool = False) -> None:
         """The limits are those of one run. `allow_unconfined`: run also where namespaces or Landlock cannot hold it."""
         self._program, self._allow_unconfined = program, allow_unconfined
-        self._reply_limit_s = time_limit_s * WALL_FACTOR + WALL_EXTRA_S + SUPERVISOR_S
+        self._reply_limit_s = PATIENCE * (time_limit_s * WALL_FACTOR + WALL_EXTRA_S) + BEGIN_S + SUPERVISOR_S
         self._limits = [str(time_limit_s), str(memory_bytes)]
         self._num_runs = 0
 
@@ -146,16 +163,18 @@ class Sandbox:
         self._folder.cleanup()
 
     def run(self, request: dict[str, Any], *, stdin: str = "") -> Ended:
-        """Runs the program; then calls `request["function"]` with `request["arguments"]`, or `request["asserts"]`.
+        """Runs the program; then calls `request["function"]` with `request["arguments"]`, or has `request["asserts"]`
+        (as `assertions.check` wants them) checked.
 
-        Raises `Unconfined` where nothing holds it and that was not allowed, `OSError` if the sandbox itself fails.
+        Raises `Unconfined` where nothing holds it and that was not allowed, `OSError` if the sandbox itself fails, or
+        the machine has no time for it.
         """
-        token, scratch = secrets.token_hex(16), Path(self._folder.name, str(self._num_runs))
+        scratch, asserts = Path(self._folder.name, str(self._num_runs)), request.get("asserts")
         self._num_runs += 1
         (scratch / "work").mkdir(parents=True)
-        shown = {"program": self._program, **{k: v for k, v in request.items() if k != "asserts"}}
-        (scratch / "request").write_text(json.dumps(shown))
-        (scratch / "asserts").write_text(json.dumps({"token": token, "asserts": request.get("asserts")}))
+        shown = {"program": self._program, "checked": asserts is not None}
+        (scratch / "request").write_text(json.dumps(shown | {k: v for k, v in request.items() if k != "asserts"}))
+        (scratch / "asserts").write_text(json.dumps(asserts))
         (scratch / "stdin").write_text(stdin)
         verdict = self._ask(scratch.name)
         missing = tuple(verdict["missing"])
@@ -163,16 +182,16 @@ class Sandbox:
             from slime.core.errors import Unconfined  # the supervisor runs this file without any package
 
             raise Unconfined(refusal(missing))
+        if verdict["problem"]:
+            raise OSError(verdict["problem"])
         result = None
         with contextlib.suppress(ValueError, RecursionError):
             result = json.loads((scratch / "result").read_bytes()[:MAX_OUTPUT_BYTES] or b"null")
-        if request.get("asserts") is not None:
-            result = [True] if result == [token] else None
         output = (scratch / "stdout").read_bytes()[:MAX_OUTPUT_BYTES].decode(errors="replace")
         result = result if isinstance(result, list) and len(result) == 1 else None
-        for name in ("request", "asserts", "stdin", "stdout", "result"):
-            (scratch / name).unlink()  # many runs together must not fill the disk
-        return Ended(verdict["code"], verdict["timed_out"], output, result, missing)
+        for name in ("request", "asserts", "stdin", "stdout", "result", "printed"):
+            (scratch / name).unlink(missing_ok=True)  # many runs together must not fill the disk
+        return Ended(verdict["code"], verdict["timed_out"], verdict["own_s"], output, result, missing)
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
         """Its stdin and stdout."""
@@ -213,57 +232,40 @@ def give_up_rights(libc: Any) -> None:
     libc.capset(header, (ctypes.c_uint32 * 6)())
 
 
-def become_program(
-    scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, missing: Sequence[str], report: int
+def become(
+    role: str, scratch: Path, limits: Limits, libc: Any, *, missing: Sequence[str], report: int, channel: int
 ) -> int:
-    """The program's process: takes its limits, then runs it; the exit status.
+    """The process of the program, or of its checker: takes its limits, then does its work; the exit status.
 
-    `missing`: what does not hold it already; with what else does not it goes to the pipe `report`, before the program
-    runs, which never sees that pipe.
+    `missing`: what does not hold it already; with what else does not it goes to the pipe `report`, before its work
+    begins, which never sees that pipe. `channel`: to the other one.
     """
     os.setsid()
-    request = json.loads((scratch / "request").read_text())
-    asserts = open(scratch / "asserts", "rb")  # noqa: SIM115  (read when the program's definitions have run)
-    result = os.open(scratch / "result", os.O_WRONLY | os.O_CREAT, 0o600)
-    os.dup2(os.open(scratch / "stdin", os.O_RDONLY), 0)
-    os.dup2(os.open(scratch / "stdout", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+    request = json.loads((scratch / ("request" if role == PROGRAM else "asserts")).read_text())
+    checked = role == PROGRAM and request["checked"]
+    files = ("stdin", "printed") if role == CHECKER else ("stdin", "stdout")
+    os.dup2(os.open(scratch / files[0], os.O_RDONLY), 0)
+    os.dup2(os.open(scratch / files[1], os.O_WRONLY | os.O_CREAT, 0o600), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    # Of a program that is checked only the checker has a place for the verdict.
+    result = os.open(os.devnull if checked else scratch / "result", os.O_WRONLY | os.O_CREAT, 0o600)
     os.chdir(scratch / "work")
-    cpu_s = max(1, round(time_limit_s + 0.5))
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
-        (resource.RLIMIT_NPROC, MAX_PROCESSES),
-        (resource.RLIMIT_NOFILE, MAX_FILES),
-    ):
-        hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+    take_limits(*limits)
     unheld = [*missing, *([] if confine(scratch) else [LANDLOCK])]
     give_up_rights(libc)
-    os.write(report, json.dumps(unheld).encode())
-    low, high = sorted((asserts.fileno(), result))
-    for begin, end in ((3, low), (low + 1, high), (high + 1, MAX_FILES)):
-        os.closerange(begin, end)  # the pipes of the supervisor among them
+    os.write(report, json.dumps(unheld).encode() + b"\n")
+    kept = sorted({result, channel} if channel >= 0 else {result})
+    for begin, end in itertools.pairwise([2, *kept, MAX_FILES]):
+        os.closerange(begin + 1, end)  # the pipes of the supervisor among them
     if unheld and sys.argv[6] != "any":
         return 1
     sys.path.append(sys.argv[5])
     sys.argv = ["solution.py"]
-    plain = "function" not in request and not request.get("checked")
-    space: dict[str, Any] = {"__name__": "__main__" if plain else "solution", "__builtins__": __builtins__}
     try:
-        exec(compile(request["program"], "solution.py", "exec"), space)
-        if "function" in request:
-            name = request["function"]
-            function = space[name] if name in space else getattr(space["Solution"](), name)
-            os.write(result, json.dumps([function(*request["arguments"])]).encode())
-        elif not plain:
-            check = json.loads(asserts.read())
-            for statement in check["asserts"]:
-                exec(compile(statement, "tests.py", "exec"), space)
-            os.write(result, json.dumps([check["token"]]).encode())
+        if role == CHECKER:
+            os.write(result, json.dumps([assertions().check(channel, request)]).encode())
+        else:
+            run_program(request, result, channel)
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
@@ -274,7 +276,44 @@ def become_program(
     return code & 0xFF
 
 
-def first_process(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, alone: bool, report: int) -> int:
+def take_limits(time_limit_s: float, memory_bytes: int) -> None:
+    """Of this process and those that it starts."""
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, max(1, round(time_limit_s + 0.5))),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
+        (resource.RLIMIT_NPROC, MAX_PROCESSES),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def run_program(request: dict[str, Any], result: int, channel: int) -> None:
+    """The definitions, then the call that the request names, whose value goes to `result`, or those of the checker."""
+    plain = "function" not in request and not request["checked"]
+    space: dict[str, Any] = {"__name__": "__main__" if plain else "solution", "__builtins__": __builtins__}
+    exec(compile(request["program"], "solution.py", "exec"), space)
+    if "function" in request:
+        name = request["function"]
+        function = space[name] if name in space else getattr(space["Solution"](), name)
+        os.write(result, json.dumps([function(*request["arguments"])]).encode())
+    elif request["checked"]:
+        assertions().serve(channel, space)
+
+
+def assertions() -> Any:
+    """The module of that name, which the supervisor has imported."""
+    from slime.rewards import assertions
+
+    return assertions
+
+
+def first_process(
+    role: str, scratch: Path, limits: Limits, libc: Any, *, alone: bool, report: int, channel: int
+) -> int:
     """The first process of the namespace: starts the program and answers its exit status; with it all others end."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
     if alone:
@@ -285,11 +324,12 @@ def first_process(scratch: Path, time_limit_s: float, memory_bytes: int, libc: A
     if program == 0:
         missing = [] if alone else [NAMESPACES]
         try:
-            code = become_program(scratch, time_limit_s, memory_bytes, libc, missing=missing, report=report)
-            os._exit(code)
+            os._exit(become(role, scratch, limits, libc, missing=missing, report=report, channel=channel))
         finally:
             os._exit(1)
     os.close(report)
+    if channel >= 0:
+        os.close(channel)
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -307,7 +347,7 @@ def end_descendants() -> None:
             os.waitpid(-1, 0)
 
 
-def keep(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, held: bool, report: int) -> int:
+def keep(role: str, scratch: Path, limits: Limits, libc: Any, *, held: bool, report: int, channel: int) -> int:
     """The keeper: the program's exit status. `held`: the supervisor has left the network, so namespaces can be made."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -315,10 +355,12 @@ def keep(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, he
     first = os.fork()
     if first == 0:
         try:
-            os._exit(first_process(scratch, time_limit_s, memory_bytes, libc, alone=alone, report=report))
+            os._exit(first_process(role, scratch, limits, libc, alone=alone, report=report, channel=channel))
         finally:
             os._exit(1)
     os.close(report)
+    if channel >= 0:
+        os.close(channel)
     return status_of(os.waitpid(first, 0)[1])
 
 
@@ -327,34 +369,123 @@ def status_of(status: int) -> int:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
+class _Clock:
+    """The time of a program and its checker, in seconds: without that in which they wait for a processor.
+
+    That is known of a process with one thread. One that starts others gives its clock up for that of the machine, or it
+    could slow itself down and blame the machine.
+    """
+
+    def __init__(self, keepers: Sequence[int]) -> None:
+        self._keepers, self._began = keepers, time.monotonic()
+        self._waited_s, self._crowd = 0.0, False
+
+    def look(self) -> None:
+        """Has to be done often enough to see processes that are started and gone."""
+        mains = []
+        for keeper in self._keepers:
+            for first in children_of(keeper):
+                (main, *others) = children_of(first) or [0]
+                self._crowd |= bool(others or children_of(main)) or num_threads(main) > 1
+                mains.append(main)
+        waited_s = sum(map(waited_for_processor_s, mains))
+        self._waited_s = 0.0 if self._crowd else max(self._waited_s, waited_s)
+
+    def machine_s(self) -> float:
+        """Since it began, by the clock of the machine."""
+        return time.monotonic() - self._began
+
+    def own_s(self) -> float:
+        """The same by its own."""
+        return self.machine_s() - self._waited_s
+
+
+def children_of(pid: int) -> list[int]:
+    """None of a process that is gone."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def num_threads(pid: int) -> int:
+    """Zero of a process that is gone."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def waited_for_processor_s(pid: int) -> float:
+    """How long the process could run and did not, in seconds; zero where the kernel does not say it."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def start(roles: Sequence[str], scratch: Path, limits: Limits, libc: Any, *, held: bool) -> tuple[list[int], int]:
+    """The keeper of each role, and the pipe in which each says what does not hold it, when it begins."""
+    told, report = os.pipe()
+    ends = [end.detach() for end in socket.socketpair()] if len(roles) > 1 else [-1]
+    keepers = []
+    for role, channel in zip(roles, ends, strict=True):
+        keeper = os.fork()
+        if keeper == 0:
+            try:
+                for other in set(ends) - {channel}:
+                    with contextlib.suppress(OSError):  # of the one that began before
+                        os.close(other)
+                os._exit(keep(role, scratch, limits, libc, held=held, report=report, channel=channel))
+            finally:
+                os._exit(1)
+        keepers.append(keeper)
+        if channel >= 0:
+            os.close(channel)
+    os.close(report)
+    return keepers, told
+
+
+def read_reports(told: int) -> list[list[str]]:
+    """What each that began says; ends when the last of them has begun, or none can any more."""
+    said, deadline = b"", time.monotonic() + BEGIN_S
+    while (left := deadline - time.monotonic()) > 0 and select.select([told], [], [], left)[0]:
+        more = os.read(told, 1000)
+        if not more:
+            break
+        said += more
+    os.close(told)
+    return [json.loads(line) for line in said.splitlines()]
+
+
 def run_once(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, held: bool) -> dict[str, Any]:
     """The supervisor's part of one run: its verdict."""
     used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # processor time of all that was waited for
-    deadline = time.monotonic() + time_limit_s * WALL_FACTOR + WALL_EXTRA_S
-    told, report = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
-        try:
-            os._exit(keep(scratch, time_limit_s, memory_bytes, libc, held=held, report=report))
-        finally:
-            os._exit(1)
-    os.close(report)
+    roles = [PROGRAM] if (scratch / "asserts").read_text() == "null" else [PROGRAM, CHECKER]
+    keepers, told = start(roles, scratch, (time_limit_s, memory_bytes), libc, held=held)
+    reports = read_reports(told)
+    limit_s, clock = time_limit_s * WALL_FACTOR + WALL_EXTRA_S, _Clock(keepers)
     ended, status = 0, int(signal.SIGKILL)
-    while not ended and (left := deadline - time.monotonic()) > 0:
-        signal.sigtimedwait({signal.SIGCHLD}, left)
-        ended, given = os.waitpid(keeper, os.WNOHANG)
+    while not ended and clock.own_s() < limit_s and clock.machine_s() < PATIENCE * limit_s:
+        ended, given = os.waitpid(keepers[-1], os.WNOHANG)  # the checker's, if there is one
         status = given if ended else status
+        if not ended:
+            signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+            clock.look()
+    own_s, slow = clock.own_s(), clock.own_s() >= limit_s
     end_descendants()
     code = status_of(status)
-    timed_out = not ended or (
-        code > 128 and sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s >= time_limit_s
-    )
+    used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s
+    problem = ""
+    if len(reports) < len(roles):
+        problem = f"the sandbox could not start a program (status {code}); look at load, free memory and processes"
+    elif not ended and not slow and used_s < time_limit_s:
+        problem = f"a program got {used_s:.1f} s of a processor in {clock.machine_s():.0f} s; the machine is overloaded"
     for name in ("stdout", "result"):
         (scratch / name).touch()
-    said = os.read(told, 1000)  # nobody holds the other end any more
-    os.close(told)
-    # Without a word it ended before it began, so nothing of the program ran.
-    return {"code": code, "timed_out": timed_out, "missing": json.loads(said) if said else []}
+    missing = [name for name in WHAT_FOR if any(name in one for one in reports)]
+    timed_out = not ended or (code != 0 and used_s >= time_limit_s)
+    return {"code": code, "timed_out": timed_out, "own_s": own_s, "missing": missing, "problem": problem}
 
 
 def main() -> None:
@@ -365,6 +496,7 @@ def main() -> None:
     sys.path.append(str(Path(__file__).parents[3]))
     from slime.core import landlock  # noqa: F401  (here, because its forks may not read the folder of the package)
     from slime.core.lifeline import die_with_parent
+    from slime.rewards import assertions  # noqa: F401  (as above)
     from slime.rewards.environment import leave_network
 
     sys.path.pop()

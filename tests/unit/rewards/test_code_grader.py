@@ -70,16 +70,27 @@ def test_assertions_hold_or_do_not() -> None:
     assert grade("def double(x): return x", tests) == 0.5
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     assert grade("def double(x): return 2 * x", check, entry_point="double") == 1.0
-    for leave in ("import os; os._exit(0)", "raise SystemExit(0)", "import sys; double = lambda x: sys.exit(0)"):
-        assert grade(leave, tests[:1]) == 0.0, leave
 
 
-def test_rows_without_tests_are_errors_not_zeros() -> None:
-    for tests in (None, [], "", {"inputs": [1], "outputs": []}, [{"input": "1"}], "[not json"):
-        with pytest.raises(DataError):
-            grade(SUM, tests)
-    with pytest.raises(DataError, match="code_reward"):
-        grade(SUM, PAIRS, code_reward="some")
+@pytest.mark.parametrize(
+    ("tests", "metadata", "said"),
+    [
+        *(
+            (tests, {}, "the code grader needs")
+            for tests in (None, [], "", {"inputs": [1], "outputs": []}, [{"input": 1}])
+        ),
+        ("[not json", {}, "not JSON"),
+        (PAIRS, {"code_reward": "some"}, "code_reward"),
+        (["assert f(1"], {}, "not Python"),
+        (["x = 1", "assert x == 1"], {}, "name no function of the program"),
+        ("def check(candidate):\n    assert candidate(1)", {}, "name no function of the program"),
+        ("assert f(1)", {"entry_point": "f"}, "do not define check"),
+        (["import math\nassert f(math)"], {}, "hands a module to the program"),
+    ],
+)
+def test_rows_that_cannot_be_tested_are_errors_not_zeros(tests: Any, metadata: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        grade("def f(x): return x", tests, **metadata)
 
 
 def test_outputs_are_compared_as_people_would() -> None:
@@ -153,6 +164,54 @@ def test_the_flag_reaches_the_sandbox(tmp_path: Path) -> None:
         assert settings_of(ProgramTests, allowed) == {"allow_unconfined_code": True}
         if not missing_here():
             assert code_problems(parse_args(words)) == []
+
+
+def test_sleeping_through_the_tests_is_failing_them() -> None:
+    """Law: a program cannot leave its tests unjudged by taking the time of all of them."""
+    tests = {"inputs": [""] * 8, "outputs": ["1"] * 8}
+    sample = Sample(response="```\nimport time\ntime.sleep(0.25)\nprint(1)\n```", metadata={"tests": tests})
+    assert 0.125 <= ProgramTests().grade(sample, 0.6) <= 0.375
+
+
+def test_a_sandbox_that_fails_is_no_verdict() -> None:
+    """Law: what did not run is an error of the machine, never a program that failed."""
+
+    class Broken(Sandbox):
+        def _ask(self, folder: str) -> dict[str, Any]:
+            Path(self._folder.name, folder, "stdin").unlink()
+            return super()._ask(folder)
+
+    sandbox = Broken("print(1)", time_limit_s=1.0, memory_bytes=1 << 30)
+    with sandbox, pytest.raises(OSError, match="could not start a program"):
+        sandbox.run({})
+
+
+BUSY = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint(1)"
+CROWD = (
+    "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfor _ in range(12):\n    if os.fork() == 0:\n"
+)
+CROWD += "        while True: pass\n"
+
+
+@pytest.mark.slow
+def test_a_busy_machine_fails_no_program_and_a_program_cannot_make_it_busy() -> None:
+    """Law: the clock of a program stands still while it waits for a processor that others use, not while its own do.
+
+    All on one core: the program needs half a second of it, among twelve that never stop.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(12)]
+        busy = ended(BUSY, 0.8)
+        for other in others:
+            other.kill()
+            other.wait()
+        own = ended(CROWD + BUSY, 0.8)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert busy.output == "1\n" and not busy.timed_out and busy.own_s < 2.6, busy
+    assert own.timed_out and own.output == "", own
 
 
 @pytest.mark.slow

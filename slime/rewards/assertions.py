@@ -1,0 +1,451 @@
+"""Assertions about a program, which another process checks: the program answers calls, and never learns what is wanted.
+
+The program's process runs its definitions and then serves calls over a socket (`serve`). The checker's process runs the
+statements of the test (`check`); the names in them that are the program's stand for remote functions and classes. What
+crosses the socket is plain data, in both directions: numbers, texts, containers of them. The checker builds it anew
+from JSON, as the built-in types and nothing else, and compares it itself, so no `__eq__` of the program's has a say.
+
+Any other object stays where it is, and the other side gets a `Remote` for it: an instance of a program's class, on
+which a test calls methods; a function or an object of its own that a test hands to the program. A `Remote` takes part
+in no comparison and no arithmetic with plain data: that would ask the program whether its answer is right, and tell it
+the right one. Two objects of the program's may be compared with each other, which asks the program.
+
+Invariants
+1. The checker sends the arguments of calls, and no other value of the test.
+2. The checker serves the program nothing but calls of functions that it handed over, and public attributes of objects
+   whose classes the test defines.
+3. The verdict is the checker's to write, after the last statement, if no message was missing or malformed.
+
+Standard library only, and nothing of slime: the supervisor of the sandbox imports it, whose forks have no packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import importlib
+import itertools
+import json
+import operator
+import os
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+HEADER = struct.Struct("<I")
+"""Length of the JSON that follows, in bytes."""
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_ITEMS = 1_000_000
+"""Longest iterator that is handed to a program, as a list."""
+ALIASES = {"np": "numpy", "pd": "pandas"}
+"""Usual names of modules that are not their own."""
+TESTS = "tests"
+"""The module of what a test defines."""
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
+    "get": getattr,
+    "set": setattr,
+    "is": lambda kind, value: isinstance(value, kind),
+    "__len__": len,
+    "__iter__": iter,
+    "__next__": next,
+    "__str__": str,
+    "__repr__": repr,
+    "__bool__": bool,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+}
+"""What may be asked of an object that stayed on the other side."""
+BETWEEN_REMOTES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
+"""Operators of two objects of the same side."""
+OPERATIONS |= {f"__{name}__": getattr(operator, name) for name in BETWEEN_REMOTES}
+
+PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "deque": (deque, list, deque),
+    "bytes": (bytes, lambda value: bytes(value).hex(), bytes.fromhex),
+    "bytearray": (bytearray, lambda value: bytes(value).hex(), bytearray.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    "Decimal": (Decimal, str, Decimal),
+    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
+    "datetime": (datetime, lambda value: value.isoformat(), datetime.fromisoformat),
+    "date": (date, lambda value: value.isoformat(), date.fromisoformat),
+}
+"""Name on the wire -> type, what it is made of, and how it is made of that."""
+
+
+class Remote:
+    """An object of the other side."""
+
+    __slots__ = ("__ask", "__key")
+
+    def __init__(self, ask: Callable[..., Any], key: int) -> None:
+        object.__setattr__(self, "_Remote__ask", ask)
+        object.__setattr__(self, "_Remote__key", key)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__ask("call", self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__ask("set", self, name, value)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and self.__ask("is", self, value) is True
+
+    __hash__ = object.__hash__
+
+
+def _forward(name: str, *, between_remotes: bool) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        if between_remotes and not isinstance(args[0], Remote):
+            return NotImplemented
+        return self._Remote__ask(name, self, *args)
+
+    return method
+
+
+for _name in OPERATIONS:
+    if _name.startswith("__"):
+        setattr(Remote, _name, _forward(_name, between_remotes=_name.strip("_") in BETWEEN_REMOTES))
+
+
+class NotPlain(BaseException):
+    """A test hands over what cannot cross. No `Exception`, so that no test takes it for the program's error."""
+
+
+class Broken(BaseException):
+    """The other side is gone or sent nonsense. No `Exception`, as above."""
+
+
+class Peer:
+    """One end of the conversation. Calls are nested: who waits for an answer serves the calls that come before it."""
+
+    def __init__(self, channel: int, *, guarded: bool) -> None:
+        """`guarded`: the checker's end, which serves no more than it must."""
+        self._channel, self._guarded = channel, guarded
+        self._kept: dict[int, Any] = {}
+        """Key -> object of this side that the other one has a `Remote` for."""
+        self._keys: dict[int, int] = {}
+        self._remotes: dict[int, Remote] = {}
+        self._own_errors: dict[str, type[Exception]] = {}
+        """Classes of errors that the program defines and the test names."""
+        self.failure: BaseException | None = None
+        """What broke the conversation, whoever caught it."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises `Broken`."""
+        data = json.dumps(message).encode()
+        data = HEADER.pack(len(data)) + data
+        try:
+            while data:
+                data = data[os.write(self._channel, data) :]
+        except OSError as error:
+            raise self._break(Broken(f"the program is gone: {error}")) from None
+
+    def receive(self) -> dict[str, Any]:
+        """Raises `Broken`."""
+        (length,) = HEADER.unpack(self._read(HEADER.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise self._break(Broken(f"a message of {length} bytes"))
+        try:
+            message = json.loads(self._read(length))
+        except (ValueError, RecursionError) as error:
+            raise self._break(Broken(f"a message that is not JSON: {error}")) from None
+        if not isinstance(message, dict):
+            raise self._break(Broken("a message that is no object"))
+        return message
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(self._channel, min(size, 1 << 20))
+            if not part:
+                raise self._break(Broken("the program ended before it answered"))
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _break(self, failure: BaseException) -> BaseException:
+        self.failure = self.failure or failure
+        return failure
+
+    def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """What the other side makes of `operation` on its object. Raises what that raised, by its name."""
+        try:
+            call = {"do": operation, "target": self.encode(target), "args": [self.encode(a) for a in args]}
+            call["kwargs"] = {name: self.encode(value) for name, value in kwargs.items()}
+        except NotPlain as problem:
+            raise self._break(problem) from None
+        answer = self.converse(call)
+        try:
+            error = self._error(answer["raised"], operation) if "raised" in answer else None
+            value = None if error else self.decode(answer["value"])
+            after = [self.decode(a) for a in answer.get("args", ())] if value is None else []
+        except Exception as problem:
+            raise self._break(Broken(f"an answer that cannot be read: {problem!r}")) from None
+        if error is not None:
+            raise error
+        for arg, content in zip(args, after, strict=False):
+            _replace_content(arg, content)
+        return value
+
+    def converse(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Sends a message; serves the other side until the answer to it is there."""
+        self.send(message)
+        while True:
+            got = self.receive()
+            if "answer" in got:
+                answer = got["answer"]
+                if not isinstance(answer, dict):
+                    raise self._break(Broken("an answer that is no object"))
+                return answer
+            self.send({"answer": self.serve(got)})
+
+    def serve(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one call."""
+        try:
+            target, args = self.decode(call["target"]), [self.decode(a) for a in call["args"]]
+            kwargs = {str(name): self.decode(value) for name, value in call["kwargs"].items()}
+            if self._guarded and not _may_be_asked(target, call["do"], args):
+                raise PermissionError("a program may call what it was given, and read public attributes of it")
+            value = OPERATIONS[call["do"]](target, *args, **kwargs)
+            answer = {"value": self.encode(value)}
+            if value is None and call["do"] == "call" and not self._guarded:  # it may have worked in place
+                after = [self.encode(a) for a in args]
+                answer |= {"args": after} if after != call["args"] else {}
+            return answer
+        except Broken:
+            raise
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            try:
+                args = [self.encode(a) for a in error.args]
+            except BaseException:
+                args = []
+            return {"raised": {"names": names, "args": args}}
+
+    def _error(self, raised: dict[str, Any], operation: str) -> BaseException:
+        """The error of the other side as one of this side. What would end a loop of the test, or the checker, is a
+        `RuntimeError`, but for the end of an iterator that is asked for its next item.
+        """
+        args = [self.decode(a) for a in raised["args"]]
+        names = [str(name) for name in raised["names"]]
+        if operation == "__next__" and names[0] == "StopIteration":
+            return StopIteration()
+        for name in names:
+            kind = self._own_errors.get(name) or getattr(builtins, name, None)
+            if not isinstance(kind, type) or not issubclass(kind, Exception):
+                continue
+            if issubclass(kind, StopIteration | StopAsyncIteration):
+                break
+            with contextlib.suppress(TypeError):
+                return kind(*args)
+        return RuntimeError(names[0], *args)
+
+    def define(self, names: Sequence[str]) -> dict[str, Any]:
+        """What the program has under these names: functions and classes as `Remote`, classes of errors as such."""
+        found = self.converse({"names": list(names)})
+        space: dict[str, Any] = {}
+        for name, value in found.items():
+            if name not in names:
+                continue
+            if isinstance(value, dict) and "error" in value:
+                bases = (getattr(builtins, str(base), None) for base in value["error"])
+                fits = (b for b in bases if isinstance(b, type) and issubclass(b, Exception))
+                base = next((b for b in fits if not issubclass(b, StopIteration | StopAsyncIteration)), Exception)
+                space[name] = self._own_errors[name] = type(name, (base,), {"__module__": TESTS})
+            else:
+                space[name] = self.decode(value)
+        return space
+
+    def show(self, space: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """The program's side of `define`."""
+        shown: dict[str, Any] = {}
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, type) and issubclass(value, BaseException):
+                shown[name] = {"error": [kind.__name__ for kind in value.__mro__]}
+            elif name in space and not isinstance(value, ModuleType):
+                shown[name] = self.encode(value)
+        return shown
+
+    def encode(self, value: Any) -> Any:
+        """A value as JSON; an object that is not plain data as its key. Raises `NotPlain`."""
+        if value is None or isinstance(value, bool | float | str):
+            return value if type(value) in (type(None), bool, float, str) else _bare(value)
+        if isinstance(value, int):
+            return int(value) if abs(value) < 2**63 else {"int": hex(value)}
+        if isinstance(value, Remote):
+            return {"yours": object.__getattribute__(value, "_Remote__key")}
+        if isinstance(value, list):
+            return [self.encode(item) for item in value]
+        if isinstance(value, dict):
+            return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+        for name, (kind, parts, _) in PLAIN.items():
+            if isinstance(value, kind) and not (kind is date and isinstance(value, datetime)):
+                return {name: self.encode(parts(value))}
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return self.encode(value.tolist())
+        return self._key_of(value)
+
+    def _key_of(self, value: Any) -> dict[str, Any]:
+        """How an object that stays here is named on the wire."""
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+        if self._guarded:
+            if module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
+                return {"global": [module, name]}
+            if isinstance(value, Iterator | type({}.items()) | type({}.keys()) | type({}.values())):
+                items = list(itertools.islice(value, MAX_ITEMS + 1))
+                if len(items) <= MAX_ITEMS:
+                    return {"iterator": [self.encode(item) for item in items]}
+            if not callable(value) and type(value).__module__ != TESTS:
+                raise NotPlain(f"the test hands a {type(value).__name__} to the program, which is no plain data")
+        key = self._keys.setdefault(id(value), len(self._keys))
+        self._kept[key] = value  # so its id belongs to nobody else
+        return {"mine": key}
+
+    def decode(self, data: Any) -> Any:
+        """The value of JSON. Raises `ValueError` and the like if there is none."""
+        if data is None or isinstance(data, bool | int | float | str):
+            return data
+        if isinstance(data, list):
+            return [self.decode(item) for item in data]
+        ((name, content),) = data.items()
+        if name == "dict":
+            return {self.decode(key): self.decode(value) for key, value in content}
+        if name == "int":
+            return int(content, 16)
+        if name == "yours":
+            return self._kept[int(content)]
+        if name == "mine":
+            return self._remotes.setdefault(int(content), Remote(self.ask, int(content)))
+        if name in PLAIN:
+            return PLAIN[name][2](self.decode(content))
+        if not self._guarded and name == "global":
+            return getattr(importlib.import_module(content[0]), content[1])
+        if not self._guarded and name == "iterator":
+            return iter([self.decode(item) for item in content])
+        raise ValueError(f"unknown {name!r:.40}")
+
+
+def _bare(value: Any) -> Any:
+    """The plain value in an instance of a subclass."""
+    return float(value) if isinstance(value, float) else "".join(value)
+
+
+def _replace_content(before: Any, after: Any) -> None:
+    """Makes a container that a program worked on in place what it made of it."""
+    if type(before) is not type(after) or before == after:
+        return
+    if isinstance(before, list | bytearray):
+        before[:] = after
+    elif isinstance(before, dict | set):
+        before.clear()
+        before.update(after)
+
+
+def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
+    """Whether the checker serves this: it runs the test's own code, and nothing from which the test could be read."""
+    if operation == "call":
+        return callable(target)
+    if type(target).__module__ != TESTS or isinstance(target, type):
+        return False
+    return operation not in ("get", "set") or (isinstance(args[0], str) and not args[0].startswith("_"))
+
+
+def serve(channel: int, space: dict[str, Any]) -> None:
+    """The program's process, after its definitions: answers calls until the checker is gone."""
+    peer = Peer(channel, guarded=False)
+    with contextlib.suppress(Broken):
+        while True:
+            message = peer.receive()
+            shown = peer.show(space, message["names"]) if "names" in message else peer.serve(message)
+            peer.send({"answer": shown})
+
+
+def check(channel: int, test: dict[str, Any]) -> Any:
+    """The checker's process: True if all of `test["statements"]` hold, False if not, else why that cannot be told.
+
+    `test["names"]`: those of the program's in the statements. `test["modules"]`: names -> modules that they stand for.
+    """
+    sys.set_int_max_str_digits(0)
+    module = sys.modules[TESTS] = ModuleType(TESTS)
+    space: dict[str, Any] = module.__dict__
+    peer = Peer(channel, guarded=True)
+    try:
+        for name, path in test["modules"].items():
+            with contextlib.suppress(ImportError):
+                space[name] = importlib.import_module(path)
+        space.update(peer.define(test["names"]))
+        for statement in test["statements"]:
+            exec(compile(statement, "tests.py", "exec"), space)
+    except BaseException as error:
+        peer.failure = peer.failure or error
+    return str(peer.failure) if isinstance(peer.failure, NotPlain) else peer.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of a test's statements."""
+
+    asked: list[str]
+    """What the program is asked for. Built-in names are never the program's, unless one is its entry point."""
+    modules: dict[str, str]
+    """Name -> module of the standard library (or `ALIASES`) that the checker imports: the test takes attributes of it,
+    and does not import it itself."""
+    free: frozenset[str]
+    """What the test uses and neither defines nor imports (as in `count = count(2)`). Without any it says nothing about
+    the program."""
+    bound: frozenset[str]
+    """What it defines, imports or assigns to."""
+
+
+def names_in(statements: Sequence[str], entry_point: str | None = None) -> Names:
+    """Raises `SyntaxError`."""
+    loads: set[str] = set()
+    bound: set[str] = set()
+    stored: set[str] = set()
+    called: set[str] = set()
+    bare: set[str] = set()
+    for statement in statements:
+        tree = ast.parse(statement)
+        of_attributes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()):
+                    loads.add(name)
+                    bare |= {name} if id(node) not in of_attributes else set()
+                case ast.Name(id=name):
+                    stored.add(name)
+                case ast.Call(func=ast.Name(id=name)):
+                    called.add(name)
+                case ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                    bound.add(name)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    bound.add(name)
+                case ast.alias(name=name, asname=alias):
+                    bound.add(alias or name.partition(".")[0])
+    bound |= stored - called
+    known = set(dir(builtins)) - {entry_point}
+    free = (loads | {entry_point} if entry_point else loads) - bound - known
+    modules = {n: ALIASES.get(n, n) for n in free - bare if n in sys.stdlib_module_names or n in ALIASES}
+    asked = (loads - known - modules.keys()) | ({entry_point} if entry_point else set())
+    return Names(sorted(asked), modules, frozenset(free - modules.keys()), frozenset(bound))
