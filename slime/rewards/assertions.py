@@ -2,7 +2,7 @@
 
 The program's process runs its definitions and then serves calls over a socket (`serve`). The checker's process runs the
 statements of the test (`check`); the names in them that are the program's stand for remote functions and classes. What
-crosses the socket is plain data, in both directions: numbers, texts, containers of them. The checker builds it anew
+crosses the socket is plain data, in both directions: numbers, texts, containers of them. The checker builds it
 from JSON, as the built-in types and nothing else, and compares it itself, so no `__eq__` of the program's has a say.
 
 Any other object stays where it is, and the other side gets a `Remote` for it: an instance of a program's class, on
@@ -170,7 +170,7 @@ class Peer:
         except (ValueError, RecursionError) as error:
             raise self._break(Broken(f"a message that is not JSON: {error}")) from None
         if not isinstance(message, dict):
-            raise self._break(Broken("a message that is no object"))
+            raise self._break(Broken("a message that is not an object"))
         return message
 
     def _read(self, size: int) -> bytes:
@@ -215,7 +215,7 @@ class Peer:
             if "answer" in got:
                 answer = got["answer"]
                 if not isinstance(answer, dict):
-                    raise self._break(Broken("an answer that is no object"))
+                    raise self._break(Broken("an answer that is not an object"))
                 return answer
             self.send({"answer": self.serve(got)})
 
@@ -317,7 +317,7 @@ class Peer:
                 if len(items) <= MAX_ITEMS:
                     return {"iterator": [self.encode(item) for item in items]}
             if not callable(value) and type(value).__module__ != TESTS:
-                raise NotPlain(f"the test hands a {type(value).__name__} to the program, which is no plain data")
+                raise NotPlain(f"the test hands a {type(value).__name__} to the program, which takes plain data alone")
         key = self._keys.setdefault(id(value), len(self._keys))
         self._kept[key] = value  # so its id belongs to nobody else
         return {"mine": key}
@@ -382,7 +382,7 @@ def serve(channel: int, space: dict[str, Any]) -> None:
 
 
 def check(channel: int, test: dict[str, Any]) -> Any:
-    """The checker's process: True if all of `test["statements"]` hold, False if not, else why that cannot be told.
+    """The checker's process: True if all of `test["statements"]` hold, False if not, else why nobody can say.
 
     `test["names"]`: those of the program's in the statements. `test["modules"]`: names -> modules that they stand for.
     """

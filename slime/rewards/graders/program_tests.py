@@ -5,7 +5,7 @@ The tests stand in `metadata["tests"]`, else in the label (as JSON text or not),
 - the latter with `"fn_name"`: each input is the list of arguments, each output what the function returns;
 - a list of Python statements, or one text of them: assertions; with `metadata["entry_point"]` the text defines
   `check(candidate)`, as HumanEval does (Chen et al., 2021, arXiv:2107.03374). Statements of a list that name nothing of
-  the program are no tests, but run before each of the others.
+  the program do not count as tests; they run before each of the others.
 
 The score is the share of tests passed, or with `metadata["code_reward"] = "all"` 1.0 for all of them, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) bound one test. A program that is too slow fails

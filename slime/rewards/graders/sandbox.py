@@ -22,7 +22,7 @@ Invariants
 1. After `run` no process of the program lives: the supervisor kills all of its descendants. With their processes go
    the scratch disk and all else but files that an unconfined program wrote elsewhere: no run sees one before it.
 2. The program's memory never holds the expected output of a test, an assertion, or a way to write that it passed.
-3. What did not run is no verdict: a run whose processes could not begin is an `OSError`.
+3. What did not run has no verdict: a run whose processes could not begin is an `OSError`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Ended:
     output: str
     """What it printed, at most `MAX_OUTPUT_BYTES`."""
     result: list[Any] | None
-    """[what the function returned, as JSON]; for assertions [True] if all hold, [False] if not, [why] if that cannot be
-    told; None if it did not get there."""
+    """[what the function returned, as JSON]; for assertions [True] if all hold, [False] if not, [why] if nobody
+    can say; None if it did not get there."""
     missing: tuple[str, ...] = ()
     """Of `WHAT_FOR`, what did not hold the program."""
 
