@@ -79,6 +79,17 @@ def test_a_trained_turn_follows_the_ids_of_its_prompt(family: str) -> None:
         assert prompt == own
 
 
+def test_a_prompt_that_is_encoded_otherwise_than_the_turns_in_it_begins_a_sample() -> None:
+    """Law: the ids before a turn are those of its prompt, also where header and answer share a token of it."""
+    tokenizer = published_tokenizer("qwen2.5")
+    talk = [TALK[0], {**TALK[1], "content": "\n\nFour."}, *TALK[2:]]
+    row = sft_row(talk, published_chat("qwen2.5"))
+    assert len(row.samples) == 2
+    for number, (prompt, _) in zip((1, 3), runs(row), strict=True):
+        own = tokenizer.apply_chat_template(talk[:number], add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert prompt == own
+
+
 KINDS = list({row.kind: row for row in corpus()}.values())
 """A row of each kind."""
 
