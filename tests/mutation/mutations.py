@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.loop_mutations import ROLLOUT, STEPS, WIRING
 from tests.mutation.record import Mutation
+from tests.mutation.rollout_mutations import ROLLOUT_WIRING
 
 ALGORITHMS: dict[str, Mutation] = {
     "groups by position": Mutation(
@@ -368,7 +369,16 @@ LOG_PROBS: dict[str, Mutation] = {
     ),
 }
 
-MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA, **TRAINING, **LOG_PROBS, **STEPS, **WIRING, **ROLLOUT}
+MUTATIONS: dict[str, Mutation] = {
+    **ALGORITHMS,
+    **DATA,
+    **TRAINING,
+    **LOG_PROBS,
+    **STEPS,
+    **WIRING,
+    **ROLLOUT,
+    **ROLLOUT_WIRING,
+}
 QUICK = frozenset(
     {
         "mean of means over micro-batches",

@@ -15,6 +15,15 @@ SUITES: dict[str, tuple[str, ...]] = {
     "critic": ("tests/contract/training/test_critic_steps.py",),
     "buffer": ("tests/unit/buffer/test_data_buffer.py",),
     "evaluation": ("tests/unit/rollout/test_evaluation_apart.py",),
+    "saved groups": ("tests/unit/buffer/test_saved_groups.py",),
+    "sampling": ("tests/unit/rollout/test_convert_and_evaluate.py",),
+    "tries": ("tests/unit/rollout/test_step_loop.py",),
+    "worker": ("tests/unit/rollout/test_fully_async.py",),
+    "workers": ("tests/unit/rollout/test_episode_workers.py",),
+    "plugins": ("tests/unit/rollout/test_public_names.py",),
+    "teacher": ("tests/unit/rollout/test_workflows.py",),
+    "graders": ("tests/unit/rewards/test_grader_pool.py",),
+    "programs": ("tests/unit/rewards/test_code_grader.py",),
 }
 """The fast tests of each room, as patterns: on formula level where there is one, else with a real tiny trainer."""
 LEFT_OUT = ("test_against_trl.py", "test_toy_convergence.py")

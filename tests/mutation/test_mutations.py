@@ -20,8 +20,8 @@ from tests.mutation.mutations import MUTATIONS, QUICK
 from tests.mutation.record import LEFT_OUT, SUITES, Mutation
 
 ROOT = Path(__file__).parents[2]
-UNIT_ROOMS = ("algorithms", "buffer", "data", "rollout", "training")
-COPIED = ("slime", "tests/support", "tests/contract/training", *(f"tests/unit/{room}" for room in UNIT_ROOMS))
+UNIT_ROOMS = ("algorithms", "buffer", "data", "rewards", "rollout", "training")
+COPIED = ("slime", "docs", "tests/support", "tests/contract/training", *(f"tests/unit/{room}" for room in UNIT_ROOMS))
 COPIED_FILES = ("pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/contract/conftest.py")
 TIMEOUT_S = 1800
 CONTROL = "control"

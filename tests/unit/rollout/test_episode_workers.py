@@ -104,14 +104,29 @@ def test_a_worker_that_only_dies_ends_the_run(tmp_path: Path) -> None:
     assert ledger.in_flight == 0 and not ledger.failed, "its groups are back in the buffer"
 
 
+class KeepingEngine(FakeEngine):
+    """Answers to the first prompts when it has begun with the later ones, and keeps those until they are ended."""
+
+    later: frozenset[int] = frozenset()
+    """Tokens that only their prompts have."""
+
+    async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
+        is_first = self.later.isdisjoint(body["input_ids"])
+        while is_first and sum(map(bool, self._sampled.values())) < 2 * len(self.later):
+            await asyncio.sleep(0.001)
+        self.stops.clear()
+        self.stops.extend([3] * is_first)
+        return await super()._sample(body, stop)
+
+
 def test_what_is_surplus_comes_back_with_its_tokens(tmp_path: Path) -> None:
     """Law: the end of a step ends requests in every process; with --partial-rollout their tokens stay."""
-    flags = ("--over-sampling-batch-size", "8", "--partial-rollout", "--rollout-max-response-len", "64")
+    flags = ("--over-sampling-batch-size", "8", "--partial-rollout", "--rollout-max-response-len", "900")
     args = rollout_args(tmp_path, *GRADED, *flags)
-    engine = FakeEngine(tick_s=0.01)
-    engine.stops.extend([3] * 8)
+    engine = KeepingEngine(tick_s=0.01)
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
+        engine.later = frozenset(manager._tokenizer.convert_tokens_to_ids(list("4567")))
         _, metrics = await manager.generate(0)
         manager.commit(0)
         waiting = manager._source.get_groups(4)
