@@ -49,6 +49,7 @@ def test_sizes_are_small_and_fill_a_chunk(tokens: int, chunk: int) -> None:
 def test_the_largest_micro_batch_is_what_the_limits_say() -> None:
     def largest(cp_size: int, **given: Any) -> Largest:
         limits = {"rollout_max_context_len": None, "rollout_max_prompt_len": 100, "rollout_max_response_len": 900}
+        limits["rollout_max_total_response_len"] = None
         args: Any = SimpleNamespace(**limits, **given)
         return Largest.of(args, cp_size)
 
