@@ -18,6 +18,8 @@ from slime.core.sample import Sample
 ENDS = {"leave": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError}
 """What is meant to end more than a grading."""
 LIMITS = ("AS", "FSIZE", "CORE")
+NUM_TOGETHER = 40
+together, meeting = threading.Barrier(NUM_TOGETHER), asyncio.Barrier(NUM_TOGETHER)
 
 
 def act(args: Any, sample: Sample) -> Any:
@@ -64,10 +66,7 @@ def act(args: Any, sample: Sample) -> Any:
                 with contextlib.suppress(OSError):
                     os.write(descriptor, b"flood" * 1_000_000)
         case "heir":
-            if os.fork() == 0:
-                os.setsid()
-                time.sleep(20)
-                os._exit(0)
+            leave_an_heir(Path(sample.metadata["heir"]), Path(sample.metadata["over"]))
             time.sleep(3600)
         case "environment":
             return {name: float(name in os.environ) for name in ("PATH", "WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY")}
@@ -78,6 +77,17 @@ def act(args: Any, sample: Sample) -> Any:
             found = {"args": float(text.encode() in pickle.dumps(args)), "seen": float("lr" in args.megatron)}
             return {**found, "environment": float(any(text in value for value in os.environ.values()))}
     return 1.0
+
+
+def leave_an_heir(heir: Path, over: Path) -> None:
+    """A child outside the group that holds the pipes until `over` is there; it shows itself as `heir`."""
+    if os.fork() == 0:
+        os.setsid()
+        heir.touch()
+        end = time.monotonic() + 600
+        while not over.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os._exit(0)
 
 
 def limits(args: Any, sample: Sample) -> dict[str, float]:
@@ -97,12 +107,10 @@ async def act_async(args: Any, sample: Sample) -> Any:
         time.sleep(3600)
     if sample.response in ENDS:
         return act(args, sample)
+    if sample.response == "meet":
+        await meeting.wait()
     await asyncio.sleep(0.2)
     return {"score": 0.5}
-
-
-NUM_TOGETHER = 40
-together = threading.Barrier(NUM_TOGETHER)
 
 
 async def act_in_thread(args: Any, sample: Sample) -> float:
