@@ -16,6 +16,7 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
 from slime.core.sample import Sample, Status
 from slime.rollout.converted import from_columns
+from slime.rollout.filters import without_unscored
 from slime.rollout.hooks import load
 from slime.settings import Args
 
@@ -39,7 +40,7 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
 
     Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
     """
-    every, samples = samples, [s for s in samples if s.reward is not None or not s.unscored]
+    every, samples = samples, without_unscored(samples)
     post_process = load(args.custom_reward_post_process_path, "reward_post_process")
     if post_process is None:
         rewards = [s.get_reward_value(args.reward_key) for s in samples]

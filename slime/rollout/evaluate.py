@@ -32,7 +32,6 @@ from slime.rollout.execute import Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import pass_rates, spread
-from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.turns import turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput
 from slime.settings.eval_config import EvalDatasetConfig
@@ -115,13 +114,13 @@ class _Losses:
 
 
 async def _evaluate_one(
-    context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks, losses: _Losses
+    context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _Losses
 ) -> list[Sample]:
     """Generates and scores one execution; an unscored or failed one has no reward. Raises as `_Losses.add`."""
     episodes: Episodes = context.workers or Here(context.client)
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
-        execution = await episodes.evaluate(context, sample, params, hooks)
+        execution = await episodes.evaluate(context, sample, dataset, hooks)
         if execution.outcome is Outcome.FINISHED:
             context.progress.done += 1
             return execution.samples
@@ -194,9 +193,8 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     for dataset in datasets:
         samples = make_samples(dataset, first_index)
         first_index += len(samples)
-        params = eval_sampling_params(dataset.config)
         losses = _Losses(dataset.config.name, len(samples), math.ceil(args.eval_max_failed_fraction * len(samples)))
-        work.append(all_or_first_error([_evaluate_one(context, s, params, hooks, losses) for s in samples]))
+        work.append(all_or_first_error([_evaluate_one(context, s, dataset.config, hooks, losses) for s in samples]))
     results = await all_or_first_error(work)
     for dataset, executions in zip(datasets, results, strict=True):
         samples = [s for execution in executions for s in execution]

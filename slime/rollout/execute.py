@@ -56,6 +56,7 @@ from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
 from slime.rollout.traced import traced, traced_execution
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.types import DynamicFilterOutput
+from slime.settings.eval_config import EvalDatasetConfig
 
 T = TypeVar("T")
 
@@ -154,11 +155,12 @@ async def run_execution(
     hook: Hook,
     *,
     evaluation: bool = False,
+    dataset: EvalDatasetConfig | None = None,
     attempts: int = 0,
 ) -> Execution:
     """Generates and, unless the whole group is graded at once, scores one execution. Raises `FATAL` errors only.
 
-    `attempts`: how often its group was issued before, for the trace.
+    `dataset`: of an evaluation, whose limits it has. `attempts`: how often its group was issued before, for the trace.
     """
     one = siblings[0]
     if is_finished(siblings, scored=not graded_together(context, evaluation)):
@@ -167,7 +169,7 @@ async def run_execution(
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before, transcript = sample.copy(), Transcript.behind(sample)
     token, num_pauses = TRANSCRIPT.set(transcript), count_pauses(context)
-    limited = LIMITS.set(Limits.of(context.args, transcript, evaluation=evaluation))
+    limited = LIMITS.set(Limits.of(context.args, transcript, evaluation=evaluation, dataset=dataset))
     try:
         with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
             ended = await _generate_and_score(context, sample, before, params, hook, evaluation=evaluation)

@@ -11,6 +11,13 @@ from slime.rollout.types import DynamicFilterOutput
 from slime.settings.groups.reward import RewardSettings
 
 
+def without_unscored(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that a function of the user gets, to which each reward is a number: those no grader could score are
+    left out.
+    """
+    return [s for s in samples if s.reward is not None or not s.unscored]
+
+
 def reward_of_executions(samples: Sequence[Sample], reward_key: str | None) -> dict[int | None, float]:
     """Execution -> the mean over its fan-out siblings that have a reward; an unscored execution is left out."""
     rewards: dict[int | None, list[float]] = {}

@@ -81,7 +81,7 @@ def _held_out(args: Args, one: EvalDatasetConfig) -> Look:
     graded = generates and not (one.custom_rm_path or args.custom_rm_path or args.rollout_sample_hook_path)
     limits = [(one.max_prompt_len, "eval_max_prompt_len")]
     if generates and not args.debug_train_only:
-        limits.append(_of_engines(args, args.eval_max_context_len, one.max_response_len))
+        limits.append(_of_engines(args, one.max_context_len, one.max_response_len))
     most, limit = _least(limits)
     return Look(
         name=f"evaluation data {one.name}",

@@ -40,10 +40,19 @@ class Limits:
     """What it has sampled so far, by whatever request to the policy."""
 
     @classmethod
-    def of(cls, args: Args, transcript: Transcript, *, evaluation: bool = False) -> Limits:
-        """Of an execution by the settings."""
+    def of(
+        cls,
+        args: Args,
+        transcript: Transcript,
+        *,
+        evaluation: bool = False,
+        dataset: EvalDatasetConfig | None = None,
+    ) -> Limits:
+        """Of an execution by the settings, or by those of its `dataset` in an evaluation."""
         context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
-        if evaluation:
+        if dataset is not None:
+            context, total = dataset.max_context_len, dataset.max_total_response_len
+        elif evaluation:
             context, total = args.eval_max_context_len, args.eval_max_total_response_len
         return cls(context, total, _served(args), transcript)
 

@@ -55,7 +55,8 @@ class EvalDatasetConfig:
     apply_chat_template_kwargs: dict[str, Any] | None
     """Arguments of the template."""
     max_prompt_len: int | None
-    """Longer prompts are left out, in tokens."""
+    """Longer prompts are left out, in tokens. An entry's or a default's `max_context_len` makes it one less than that,
+    unless something shorter is given."""
     n_samples_per_eval_prompt: int
     """Executions per prompt; pass@k is reported for the powers of two up to it."""
     temperature: float
@@ -65,7 +66,11 @@ class EvalDatasetConfig:
     top_k: int
     """Top-k sampling, -1 is off."""
     max_response_len: int
-    """Most tokens of a response."""
+    """Most tokens of one answer."""
+    max_total_response_len: int | None
+    """Most tokens that one execution samples, over all of its answers."""
+    max_context_len: int | None
+    """Most tokens of a conversation."""
     min_new_tokens: int | None
     """Fewest tokens of a response."""
     repetition_penalty: float | None = None
@@ -89,6 +94,8 @@ _SETTINGS = {
         "eval_top_p",
         "eval_top_k",
         "eval_max_response_len",
+        "eval_max_total_response_len",
+        "eval_max_context_len",
         "eval_min_new_tokens",
         "rollout_stop",
         "rollout_stop_token_ids",
@@ -105,19 +112,26 @@ _SETTINGS = {
 def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
     """The datasets that the settings name; none without any. Raises `ConfigError` for a file that cannot be meant."""
     common = {field: getattr(args, setting) for field, setting in _SETTINGS.items()}
+    defaults: dict[str, Any] = {}
     if args.eval_config is None:
         data = args.eval_prompt_data or ()
         entries = [{"name": name, "path": file} for name, file in zip(data[0::2], data[1::2], strict=False)]
     else:
         defaults, entries = _read(args.eval_config)
-        common |= defaults
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"got evaluation datasets with the same name {twice}, whose metrics would be one; rename one")
-    return tuple(
-        EvalDatasetConfig(**{"rm_type": _grader_of(entry["path"], args), **common, **entry}) for entry in entries
-    )
+    made = []
+    for entry in entries:
+        own = defaults | entry
+        settings = {"rm_type": _grader_of(entry["path"], args), **common, **own}
+        if own.get("max_context_len") is not None and "max_prompt_len" not in own:
+            left = own["max_context_len"] - 1
+            given = common["max_prompt_len"] if args.was_given("eval_max_prompt_len") else None
+            settings["max_prompt_len"] = left if given is None else min(left, given)
+        made.append(EvalDatasetConfig(**settings))
+    return tuple(made)
 
 
 def _grader_of(path: str, args: Args) -> str | None:

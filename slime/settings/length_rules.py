@@ -34,23 +34,24 @@ def responses_fit_the_model(args: Args) -> str | None:
     context = engine_context(args)
     if context is None:
         return None
-    problem = _of(args, "rollout", args.rollout_max_response_len, "", context) if args.num_rollout else None
+    problem = None
+    if args.num_rollout:
+        problem = _of("rollout", args.rollout_max_context_len, args.rollout_max_response_len, "", context)
     if problem is not None or (args.eval_interval is None and args.num_rollout):
         return problem
     found = [
-        _of(args, "eval", one.max_response_len, f" for evaluation on {one.name}", context)
+        _of("eval", one.max_context_len, one.max_response_len, f" for evaluation on {one.name}", context)
         for one in eval_datasets(args)
         if not one.custom_generate_function_path
     ]
     return next((problem for problem in found if problem is not None), None)
 
 
-def _of(args: Args, kind: str, answer: int, of_what: str, context: int) -> str | None:
+def _of(kind: str, conversation: int | None, answer: int, of_what: str, context: int) -> str | None:
     """Of rollouts, or of one dataset of the evaluation."""
-    given = getattr(args, f"{kind}_max_context_len")
-    if given is not None:  # an answer ends there
+    if conversation is not None:  # an answer ends there
         name = f"{kind}_max_context_len"
-        return _beyond(f"{name} {given}", name, context) if given > context else None
+        return _beyond(f"{name} {conversation}{of_what}", name, context) if conversation > context else None
     name = f"{kind}_max_response_len"
     return _beyond(f"{name} {answer}{of_what}", name, context) if answer >= context else None
 

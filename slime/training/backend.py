@@ -163,11 +163,14 @@ class MegatronBackend:
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         if prepared.shared is not None:
             metrics["train/shared_tokens"] = prepared.shared_fraction
-        # The policy goes first: what its checks refuse leaves the critic alone, too.
+        # The policy goes first, in steps of the critic alone, too: what its checks refuse leaves the critic alone.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
             objective = trained_objective(self.args, self._algorithm)
             with self._profiles.part("train_actor", batch.rollout_id):
                 metrics |= train_on(context, objective, self._trainable, prepared, version=version)
+        else:
+            evaluation, chunks = LogProbs(self.args), self._trainable.ddps
+            metrics |= measure_mismatch(context, evaluation, chunks, prepared, version=version)
         if first.routing is not None:
             own = first.schedule.of_rank(context.dp_rank) if context.reports else ()
             metrics |= first.routing.metrics(batch, own)

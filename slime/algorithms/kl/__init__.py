@@ -46,13 +46,16 @@ class KLEstimator(ABC):
         """Estimate [R], zero where masked, differentiable in `log_probs`."""
         import torch
 
-        d, limited = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
-        estimate = self.of_log_ratio(d)
         if old_log_probs is None:
-            return self.bounded(estimate)
-        log_ratio, ratio_limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
-        product = self.bounded(estimate * log_ratio.exp())
-        return torch.where(limited | ratio_limited, product.detach(), product)
+            d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
+            return self.bounded(self.of_log_ratio(d))
+        # The slopes of k3 and of the ratio are both as large as exp(-d), and their sum is d: float32 would leave of it
+        # the rounding of the two, of either sign.
+        policy = log_probs.double()
+        d, limited = clamped_log_ratio(policy, ref_log_probs.detach(), mask, log_ratio_limit)
+        log_ratio, ratio_limited = clamped_log_ratio(policy, old_log_probs.detach(), mask, log_ratio_limit)
+        product = self.bounded(self.of_log_ratio(d) * log_ratio.exp())
+        return torch.where(limited | ratio_limited, product.detach(), product).to(log_probs.dtype)
 
     def bounded(self, values: Tensor) -> Tensor:
         """Estimates [R], times the ratio if they are multiplied by one, within the bounds of the estimator: by default

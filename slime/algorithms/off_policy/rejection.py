@@ -36,7 +36,7 @@ class Rejection(MismatchCorrection):
     rejection_high: float = opt(2.0, ge=0)
     """Upper bound of an accepted w."""
     rejection_veto: float | None = opt(None, ge=0)
-    """A sequence with one token whose w is below this is left out."""
+    """Leaves out a sequence if the w of any of its tokens is below this."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:

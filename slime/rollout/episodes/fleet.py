@@ -33,9 +33,11 @@ from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Execution, GroupResult, Outcome
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.progress import waiting
+from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.scope import RequestScope
 from slime.rollout.threads import beside
 from slime.rollout.traffic import Sums
+from slime.settings.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +141,25 @@ class WorkerFleet(Episodes):
         return GroupResult(done.record, done.outcome, done.reason, done.verdict)
 
     async def evaluate(
-        self, context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+        self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
         """See `Episodes`."""
         sample.pack()
         group = Group(sample.group_index or 0, (sample,))
         try:
-            done = await self._done(None, context.rollout_id, params, group)
+            done = await self._done(None, context.rollout_id, eval_sampling_params(dataset), group, dataset)
         except Guilty as death:
             return Execution([sample], Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return Execution(list(done.record.group().samples), done.outcome, done.reason)
 
     async def _done(
-        self, scope: RequestScope | None, rollout_id: int | None, params: Mapping[str, Any], group: Group
+        self,
+        scope: RequestScope | None,
+        rollout_id: int | None,
+        params: Mapping[str, Any],
+        group: Group,
+        dataset: EvalDatasetConfig | None = None,
     ) -> Done:
         """Of a worker that lived long enough. Raises `Ended` if the scope ended before, `Guilty`, and what ends the
         run.
@@ -162,7 +169,8 @@ class WorkerFleet(Episodes):
             self._begin()
             if scope is not None and scope.aborted:
                 raise Ended
-            work = Work(next(self._numbers), None if scope is None else scope.number, rollout_id, params, group)
+            number = None if scope is None else scope.number
+            work = Work(next(self._numbers), number, rollout_id, params, group, dataset)
             is_suspect = self._deaths[key] >= SUSPECT
             try:
                 if is_suspect:

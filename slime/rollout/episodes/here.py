@@ -26,7 +26,9 @@ from slime.rollout.execute import (
     run_group,
     was_interrupted,
 )
+from slime.rollout.filters import without_unscored
 from slime.rollout.hooks import RolloutHooks, keep_group
+from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.scope import RequestScope
 from slime.rollout.supervise import num_left_behind
 from slime.rollout.transcript import TRANSCRIPT, Seals, Transcript
@@ -34,6 +36,7 @@ from slime.rollout.transcript import TRANSCRIPT, Seals, Transcript
 if TYPE_CHECKING:
     from slime.rollout.client import EngineClient
     from slime.rollout.context import RolloutContext
+    from slime.settings.eval_config import EvalDatasetConfig
 
 
 class Episodes(ABC):
@@ -52,7 +55,7 @@ class Episodes(ABC):
 
     @abstractmethod
     async def evaluate(
-        self, context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+        self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
         """One execution of an evaluation. Raises what ends the run."""
 
@@ -95,10 +98,11 @@ class Here(Episodes):
         return await work_on(context, group, params, hooks)
 
     async def evaluate(
-        self, context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+        self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
         """See `Episodes`."""
-        return await run_execution(context, [sample], dict(params), hooks.generate, evaluation=True)
+        params = eval_sampling_params(dataset)
+        return await run_execution(context, [sample], params, hooks.generate, evaluation=True, dataset=dataset)
 
     async def abort(self, scope: RequestScope) -> None:
         """See `Episodes`."""
@@ -137,7 +141,7 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
     token, num_pauses, seals = TRANSCRIPT.set(transcript), count_pauses(context), Seals(finished.samples)
     interrupted = dataclasses.replace(result, outcome=Outcome.ABORTED, reason="interrupted")
     try:
-        verdict = await keep_group(hooks.dynamic_filter, context.args, list(finished.samples))
+        verdict = await keep_group(hooks.dynamic_filter, context.args, without_unscored(finished.samples))
     except Exception as problem:
         if transcript.taken_back or was_interrupted(context, num_pauses, problem):
             return interrupted

@@ -10,6 +10,7 @@ from slime.buffer.records import GroupRecord
 from slime.core.sample import Group
 from slime.rollout.execute import Outcome
 from slime.rollout.types import DynamicFilterOutput, Progress
+from slime.settings.eval_config import EvalDatasetConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Work:
     """Sampling parameters."""
     group: Group
     """Packed: its numbers are arrays. Of an evaluation: one execution."""
+    dataset: EvalDatasetConfig | None = None
+    """Of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ class EpisodeWorker:
 
     async def _evaluate(self, context: RolloutContext, work: Work) -> Done:
         samples, params = list(work.group.samples), dict(work.params)
-        made = await run_execution(context, samples, params, self._hooks.generate, evaluation=True)
+        generate, dataset = self._hooks.generate, work.dataset
+        made = await run_execution(context, samples, params, generate, evaluation=True, dataset=dataset)
         group = Group(work.group.group_index, tuple(made.samples))
         record = await beside(GroupRecord.of, group, finished=made.outcome is Outcome.FINISHED)
         return Done(record, made.outcome, made.reason, None, context.progress)

@@ -101,15 +101,17 @@ class EvalSettings:
 
 def evaluation_can_be_sampled(args: Args) -> str | None:
     """A temperature of zero is greedy; a negative one is refused."""
-    least = {"temperature": 0, "n_samples_per_eval_prompt": 1, "max_response_len": 1}
+    lengths = {"max_response_len": 1, "max_total_response_len": 1, "max_context_len": 2}
+    least = {"temperature": 0, "n_samples_per_eval_prompt": 1, **lengths}
     wrong = [] if args.eval_temperature >= 0 else [f"eval_temperature {args.eval_temperature}"]
     wrong += [
         f"{n} {getattr(d, n)} for evaluation on {d.name}"
         for d in eval_datasets(args)
         for n, low in least.items()
-        if getattr(d, n) < low
+        if getattr(d, n) is not None and getattr(d, n) < low
     ]
-    return f"got {'; '.join(wrong)}: a temperature is 0 (greedy) or more, a count 1 or more" if wrong else None
+    least_text = "a temperature is 0 (greedy) or more, a count 1 or more, a context 2 or more"
+    return f"got {'; '.join(wrong)}: {least_text}" if wrong else None
 
 
 def evaluation_has_data(args: Args) -> str | None:
@@ -132,6 +134,13 @@ def lengths_fit(args: Args) -> str | None:
     context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
     if args.was_given("eval_max_context_len") and context is not None and prompt is not None and prompt > context - 1:
         return f"got eval_max_prompt_len {prompt} above eval_max_context_len {context} - 1; no token would be left"
+    for one in eval_datasets(args) if args.eval_config is not None else ():
+        longest, whole = one.max_prompt_len, one.max_context_len
+        if longest is not None and whole is not None and longest > whole - 1:
+            return (
+                f"got max_prompt_len {longest} above max_context_len {whole} - 1 for evaluation on {one.name}; no "
+                "token would be left"
+            )
     return None
 
 

@@ -148,8 +148,13 @@ def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
 def measure_mismatch(
     context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
-    """The train-inference mismatch of a batch under the current weights; nothing is trained. See `MismatchMeter`."""
-    return _mismatch_of(context, prepared, forward_batch(context, evaluation, chunks, prepared)[-1], version)
+    """The train-inference mismatch of a batch under the current weights; nothing is trained. See `MismatchMeter`.
+
+    Of the log-probs that the batch has, else of a pass.
+    """
+    old = prepared.log_probs.student
+    log_probs = forward_batch(context, evaluation, chunks, prepared)[-1] if old is None else old
+    return _mismatch_of(context, prepared, log_probs, version)
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:

@@ -33,6 +33,7 @@ def test_ppo_trains_a_critic_that_learns_the_returns(tiny_qwen3: Path, make_back
     first = backend.train(batch)
     assert first["train/critic-values"] == 0.0, "a value head starts at zero"
     assert "train/loss" not in first and all(torch.equal(before[n], t) for n, t in _weights(backend).items())
+    assert first["train/train_rollout_logprob_abs_diff_max"] > 0, "engines are compared in steps of the critic, too"
     losses = [first["train/critic-value_loss"]]
     for rollout_id in (1, 2, 3, 4):
         metrics = backend.train(dataclasses.replace(batch, rollout_id=rollout_id))

@@ -229,6 +229,22 @@ def test_no_bound_turns_or_swells_the_gradient_of_a_kl(kind: str, unbiased: bool
         torch.testing.assert_close(slope, (d * log_ratio.exp()), rtol=1e-9, atol=1e-6 * float(slope.abs().max()))
 
 
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_a_kl_with_its_ratio_is_exact_in_float32(kind: str) -> None:
+    """Law: the two parts of a slope that cancel (e^15, of which 15 is left) leave no rounding of the larger one."""
+    d = torch.linspace(-19.75, 19.75, 80)
+    log_probs = torch.zeros_like(d).requires_grad_()
+    old = torch.full_like(d, 0.25)
+    values = kl_estimate(log_probs, -d, torch.ones_like(d), kind, old_log_probs=old)
+    values.sum().backward()
+    exact = torch.zeros(len(d), dtype=torch.float64).requires_grad_()
+    want = PLAIN_KL[kind](exact + d.double()) * (exact - 0.25).exp()
+    want.sum().backward()
+    assert values.dtype == torch.float32 and log_probs.grad is not None and exact.grad is not None
+    inside = want < 10.0 if kind == "low_var_kl" else torch.ones_like(want, dtype=torch.bool)
+    torch.testing.assert_close(log_probs.grad, torch.where(inside, exact.grad, 0.0).float(), rtol=1e-5, atol=1e-6)
+
+
 def test_log_ratio_is_clamped_and_counted() -> None:
     ratio, limited = clamped_log_ratio(torch.tensor([0.0, 50.0]), torch.tensor([-1.0, 0.0]), torch.ones(2))
     assert ratio.tolist() == [1.0, LOG_RATIO_LIMIT]

@@ -24,6 +24,17 @@ def reward(args: Any, sample: Sample) -> float:
     return float((sample.index or 0) % 2)
 
 
+def one_unscored(args: Any, sample: Sample) -> float | None:
+    """No score for the first of four executions."""
+    return float((sample.index or 0) % 2) if (sample.index or 0) % 4 else None
+
+
+def keep_some_right(args: Any, samples: list[Sample]) -> bool:
+    """As written for rewards that are numbers."""
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return len(rewards) == 3 and max(rewards) > 0.5  # type: ignore[type-var, operator]
+
+
 def nan_reward(args: Any, sample: Sample) -> float:
     return float("nan")
 

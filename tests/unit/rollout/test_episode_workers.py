@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,6 +171,33 @@ def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
     found, groups = asyncio.run(with_workers(args, FakeEngine(), 2, there))
     timed = "perf/eval_time"
     assert {**found, timed: 0} == {**expected, timed: 0} and groups == [6, 6]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_of_an_evaluation_has_limits_of_its_own(tmp_path: Path, num_workers: int) -> None:
+    """Law: what an execution may sample, and how long its conversation may get, is its dataset's, whoever works."""
+    held = write_prompts(tmp_path / "held.jsonl", 12)  # prompts of four tokens, and two of six
+    entries = {
+        "plain": {},
+        "total": {"max_total_response_len": 2},
+        "context": {"max_context_len": 9},
+        "short": {"max_context_len": 6},
+        "free": {"max_context_len": None, "max_total_response_len": None},
+    }
+    datasets = {name: {"path": str(held), **own} for name, own in entries.items()}
+    file, engine = tmp_path / "eval.yaml", FakeEngine()
+    file.write_text(json.dumps({"eval": {"datasets": datasets}}))
+    flags = ("--eval-interval", "1", "--eval-config", str(file), "--eval-max-total-response-len", "7")
+    args = rollout_args(tmp_path, *GRADED, *flags, "--rollout-max-total-response-len", "3")
+
+    async def work(manager: RolloutManager, *_: Workers) -> Any:
+        return await manager.evaluate(0)
+
+    run = with_workers(args, engine, num_workers, work) if num_workers else with_manager(args, engine, work)
+    metrics = asyncio.run(run)
+    spread = {name: [metrics[f"eval/{name}/response_len/{end}"] for end in ("max", "min")] for name in entries}
+    assert spread == {"plain": [7, 7], "total": [2, 2], "context": [5, 3], "short": [2, 2], "free": [8, 8]}
+    assert [metrics[f"eval/{name}-num_prompts"] for name in entries] == [12, 12, 12, 10, 12]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -244,6 +244,13 @@ def test_the_filter_drops_and_is_bounded(tmp_path: Path) -> None:
         run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_all")
 
 
+def test_a_dynamic_filter_gets_numbers_alone(tmp_path: Path) -> None:
+    """Law: an execution that no grader could score is no reason for a filter of the user to fail."""
+    own = ("--custom-rm-path", f"{HOOKS}:one_unscored", "--dynamic-sampling-filter-path", f"{HOOKS}:keep_some_right")
+    batches, metrics, *_ = run(tmp_path, *own, "--n-samples-per-prompt", "4")
+    assert len(batches[0].samples) == 16 and metrics["rollout/num_unscored_samples"] == 4
+
+
 def test_the_zero_std_filter_compares_exactly(tmp_path: Path) -> None:
     path = "slime.rollout.filters.check_reward_nonzero_std"
     batches, *_ = run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", path)

@@ -64,6 +64,9 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
         ({"eval": {"datasets": [{"name": "a", "path": "D", "rm_type": "maths"}]}}, "maths"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "temperature": -1}]}}, "temperature -1.0"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "n_samples_per_eval_prompt": 0}]}}, "1 or more"),
+        ({"eval": {"datasets": [{"name": "a", "path": "D", "max_total_response_len": 0}]}}, "1 or more"),
+        ({"eval": {"datasets": [{"name": "a", "path": "D", "max_context_len": 9, "max_prompt_len": 9}]}}, "no token"),
+        ({"eval": {"datasets": [{"name": "a", "path": "D", "max_context_len": 5000}]}}, "at most 1024 tokens"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, content: Any, told: str) -> None:
