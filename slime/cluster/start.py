@@ -45,8 +45,7 @@ def start(
 ) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
-    # Other users of the machine can reach loopback; without this token they cannot reach the engines.
-    api_key = args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
+    api_key = key_of_run(args)
     with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
         began_s = time.monotonic()
         port: RayEngines | ExternalEngines
@@ -59,8 +58,7 @@ def start(
         trainers = _create_trainers(args, plan, folder, slots, _address_of(port, plan))
         rollout = _create_rollout(args, plan, folder, len(port.engines()), api_key)
         building = _build_trainers(args, trainers)
-        lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
-        opened = [engine.open_gate.remote(*lent) for engine in port.actors] if lent else []
+        lent, opened = _lend(args, port.actors, trainers)
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in heads]
         digests = _warm_digests(args, port.engines(), heads, trainers)
         data = [rollout.ready.remote()]
@@ -97,6 +95,11 @@ def start(
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
     _tell_memory(actors, folder)
     return Run(args, actors, tracker, startup)
+
+
+def key_of_run(args: Args) -> str:
+    """What engines and routers ask for. Other users of the machine can reach loopback, and have no key."""
+    return args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
 
 
 def _tell_memory(actors: Actors, folder: RunFolder) -> None:
@@ -158,6 +161,12 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
         return []
     host, port = wait_for([trainers[0].free_address.remote()], for_what="training rank 0", limit_s=120)[0]
     return [trainer.build.remote(host, port) for trainer in trainers]
+
+
+def _lend(args: Args, engines: Sequence[Any], trainers: list[Any]) -> tuple[list[Any], list[Any]]:
+    """On GPUs: the trainers lend all that they have, and engines take memory when every one of them has."""
+    lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
+    return lent, [engine.open_gate.remote(*lent) for engine in engines] if lent else []
 
 
 def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:

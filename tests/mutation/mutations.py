@@ -6,6 +6,7 @@ tests that have to notice it (`SUITES`).
 
 from __future__ import annotations
 
+from tests.mutation.engine_mutations import ENGINE_WIRING
 from tests.mutation.loop_mutations import ROLLOUT, STEPS, WIRING
 from tests.mutation.record import Mutation
 from tests.mutation.rollout_mutations import ROLLOUT_WIRING
@@ -378,6 +379,7 @@ MUTATIONS: dict[str, Mutation] = {
     **WIRING,
     **ROLLOUT,
     **ROLLOUT_WIRING,
+    **ENGINE_WIRING,
 }
 QUICK = frozenset(
     {
@@ -401,6 +403,8 @@ QUICK = frozenset(
         "temperature forgotten",
         "every epoch in the same order",
         "held-out groups are training's",
+        "requests before weights are verified",
+        "a router that does not know the engines' key",
     }
 )
 """Those that run with every `make test`; the others are slow."""

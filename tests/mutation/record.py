@@ -24,6 +24,13 @@ SUITES: dict[str, tuple[str, ...]] = {
     "teacher": ("tests/unit/rollout/test_workflows.py",),
     "graders": ("tests/unit/rewards/test_grader_pool.py",),
     "programs": ("tests/unit/rewards/test_code_grader.py",),
+    "supervisor": ("tests/unit/fleet/test_supervisor.py",),
+    "engines": ("tests/unit/cluster/test_engines.py",),
+    "wiring": ("tests/unit/cluster/test_wiring.py",),
+    "protocol": ("tests/unit/weights/test_sync_protocol.py", "tests/unit/weights/test_transports.py"),
+    "control": ("tests/unit/serving/test_control.py",),
+    "server": ("tests/unit/serving/test_server_spec.py",),
+    "sequence": ("tests/unit/cluster/test_weight_sync_sequence.py",),
 }
 """The fast tests of each room, as patterns: on formula level where there is one, else with a real tiny trainer."""
 LEFT_OUT = ("test_against_trl.py", "test_toy_convergence.py")

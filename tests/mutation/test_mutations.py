@@ -20,9 +20,23 @@ from tests.mutation.mutations import MUTATIONS, QUICK
 from tests.mutation.record import LEFT_OUT, SUITES, Mutation
 
 ROOT = Path(__file__).parents[2]
-UNIT_ROOMS = ("algorithms", "buffer", "data", "rewards", "rollout", "training")
+UNIT_ROOMS = (
+    "algorithms",
+    "buffer",
+    "cluster",
+    "data",
+    "fleet",
+    "rewards",
+    "rollout",
+    "serving",
+    "training",
+    "weights",
+)
 COPIED = ("slime", "docs", "tests/support", "tests/contract/training", *(f"tests/unit/{room}" for room in UNIT_ROOMS))
-COPIED_FILES = ("pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/contract/conftest.py")
+COPIED_FILES = (
+    *("pyproject.toml", "train_async.py"),
+    *("tests/__init__.py", "tests/conftest.py", "tests/contract/conftest.py"),
+)
 TIMEOUT_S = 1800
 CONTROL = "control"
 SEEN_AS = ("AssertionError", "Failed", "ExceptionGroup", "FlakyFailure")

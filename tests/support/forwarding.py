@@ -73,9 +73,12 @@ class LockedProxy:
     target: str
     key: str
     url: str = ""
+    refused: list[str] = field(default_factory=list)
+    """What was asked without the key."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            self.refused.append(request.path)
             raise web.HTTPUnauthorized
         return await forward(request, self.target)
 

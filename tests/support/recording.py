@@ -20,6 +20,8 @@ class RecordingEngines:
         self.asked: list[Any] = []
         """For whom each weight sync was begun."""
         self._admitted = False
+        self.served: list[int] = []
+        """The version of each weight sync that ended well."""
         self.on_settle: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
@@ -34,6 +36,7 @@ class RecordingEngines:
         return self._engines if engines is None else tuple(engines)
 
     def end_sync(self, engines: Any, version: int) -> None:
+        self.served.append(version)
         if not self._admitted:
             self.log.append(f"rollout admit {[engine.url for engine in engines]}")
         self._admitted = self.can_answer = True

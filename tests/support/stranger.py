@@ -14,10 +14,10 @@ from typing import Any
 
 
 class Stranger:
-    """What it says of itself; a test changes that while it answers."""
+    """What it says of itself, to who has its key; a test changes that while it answers."""
 
-    def __init__(self, *, info: dict[str, Any], model: dict[str, Any], resident: list[str]) -> None:
-        self.info, self.model, self.resident = info, model, resident
+    def __init__(self, *, info: dict[str, Any], model: dict[str, Any], resident: list[str], key: str) -> None:
+        self.info, self.model, self.resident, self.key = info, model, resident, key
         self.asked: list[str] = []
         self.url = ""
 
@@ -59,6 +59,10 @@ def _handler(stranger: Stranger) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             route = self.path.strip("/")
+            if self.headers.get("Authorization") != f"Bearer {stranger.key}":
+                self.send_response(401)
+                self.end_headers()
+                return
             stranger.asked.append(route)
             said = stranger.answer(route)
             events = (

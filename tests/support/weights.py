@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from slime.core.errors import EngineError
@@ -137,6 +139,34 @@ class TamperingChannel(Channel):
         self._inner.close()
 
 
+class NotedChannel(TamperingChannel):
+    """Notes what another channel is asked, and of which version."""
+
+    def __init__(self, inner: Channel) -> None:
+        super().__init__(inner, lambda name, tensor: tensor)
+        self.log: list[str] = []
+
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        self.log.append(f"begin {version}")
+        super().begin(receivers, version=version)
+
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        self.log.append(f"deliver {version}")
+        super().deliver(prepared, receivers, version=version)
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:
+        self.log.append(f"finish {version} with {len(reports)}")
+        super().finish(receivers, version=version, reports=reports)
+
+    def abandon(self) -> None:
+        self.log.append("abandon")
+        super().abandon()
+
+    def settle(self) -> None:
+        self.log.append("settle")
+        super().settle()
+
+
 class FakeEngine:
     """An engine that loads what it is given (by reference, through `FakeWire`) into its own idea of the layout."""
 
@@ -147,6 +177,8 @@ class FakeEngine:
         self.loaded: State = {}
         self.fail_at: str | None = None
         self.drop: str | None = None
+        self.versions: set[int] = set()
+        """That updates were told to be of."""
 
     def _did(self, what: str) -> None:
         if self.fail_at == what:
@@ -166,8 +198,17 @@ class FakeEngine:
         assert update["flush_cache"] is False
         assert len(set(payloads)) == self.layout.num_ranks, "ranks must not share a payload"
         self._did("update")
+        self.versions.add(update["weight_version"])
         for payload in payloads:
             self.loaded.update(self.wire.open(payload))
+
+    def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: int) -> None:
+        self._did(f"load {Path(model_path).name}")
+        self.versions.add(weight_version)
+        index = json.loads((Path(model_path) / "model.safetensors.index.json").read_text())
+        for name, file in index["weight_map"].items():
+            with safe_open(Path(model_path) / file, "pt") as tensors:
+                self.loaded[name] = tensors.get_tensor(name)
 
     def weight_checksums(self) -> list[RankChecksums]:
         self._did("checksums")

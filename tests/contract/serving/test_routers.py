@@ -69,7 +69,8 @@ def test_a_lost_router_comes_back_with_its_servers(
 def test_the_router_of_a_run_has_the_key_of_its_engines_and_its_settings(
     engine_server: SGLangServer, tmp_path: Path
 ) -> None:
-    """Law: engines that ask for the key of the run are reached through its router, by those who have it alone."""
+    """Law: engines that ask for the key of the run are reached through its router, by those who have it alone; what the
+    router itself asks them it asks with the key."""
     model = ("--hf-checkpoint", str(engine_server.model_path))
     args = rollout_args(tmp_path, *model, "--router-max-payload-size", "2000")
     locked = LockedProxy(engine_server.url, "the key of the run")
@@ -84,6 +85,8 @@ def test_the_router_of_a_run_has_the_key_of_its_engines_and_its_settings(
                 assert status == expected, text
             long = {**GENERATE, "input_ids": [40] * 1000}
             assert request("POST", f"{url}/generate", long, timeout_s=60, api_key=locked.key)[0] == 413
+            assert request("POST", f"{url}/flush_cache", timeout_s=60, api_key=locked.key)[0] == 200
+            assert not locked.refused
         finally:
             started.close()
 

@@ -1,8 +1,12 @@
-"""What becomes of a weight sync that failed: laws of the engines as the driver deals with them, without processes."""
+"""Who gets weights and requests, and what becomes of a weight sync that failed: laws of the engines as the driver deals
+with them, without processes.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +15,23 @@ import pytest
 from slime.cluster import engines as engines_module
 from slime.cluster.engines import Engines
 from slime.cluster.guarded_hosts import GuardedHosts
-from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
-from slime.fleet.engine import EXPECTS_ANSWERS, Engine
+from slime.core.errors import DeadlineExceeded, EngineError, SlimeError, WeightSyncError
+from slime.core.topology import Worker
+from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, Engine, State
 from slime.fleet.membership import Membership
 
 
 class Port:  # of `EnginesOfRun` what is asked here
-    """Three engines; one of them may hang, which shows where it is expected to answer."""
+    """Engines; one of them may hang, which shows where it is expected to answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *engines: Engine) -> None:
+        self._engines = engines
         self.hangs: int | None = None
         self.members: Membership
+        self.dismissed: Callable[[Engine], None]
 
     def engines(self) -> list[Engine]:
-        return [Engine(i, (i,)) for i in range(3)]
+        return list(self._engines)
 
     def troubles(self) -> dict[int, str]:
         shows = self.hangs is not None and self.members[self.hangs].state in EXPECTS_ANSWERS
@@ -36,25 +43,40 @@ class Port:  # of `EnginesOfRun` what is asked here
     def nothing(self, *given: Any) -> Any:
         return None
 
-    watch = start = started = dismiss = dismissed = nothing
+    watch = start = started = nothing
+
+    def dismiss(self, engine: Engine) -> None:
+        self.dismissed(engine)
 
     def newcomers(self) -> list[Any]:
         return []
 
 
 class Rollout:
-    """The rollout side, and the engines that bring it no tokens."""
+    """The rollout side: what it was told, and the engines that bring it no tokens."""
 
     def __init__(self) -> None:
         self.silent: list[str] = []
-        self.stalled = SimpleNamespace(remote=lambda within_s: [*self.silent, "of another run"])
+        self.within_s: list[float] = []
+        self.said: list[tuple[str, str]] = []
+        self.answer: Any = None
+        self.stalled = SimpleNamespace(remote=self._stalled)
+        self.admit, self.dismiss = (SimpleNamespace(remote=partial(self._hear, what)) for what in ("admit", "dismiss"))
+
+    def _stalled(self, within_s: float) -> list[str]:
+        self.within_s.append(within_s)
+        return [*self.silent, "of another run"]
+
+    def _hear(self, what: str, model: str, urls: list[str], *rest: Any) -> Any:
+        self.said += [(what, url) for url in urls]
+        return self.answer
 
 
 class Fleet(Engines):
-    """All answer; requests go nowhere."""
+    """All answer."""
 
-    def __init__(self) -> None:
-        self.port = port = Port()
+    def __init__(self, *engines: Engine) -> None:
+        self.port = port = Port(*engines)
         args: Any = SimpleNamespace(
             use_fault_tolerance=True,
             engine_start_timeout_s=1.0,
@@ -66,29 +88,88 @@ class Fleet(Engines):
         own_guardian = SimpleNamespace(tend=lambda: None)
         super().__init__(args, port, rollout, "key", GuardedHosts(own_guardian))  # type: ignore[arg-type]
         self.port.members = self.members
-        for i in range(3):
-            self.up(i, f"http://{i}")
-
-    def _admit(self) -> None:
-        pass
+        for engine in engines:
+            self.up(engine.index, f"http://{engine.index}")
 
     def states(self) -> str:
         return " ".join(engine.state.value for engine in self.members.engines)
 
 
+def told(answers: list[Any], **_: Any) -> list[Any]:
+    """Answers of actors, or the error that is one."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
+
+
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+def make(monkeypatch: pytest.MonkeyPatch) -> type[Fleet]:
+    """Actors answer at once."""
     monkeypatch.setattr(engines_module, "NOTICE_S", 0.1)
     monkeypatch.setattr(engines_module, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(engines_module, "all_there", bool)
     monkeypatch.setattr(engines_module, "peek", lambda answer: answer)
-    return Fleet()
+    monkeypatch.setattr(engines_module.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(engines_module, "wait_for", told)
+    return Fleet
+
+
+@pytest.fixture
+def fleet(make: type[Fleet]) -> Fleet:
+    """Three engines of the policy."""
+    return make(*(Engine(i, (i,)) for i in range(3)))
 
 
 def failure(*engines: int, kind: Callable[[str], SlimeError] = WeightSyncError) -> SlimeError:
     error = kind("differs")
     error.engines = tuple(f"http://{i}" for i in engines)
     return error
+
+
+def test_requests_go_to_engines_that_were_verified_and_to_no_other(fleet: Fleet) -> None:
+    """Law: nor to one that came back at its old address, before it has weights; and each is told of once."""
+    said = fleet.rollout.said
+    fleet.tend()
+    takers = fleet.begin_sync()
+    fleet.tend()
+    assert said == []
+    fleet.end_sync(takers[:2], 1)
+    fleet.tend()
+    assert said == [("admit", "http://0"), ("admit", "http://1")] and fleet.states() == "ready ready syncing"
+    said.clear()
+    fleet._supervisor.lost(fleet.members[1], "gone")
+    fleet.members.change(1, State.STARTING, incarnation=1)
+    fleet.up(1, "http://1")
+    fleet.tend()
+    assert said == [("dismiss", "http://1")]
+    fleet.end_sync(fleet.begin_sync(fleet.joiners()), 1)
+    assert said[1:] == [("admit", "http://1"), ("admit", "http://2")]
+
+
+def test_what_the_rollout_side_raises_at_an_admission_is_raised_at_the_next_look(fleet: Fleet) -> None:
+    fleet.rollout.answer = EngineError("no router")
+    fleet.end_sync(fleet.begin_sync(), 1)
+    with pytest.raises(EngineError, match="no router"):
+        fleet.tend()
+
+
+def test_frozen_engines_take_no_weights_and_give_way_if_they_lend_their_memory(make: type[Fleet]) -> None:
+    """Law: of a pair of the policy's both are needed for an answer, whoever serves beside."""
+    judge, other = Engine(2, (2,), model="judge", role=FROZEN), Engine(3, (3,), model="b", role=FROZEN, lends=True)
+    fleet = make(Engine(0, (0,), worker=Worker.PREFILL), Engine(1, (1,), worker=Worker.DECODE), judge, other)
+    takers = fleet.begin_sync()
+    assert [engine.index for engine in takers] == [0, 1] and not fleet.can_answer
+    first, second = takers
+    fleet.end_sync([first], 1)
+    assert not fleet.can_answer
+    fleet.end_sync([second], 1)
+    assert fleet.can_answer
+    fleet.rollout.said.clear()
+    with fleet.frozen_aside():
+        fleet.tend()
+        assert fleet.rollout.said == [("dismiss", "http://3")] and fleet.joiners() == ()
+    assert fleet.rollout.said[1:] == [("admit", "http://3")]
 
 
 def test_engines_that_fail_a_weight_sync_alone_are_lost_and_the_others_get_it_again(fleet: Fleet) -> None:
@@ -112,6 +193,7 @@ def test_one_that_cannot_join_is_lost_while_the_others_serve(fleet: Fleet) -> No
 
 def test_after_a_wait_that_ran_out_one_that_hangs_has_the_time_to_show_it(fleet: Fleet) -> None:
     """Law: who takes weights may be silent; after that wait it may not, so the watch can tell who hangs."""
+    assert fleet._silence_s == pytest.approx(0.2 + 0.1), "the limit of an answer, and the pause before the question"
     fleet.port.hangs = 2
     assert fleet.failed_sync(fleet.begin_sync(), failure(kind=DeadlineExceeded))
     assert fleet.states() == "tainted tainted dead"
@@ -119,6 +201,7 @@ def test_after_a_wait_that_ran_out_one_that_hangs_has_the_time_to_show_it(fleet:
 
 
 def test_an_engine_that_serves_and_brings_no_tokens_is_lost(fleet: Fleet) -> None:
+    began = time.monotonic()
     fleet.rollout.silent, takers = ["http://1"], fleet.begin_sync()
     for _ in range(4):
         fleet.tend()
@@ -131,3 +214,12 @@ def test_an_engine_that_serves_and_brings_no_tokens_is_lost(fleet: Fleet) -> Non
     fleet.tend()
     fleet.tend()
     assert fleet.states() == "ready dead ready" and "--request-timeout-s" in fleet.members[1].reason
+    assert max(fleet.rollout.within_s[1:]) <= time.monotonic() - began, "it is asked of what was seen since"
+
+
+def test_an_engine_of_somebody_else_that_fails_weight_syncs_is_left_alone_for_longer(make: type[Fleet]) -> None:
+    """Law: each of its failures costs the others a weight sync, too."""
+    fleet, noted = make(*(Engine(i, (), external=True) for i in range(2))), list[Any]()
+    fleet._supervisor.lost = lambda *given, **limits: noted.append((given[0].index, limits))  # type: ignore[method-assign]
+    assert fleet.failed_sync(fleet.begin_sync(), failure(1))
+    assert noted == [(1, {"longest_s": engines_module.LONGEST_REFUSAL_S})]

@@ -54,6 +54,7 @@ def test_the_router_takes_engines_after_their_first_weight_sync_and_once() -> No
     weight_sync.run(for_save=False)
     weight_sync.run(for_save=True)
     assert actors.log == [SYNC, ADMIT, SYNC] and told == {"perf/x": 1.0, "perf/weight_version": 3.0}
+    assert actors.engines.served == [3, 3], "as the trainer calls it"
 
 
 def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:

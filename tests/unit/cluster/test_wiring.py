@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.cluster import rank_weight_sync, ray_engines
-from slime.cluster.actors import EngineInfo
+from slime.cluster import engine_actor, rank_weight_sync, ray_engines, rollout_actor, slots, start, train_actor
+from slime.cluster.actors import WEIGHT_VERSION, EngineInfo
 from slime.cluster.engine_actor import Node
 from slime.cluster.engines import Engines
 from slime.cluster.guarded_hosts import GuardedHosts
@@ -23,6 +25,8 @@ from slime.cluster.ray_engines import RayEngines
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.topology import Worker
 from slime.fleet.engine import FROZEN, POLICY, State
+from slime.serving.agent_process import AgentSettings
+from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.topology import topology_of
 from slime.weights.outgoing import Whole
@@ -33,18 +37,40 @@ TP2 = EngineLayout(tp_size=2)
 KEY = "the key of the run"
 
 
+class Noting:
+    """Notes every call of a method, by name; `remote` of a method is the method, and its answer what it was asked."""
+
+    def __init__(self, name: str, said: list[Any], **has: Any) -> None:
+        self.name, self._said = name, said
+        self.__dict__.update(has)
+
+    def __getattr__(self, method: str) -> Any:
+        def note(*given: Any, **named: Any) -> str:
+            self._said.append((method, self.name, *given, *named.values()))
+            return f"{method} {self.name}"
+
+        note.remote = note  # type: ignore[attr-defined]
+        return note
+
+
 class Actors:
-    """Notes what actors of engines are made of, and on which slots."""
+    """Notes what actors of engines are made of, on which slots, and what they are asked."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self.said: list[Any] = []
 
     def options(self, *, slot: int) -> Any:
         return SimpleNamespace(remote=lambda *given, **named: self._make(slot, given, named))
 
     def _make(self, slot: int, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self.made.append((slot, given, named))
-        return SimpleNamespace(meeting_point=SimpleNamespace(remote=lambda: f"meet {given[0]}"))
+        return Noting(given[0], self.said)
+
+
+def plain(actor: Any) -> Any:
+    """The class that Ray wraps."""
+    return actor.__ray_metadata__.modified_class
 
 
 class Slots:
@@ -101,7 +127,16 @@ def test_each_engine_gets_what_its_group_and_its_place_say(
         ("0", 2, "10.0.0.2", None, [], (12,), (policy, Worker.PREFILL, ONE_RANK, 3, 7), True),
         ("1", 3, "10.0.0.3", None, [], (13,), (policy, Worker.DECODE, ONE_RANK, 9, 8), True),
         ("2", 4, "10.0.0.4", Node(0, 2, (14,)), [], None, (judge, Worker.REGULAR, TP2, 9, 9), False),
-        ("2_node1", 5, "10.0.0.5", Node(1, 2, (15,)), ["meet 2"], None, (judge, Worker.REGULAR, TP2, 9, 9), False),
+        (
+            "2_node1",
+            5,
+            "10.0.0.5",
+            Node(1, 2, (15,)),
+            ["meeting_point 2"],
+            None,
+            (judge, Worker.REGULAR, TP2, 9, 9),
+            False,
+        ),
     ]
     known = [(e.slots, e.model, e.role, e.worker, e.layout, e.host) for e in port.engines()]
     assert known == [
@@ -109,6 +144,21 @@ def test_each_engine_gets_what_its_group_and_its_place_say(
         ((3,), "actor", POLICY, Worker.DECODE, ONE_RANK, "10.0.0.3"),
         ((4, 5), "judge", FROZEN, Worker.REGULAR, TP2, "10.0.0.4"),
     ]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_engines_on_gpus_of_training_lend_their_memory_and_no_others(
+    args: Args, plan: PlacementPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: bool
+) -> None:
+    """Law: if they lend at all; one that nobody sends weights to keeps them on the host meanwhile."""
+    prefill, decode, judge = plan.engines
+    shared = [dataclasses.replace(engine, colocated=True) for engine in (prefill, judge)]
+    plan = dataclasses.replace(plan, engines=(shared[0], decode, shared[1]))
+    port, actors = engines_of(args.replace(offload_rollout=offload), plan, tmp_path, monkeypatch)
+    specs = [given[1] for _, given, _ in actors.made]
+    assert [spec.memory_saver for spec in specs] == [offload, False, offload, offload]
+    assert [engine.lends for engine in port.engines()] == [offload, False, offload]
+    assert [spec.extra.get("enable_weights_cpu_backup") for spec in specs] == [None, None, True, True]
 
 
 def test_the_rollout_side_and_the_senders_know_each_engine_as_what_it_is(
@@ -198,4 +248,239 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     assert len(made) == 2, "another process is at that address"
     rank.give_up("http://a", 0)
     rank.sync_weights([new])
+    (receiver,) = rank._known.values()
+    assert not receiver.is_lost(), "the one before it was"
+    rank.give_up("http://a", 1)
+    assert receiver.is_lost()
     rank.close()
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(rank_weight_sync, "sync_weights", lambda outgoing, **named: told.update(named) or {})
+    rank._carried = {"visual": "a digest"}
+    rank.sync_weights([new])
+    assert (told.get("carried"), told["version"]) == ({"visual": "a digest"}, 5), "what engines loaded themselves"
+
+
+class Hosts:
+    """Guarded hosts of which some are lost, or not guarded yet."""
+
+    def __init__(self) -> None:
+        self.lost, self.guarded = set[str](), False
+
+    def has(self, host: Host) -> bool:
+        return host.name not in self.lost
+
+    def is_guarded(self, host: Host) -> bool:
+        return self.guarded
+
+
+def test_an_engine_that_starts_again_waits_for_guardians_its_old_actors_and_lent_memory(
+    args: Args, plan: PlacementPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: on all of its hosts, under a name of its own; the head is asked when the gates of all are open."""
+    port, actors = engines_of(args, plan, tmp_path, monkeypatch)
+    hosts, done, said, now = Hosts(), set[str](), actors.said, [100.0]
+    monkeypatch.setattr(port, "_hosts", hosts)
+    monkeypatch.setattr(port, "is_gated", lambda index: True)
+    monkeypatch.setattr(ray_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_engines.ray, "wait", lambda refs, **_: ([r for r in refs if r in done], []))
+    monkeypatch.setattr(ray_engines.ray, "kill", lambda actor: said.append(("kill", actor.name)))
+    monkeypatch.setattr(ray_engines.ray, "get", lambda ref: f"answer of {ref}")
+    port.may_take_memory = lambda: False
+    hosts.lost = {"h5"}
+    assert port.has_host(1) and not port.has_host(2), "the second host of its engine"
+    old, both = {"stop 2", "stop 2_node1"}, ["2_1", "2_1_node1"]
+    said.clear()
+    port.start(port.engines()[2].moved(State.DEAD).moved(State.STARTING, incarnation=1))
+    assert {f"{method} {name}" for method, name in said} == old and port.stop([2]) == []
+    done |= old
+    assert port.started(2) is None and ("kill", "2") not in said, "nobody guards its hosts"
+    hosts.guarded = True
+    done.clear()
+    assert port.started(2) is None and ("kill", "2") not in said, "the old ones end in order"
+    done |= old
+    said.clear()
+    assert port.started(2) is None
+    assert [one for one in said if one[0] != "problem"] == [
+        ("kill", "2"),
+        ("kill", "2_node1"),
+        ("meeting_point", "2_1"),
+    ]
+    assert [given[0] for _, given, _ in actors.made[4:]] == both
+    port.may_take_memory = lambda: True
+    said.clear()
+    assert port.started(2) is None
+    gates = [("open_gate", name) for name in both]
+    assert [one for one in said if one[0] != "problem"] == [*gates, ("wait_ready", "2_1", args.engine_start_timeout_s)]
+    assert port.takes_memory
+    done.add("wait_ready 2_1")
+    assert port.started(2) == "answer of wait_ready 2_1" and not port.takes_memory
+    assert port.stop([2]) == ["stop 2_1", "stop 2_1_node1"]
+
+
+def test_an_owner_is_silent_after_its_limit_in_seconds_and_each_host_is_looked_at(
+    args: Args, plan: PlacementPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, actors = engines_of(args, plan, tmp_path, monkeypatch)
+    now = [100.0]
+    monkeypatch.setattr(ray_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_engines.ray, "wait", lambda refs, **_: ([], refs))
+    port.watch(port.engines()[2].moved(State.SYNCING, url="http://2"))
+    actors.said.clear()
+    assert port.troubles() == {}
+    assert actors.said == [("problem", name, False) for name in ("2", "2_node1")], "who takes weights may be silent"
+    now[0] += ray_engines.OWNER_LIMIT_S
+    assert port.troubles() == {}
+    now[0] += 0.5
+    assert port.troubles() == {2: "its owner has not answered for 8 s"}
+
+
+def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: its server, the control plane, the watch and the weights agent know address, key, folders and limits."""
+    shared, local, said, made = str(tmp_path / "shared"), str(tmp_path / "local"), list[Any](), dict[str, Any]()
+    health = [f"--rollout-health-check-{name}" for name in ("interval", "timeout", "first-wait")]
+    args = rollout_args(
+        tmp_path,
+        *("--update-weight-transport", "disk", "--update-weight-disk-dir", shared),
+        *("--update-weight-local-checkpoint-dir", local, "--weight-sync-timeout-s", "41"),
+        *(word for flag, value in zip(health, ("11", "7", "3"), strict=True) for word in (flag, value)),
+    )
+    spec, url = ServerSpec("m", "float32", api_key=KEY), "http://10.0.0.4:1"
+    for name in ("SGLangServer", "HttpEngineControl", "AgentProcess", "ServerWatch"):
+
+        def make(*given: Any, name: str = name, **named: Any) -> Noting:
+            made[name] = (given, named)
+            return Noting(name, said, **({"url": url, "problem": "p", "scheduler_answers": "a"} if "L" in name else {}))
+
+        monkeypatch.setattr(engine_actor, name, make)
+    monkeypatch.setattr(engine_actor, "setup_logging", lambda path: None)
+    actor = plain(engine_actor.EngineActor)("2", spec, str(tmp_path), args, "10.0.0.4")
+    assert actor.wait_ready(5.0) == url
+    assert made == {
+        "SGLangServer": ((spec,), {"host": "10.0.0.4", "log_path": tmp_path / "engine_2.log"}),
+        "HttpEngineControl": ((url, ONE_RANK), {"timeout_s": 41.0, "api_key": KEY}),
+        "AgentProcess": ((AgentSettings(shared, local, None, 41.0), url, KEY, tmp_path / "weights_agent_2.log"), {}),
+        "ServerWatch": (("p", "a"), {"interval_s": 11.0, "timeout_s": 7.0, "first_wait_s": 3.0}),
+    }
+    said.clear()
+    actor.release_memory(["weights"])
+    actor.resume_memory(["kv_cache"])
+    actor.problem(True)
+    actor.stop()
+    control, agent = "HttpEngineControl", "AgentProcess"
+    assert [one for one in said if one[0] != "trouble"] == [
+        *[("flush_cache", control), ("release_memory", control, ["weights"]), ("resume_memory", control, ["kv_cache"])],
+        *[("tend", agent), ("close", "ServerWatch"), ("stop", agent), ("stop", "SGLangServer")],
+    ]
+
+
+def test_each_training_rank_and_the_rollout_side_get_their_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: slot, threads and address of a rank are those of its place; the rollout side is on the driver's host."""
+    hosts = tuple(Host(f"h{i}", f"10.0.0.{i}", 2, 4, f"{i:056x}") for i in range(2))
+    plan, args = PlacementPlan(hosts, (0, 0, 1), (0, 2), (), (3, 1)), SimpleNamespace()
+    folder: Any = SimpleNamespace(logs=tmp_path)
+    made: list[Any] = []
+
+    def placed(actor: Any, **options: Any) -> Any:
+        return SimpleNamespace(remote=lambda *given: made.append((actor, options, given)))
+
+    monkeypatch.setattr(start, "_placed", placed)
+    start._create_trainers(args, plan, folder, Slots(), plan.address_of)  # type: ignore[arg-type]
+    start._create_rollout(args, plan, folder, 2, KEY)  # type: ignore[arg-type]
+    (strategy,) = (options.pop("scheduling_strategy") for _, options, _ in made[2:])
+    assert made == [
+        (start.TrainActor, {"slot": 0}, (args, 0, (0, 2), 3, str(tmp_path), "10.0.0.0")),
+        (start.TrainActor, {"slot": 2}, (args, 1, (0, 2), 1, str(tmp_path), "10.0.0.1")),
+        (start.RolloutActor, {"num_cpus": 0, "max_concurrency": 16}, (args, 2, str(tmp_path), KEY)),
+    ]
+    assert (strategy.node_id, strategy.soft) == (hosts[0].node_id, False)
+
+
+def test_engines_take_memory_when_every_training_rank_has_lent_its_own() -> None:
+    said: list[Any] = []
+    engines, ranks = ([Noting(f"{kind} {i}", said) for i in range(2)] for kind in ("engine", "rank"))
+    args: Any = SimpleNamespace(device="cuda", offload_train=True, debug_train_only=False)
+    lent = ["sleep rank 0", "sleep rank 1"]
+    assert start._lend(args, engines, ranks) == (lent, ["open_gate engine 0", "open_gate engine 1"])
+    assert said[2:] == [("open_gate", f"engine {i}", *lent) for i in range(2)]
+    args.offload_train = False
+    assert start._lend(args, engines, ranks) == ([], [])
+
+
+def test_the_key_of_a_run_is_the_users_if_there_is_one(tmp_path: Path) -> None:
+    """Law: --router-api-key is the engines', too, because a router hands on what a request carries."""
+    assert start.key_of_run(rollout_args(tmp_path, "--router-api-key", "theirs")) == "theirs"
+    assert start.key_of_run(rollout_args(tmp_path, "--sglang-api-key", "ours")) == "ours"
+    made = {start.key_of_run(rollout_args(tmp_path)) for _ in range(2)}
+    assert len(made) == 2 and {len(key) for key in made} == {64}, "each run makes its own"
+
+
+def test_a_bundle_and_its_share_are_those_of_the_slot_and_a_reservation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: slots follow devices, whatever the order of bundles; on a CPU no GPU is asked for."""
+    removed: list[Any] = []
+    monkeypatch.setattr(slots, "get_placement_group", lambda name: f"group {name}")
+    monkeypatch.setattr(slots, "remove_placement_group", removed.append)
+    options = slots.Slots("group", "GPU", (2, 0, 1), (5, 6, 7)).options(0, 0.4)
+    strategy = options.pop("scheduling_strategy")
+    assert (strategy.placement_group, strategy.placement_group_bundle_index) == ("group", 2)
+    assert options == {"num_cpus": 0.4, "num_gpus": 0.4}
+    assert "num_gpus" not in slots.Slots("group", "CPU", (0,), None).options(0, 0.2)
+    slots.give_back()
+    assert removed == ["group slots"]
+
+
+def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, said = rollout_args(tmp_path, "--train-env-vars", json.dumps({"NCCL_DEBUG": "INFO"})), list[Any]()
+    monkeypatch.setattr(train_actor, "setup_logging", lambda path: None)
+    monkeypatch.setattr(train_actor.os, "environ", {})
+    rank = plain(train_actor.TrainActor)(args, 1, (0, 2), 3, str(tmp_path), "127.0.0.1")
+    wanted = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    assert wanted.items() <= train_actor.os.environ.items()
+    rank.give_up("http://a", 1)  # before there is a weight sync
+    rank._backend = SimpleNamespace(weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0)
+    rank._weight_sync = Noting("sync", said, sync_weights=lambda engines: {"seconds": 1.0})
+    rank.train("batch")
+    assert rank.sync_weights([]) == {"seconds": 1.0, WEIGHT_VERSION: 5.0}
+    rank.give_up("http://a", 1)
+    assert said == [("give_up", "sync", "http://a", 1)]
+    monkeypatch.setattr("slime.training.state.checkpoint.verify", lambda path, share: said.append((str(path), share)))
+    rank.verify("folder")
+    assert said[1:] == [("folder", (1, 2))]
+
+
+def test_each_router_knows_its_port_its_key_and_whether_engines_are_in_pairs(
+    args: Args, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(rollout_actor, "Routers", lambda make: {name: one() for name, one in make.items()})
+    monkeypatch.setattr(rollout_actor, "Router", lambda **named: named)
+    monkeypatch.setattr(rollout_actor, "ExistingRouter", lambda *given, **named: (given, named))
+    settings = args.replace(router_host="0.0.0.0", router_port=7001, router={"policy": "random"})
+    made = rollout_actor._routers(settings, topology_of(settings), tmp_path, KEY)  # type: ignore[assignment]
+    common = {"host": "0.0.0.0", "extra_args": {"policy": "random", "api_key": KEY}, "worker_api_key": KEY}
+    assert made == {
+        "actor": {**common, "port": 7001, "log_path": tmp_path / "router.log", "pairs": True},
+        "judge": {**common, "port": None, "log_path": tmp_path / "router_judge.log", "pairs": False},
+    }
+    theirs = {"router": {"api_key": "theirs"}, "sglang_router_ip": "10.0.0.9", "sglang_router_port": 81}
+    settings = args.replace(**theirs)
+    made = rollout_actor._routers(settings, topology_of(settings), tmp_path, "theirs")  # type: ignore[assignment]
+    assert made["actor"] == (("10.0.0.9", 81), {"api_key": "theirs", "worker_api_key": "theirs"})
+    assert made["judge"]["extra_args"]["api_key"] == "theirs"
+
+
+def test_clients_and_routers_hear_of_each_engine_that_comes_and_goes() -> None:
+    said: list[Any] = []
+    actor = object.__new__(plain(rollout_actor.RolloutActor))
+    actor._manager, actor._routers = Noting("clients", said), Noting("routers", said)
+    asyncio.run(actor.admit("judge", ["http://1"], Worker.DECODE))
+    asyncio.run(actor.dismiss("judge", ["http://1"]))
+    assert said == [
+        *(("admit", who, "judge", ["http://1"], Worker.DECODE) for who in ("clients", "routers")),
+        *(("dismiss", who, "judge", ["http://1"]) for who in ("clients", "routers")),
+    ]

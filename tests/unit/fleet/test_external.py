@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,14 @@ from slime.fleet.external import ExternalEngines
 from slime.fleet.fitting import Wanted
 from slime.fleet.membership import Membership
 from slime.fleet.supervisor import MAX_FAILURES, Supervisor
+from slime.serving import discovery
+from slime.serving.watch import ServerWatch
 from slime.settings import Args, parse_args
 from tests.support.command_line import complete
 from tests.support.stranger import Stranger
 
 LIMIT_S = 60.0
+KEY = "key"
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +39,8 @@ def args(tmp_path: Path) -> Callable[..., Args]:
 
     base = [*complete(tmp_path), "--rollout-health-check-interval", "0.05"]
 
-    def make(*addresses: str) -> Args:
-        return parse_args([*base, "--rollout-external-engine-addrs", *addresses])
+    def make(*addresses: str, flags: tuple[str, ...] = ()) -> Args:
+        return parse_args([*base, *flags, "--rollout-external-engine-addrs", *addresses])
 
     return make
 
@@ -46,14 +50,14 @@ def stranger(args: Args) -> Stranger:
     wanted = Wanted.of(args)
     info = {"version": wanted.sglang_version, "tp_size": 1, "weight_version": "default", "custom_weight_loader": []}
     model = {"model_type": wanted.config["model_type"], "weight_version": "default", "is_generation": True}
-    return Stranger(info={**info, **wanted.settings}, model=model, resident=sorted(wanted.table.resident))
+    return Stranger(info={**info, **wanted.settings}, model=model, resident=sorted(wanted.table.resident), key=KEY)
 
 
 class Fleet:
     """Engines that run already, and their supervisor."""
 
     def __init__(self, args: Args) -> None:
-        self.port = ExternalEngines(args, "key")
+        self.port = ExternalEngines(args, KEY)
         self.port.find(LIMIT_S)
         self.members = Membership(self.port.engines())
         self.supervisor = Supervisor(self.members, self.port)
@@ -102,14 +106,14 @@ def test_a_server_that_fits_is_an_engine_without_slots(args: Callable[..., Args]
 
 def test_what_does_not_fit_is_refused_with_all_of_it(args: Callable[..., Args], server: Stranger) -> None:
     server.info |= {"dtype": "float16", "version": "0.1"}
-    port = ExternalEngines(args(server.url), "key")
+    port = ExternalEngines(args(server.url), KEY)
     with pytest.raises(ConfigError, match=r"SGLang 0\.1(.|\n)*--dtype float16"):
         port.find(LIMIT_S)
     port.close()
 
 
 def test_an_address_where_nobody_answers_is_named(args: Callable[..., Args]) -> None:
-    port = ExternalEngines(args("127.0.0.1:9"), "key")
+    port = ExternalEngines(args("127.0.0.1:9"), KEY)
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9: it does not answer"):
         port.find(0.5)
     port.close()
@@ -141,14 +145,15 @@ def test_an_engine_that_ends_is_dismissed_and_joins_when_its_address_answers_aga
 
 def test_a_server_that_was_started_again_behind_our_back_is_lost(args: Callable[..., Args], server: Stranger) -> None:
     fleet = Fleet(args(server.url))
-    fleet.sync(3, server)
-    for _ in range(20):
-        time.sleep(0.02)
-        fleet.supervisor.tend()
-    assert fleet.state(0) is State.READY and fleet.gone == []
+    for version in (4, 5):
+        fleet.sync(version, server)
+        for _ in range(10):
+            time.sleep(0.02)
+            fleet.supervisor.tend()
+        assert fleet.state(0) is State.READY and fleet.gone == []
     server.model["weight_version"] = "default"
     fleet.until(lambda: fleet.gone == [0])
-    assert "serves weights 'default' and was sent version 3" in fleet.members[0].reason
+    assert "serves weights 'default' and was sent version 5" in fleet.members[0].reason
     fleet.until(lambda: fleet.state(0) is State.SYNCING)
     fleet.port.close()
 
@@ -174,6 +179,37 @@ def test_engines_join_and_leave_with_the_lines_of_a_file(
         assert fleet.state(1) is State.READY, "a file that cannot be meant changes nothing"
         file.write_text(f"{server.url}\n{other.url}\n")
         fleet.until(lambda: fleet.state(0) is State.SYNCING)
+    fleet.until(lambda: fleet.gone == [0, 1])
+    fleet.port.close()
+
+
+def test_each_question_has_the_key_and_its_own_limit(
+    args: Callable[..., Args], server: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a scheduler answers within the limit of health checks, digests of all tensors within that of a sync."""
+    asked: list[Any] = []
+
+    def ask(*given: Any, **named: Any) -> Any:
+        asked.append(given)
+        return discovery.ask(*given, **named)
+
+    class Watch(ServerWatch):
+        def __init__(self, *given: Any, **named: float) -> None:
+            asked.append(named)
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr(external, "ask", ask)
+    monkeypatch.setattr(external, "ServerWatch", Watch)
+    limits = ("--rollout-health-check-timeout", "17", "--weight-sync-timeout-s", "41")
+    fleet = Fleet(args(server.url, flags=(*limits, "--rollout-health-check-first-wait", "3")))
+    assert asked == [
+        (server.url, KEY, 17.0, 41.0),
+        {"interval_s": 0.05, "timeout_s": 17.0, "first_wait_s": 3.0},
+    ]
+    look = fleet.port._looks[0]
+    assert look._scheduler_answers(17.0)
+    server.key = "another"
+    assert not look._scheduler_answers(17.0)
     fleet.port.close()
 
 

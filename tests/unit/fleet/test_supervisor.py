@@ -11,7 +11,7 @@ from slime.core.errors import EngineError
 from slime.core.topology import DEFAULT_NAME, Worker
 from slime.fleet.engine import NEXT, Engine, State
 from slime.fleet.membership import Membership
-from slime.fleet.supervisor import MAX_FAILURES, PAUSE_S, Supervisor
+from slime.fleet.supervisor import LONGEST_PAUSE_S, MAX_FAILURES, PAUSE_S, Supervisor
 
 
 class FakePort:
@@ -168,6 +168,39 @@ def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
         fleet.port.answers[1] = EngineError("it is still coming up")
         fleet.supervisor.tend()
         assert fleet.port.log[-2:] == [f"start 1.{failure}", f"dismiss 1.{failure}"], "the loss itself was no failure"
+
+
+def test_one_that_somebody_else_starts_may_be_left_alone_for_longer() -> None:
+    supervisor = Supervisor(members := Membership([Engine(0, (), external=True)]), FakePort(), clock=lambda: 0.0)
+    for longest in ({"longest_s": 3600.0}, {}):
+        for _ in range(20):
+            supervisor.up(0, "http://0")
+            supervisor.lost(members[0], "it refuses", **longest)
+            members.change(0, State.STARTING)
+        assert supervisor._again_at[0] == longest.get("longest_s", LONGEST_PAUSE_S)
+
+
+def test_a_host_that_is_lost_is_no_failure_of_its_engine_and_forgives_those_before() -> None:
+    """Law: also one that is back before anybody looked for it; on a new host an engine starts to count anew."""
+    fleet = Fleet()
+    for _ in range(2 * MAX_FAILURES):
+        fleet.port.hostless = {1}
+        fleet.port.wrong[1] = "gone"
+        fleet.supervisor.tend()
+        fleet.port.hostless = set()
+        fleet.replace(1)
+    for hostless in (set[int](), {1}):
+        for _ in range(MAX_FAILURES - 2):
+            fleet.replace(1)
+        fleet.port.hostless, fleet.port.wrong[1] = hostless, "gone"
+        fleet.supervisor.tend()
+        fleet.now += 100.0
+        fleet.supervisor.tend()
+        fleet.port.hostless = set()
+    assert fleet.states()[1] is State.DEAD
+    for _ in range(MAX_FAILURES - 1):
+        fleet.replace(1)
+    assert fleet.states() == [State.READY, State.SYNCING]
 
 
 def test_an_engine_whose_host_came_back_is_said_to_serve_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,17 +1,25 @@
-"""What a spec becomes on SGLang's command line."""
+"""What a spec becomes on SGLang's command line, and what servers, routers and agents are started with and asked."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.errors import ConfigError
 from slime.core.layout import EngineLayout
 from slime.core.topology import Worker, bootstrap_of
-from slime.serving.launch import value_of
-from slime.serving.server import ServerSpec, command_line_flags
+from slime.serving import agent_process, router_workers
+from slime.serving import router as router_module
+from slime.serving import server as server_module
+from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG, value_of
+from slime.serving.ports import _claim
+from slime.serving.router import Router
+from slime.serving.router_workers import ExistingRouter
+from slime.serving.server import ServerSpec, SGLangServer, command_line_flags
 from slime.settings.engine_layout import STAGES_ENV, server_settings
 
 TP2 = EngineLayout(tp_size=2)
@@ -37,6 +45,7 @@ def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
     environment = {name for name, value in spec.environment().items() if value is not None}
     assert environment == {"CUDA_VISIBLE_DEVICES", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"}
     assert spec.environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert spec.environment()["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0", "/health samples nothing"
     assert spec.environment()["SGLANG_MM_AVOID_RETOKENIZE"] is None, "no prompt with images is tokenised again"
 
 
@@ -140,3 +149,155 @@ def test_an_engine_of_a_pair_is_told_which_half_it_does() -> None:
     assert half[Worker.PREFILL] == {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 2}
     assert half[Worker.DECODE] == {"disaggregation_mode": "decode"}
     assert bootstrap_of("http://127.0.0.1:1") == ("127.0.0.1", 2)
+
+
+def test_an_engine_is_what_the_settings_say_and_lends_its_memory_where_it_shares_gpus() -> None:
+    """Law: engines sample unlike each other, and the user's key goes before that of the run."""
+    args: Any = SimpleNamespace(
+        hf_checkpoint="m",
+        device="cuda",
+        rollout_num_gpus_per_engine=1,
+        rollout_seed=5,
+        offload_rollout=True,
+        offload_train=True,
+        debug_train_only=False,
+        pause_generation_mode="retract",
+        sglang={"api_key": "the user's"},
+    )
+    spec = ServerSpec.from_args(args, index=3, num_threads=2, api_key="the run's")
+    assert (spec.random_seed, spec.num_threads, spec.api_key, spec.token_versions) == (8, 2, "the user's", True)
+    apart = ServerSpec.from_args(args, api_key="the run's", shares=False)
+    assert [(one.memory_saver, one.gated) for one in (spec, apart)] == [(True, True), (False, False)]
+    args.sglang, args.pause_generation_mode = {}, "abort"
+    spec = ServerSpec.from_args(args, api_key="the run's")
+    assert spec.api_key == "the run's" and not spec.token_versions
+
+
+class Started:
+    """Of `ChildProcess` what its owner sees: its words, its environment, and that it lives."""
+
+    all: ClassVar[list[Started]] = []
+
+    def __init__(self, name: str, command: list[str], *, log_path: Path, env: dict[str, str | None]) -> None:
+        self.words, self.env, self.alive = command, env, True
+        Started.all.append(self)
+
+    def start(self) -> None:
+        pass
+
+    def wait_until(self, holds: Any, **_: Any) -> None:
+        assert holds()
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        self.alive = False
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, str | None]]:
+    """What servers and routers are asked, with which limit and key; processes are not started."""
+    found: list[tuple[str, float, str | None]] = []
+
+    def ask(method: str, url: str, *body: Any, timeout_s: float, api_key: str | None = None) -> tuple[int, str]:
+        found.append((url.rpartition("/")[2], timeout_s, api_key))
+        return 200, ""
+
+    Started.all = []
+    for module in (server_module, router_module, agent_process):
+        monkeypatch.setattr(module, "ChildProcess", Started)
+    for module in (server_module, router_module):
+        monkeypatch.setattr(module, "request", ask)
+    return found
+
+
+def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
+    tmp_path: Path, asked: list[tuple[str, float, str | None]]
+) -> None:
+    spec = ServerSpec("m", "float32", api_key="secret", gated=True, token_versions=True)
+    servers = [SGLangServer(spec, host="10.0.0.4", log_path=tmp_path / f"engine_{i}.log") for i in range(2)]
+    for server in servers:
+        server.start()
+    ports = [value_of(p.words, name, "") for p in Started.all for name in ("--port", "--nccl-port")]
+    assert len(set(ports)) == 4 and ports[::2] == [str(server.port) for server in servers]
+    for number, process in enumerate(Started.all):
+        assert value_of(process.words, "--host", "") == "10.0.0.4" and "--incremental-streaming-output" in process.words
+        assert value_of(process.words, "--weight-version", "") == "0", "the first weight sync makes it 1"
+        assert process.words[process.words.index("slime.serving.launch") + 1] == TOKEN_VERSIONS_FLAG
+        assert process.env[API_KEY_ENV] == "secret" and process.env[GATE_ENV] == str(tmp_path / f"engine_{number}.gate")
+    assert not any(_claim(int(port)) for port in ports), "nobody else can lease them"
+    gate = tmp_path / "engine_0.gate"
+    assert not gate.exists()
+    servers[0].open_gate()
+    assert gate.exists()
+    servers[0].wait_ready(7.0)
+    assert servers[0].scheduler_answers(3.0)
+    assert asked == [("health", 5.0, None), ("freeze_gc", 7.0, "secret"), ("server_info", 3.0, "secret")]
+    for server in servers:
+        server.stop()
+    leases = [_claim(int(port)) for port in ports]
+    assert all(leases), "ports are given back"
+    for lease in leases:
+        lease.close()  # type: ignore[union-attr]
+
+
+def test_a_router_has_its_key_ports_of_its_own_and_no_proxies(
+    tmp_path: Path, asked: list[tuple[str, float, str | None]]
+) -> None:
+    given: dict[str, Any] = {"worker_api_key": "secret", "extra_args": {"policy": "random"}}
+    routers = [Router(log_path=tmp_path / f"{i}.log", pairs=bool(i), **given) for i in range(2)]
+    for router in routers:
+        router.start()
+    words = [process.words for process in Started.all]
+    ports = [value_of(one, name, "") for one in words for name in ("--port", "--prometheus-port")]
+    assert len(set(ports)) == 4 and ports[::2] == [str(router.port) for router in routers]
+    assert ["--pd-disaggregation" in one for one in words] == [False, True]
+    assert {value_of(one, "--policy", "") for one in words} == {"random"}
+    assert Started.all[0].env == {API_KEY_ENV: "secret", **router_module.NO_PROXIES}
+    for router in routers:
+        router.stop()
+    leases = [_claim(int(port)) for port in ports]
+    assert all(leases), "ports are given back"
+    for lease in leases:
+        lease.close()  # type: ignore[union-attr]
+    assert not asked
+
+
+def test_servers_are_added_to_a_router_and_taken_off_with_its_key_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the router asks a server with that server's key, and is asked with its own."""
+    said: list[Any] = []
+
+    def ask(method: str, url: str, body: Any = None, *, timeout_s: float, api_key: str = "") -> tuple[int, str]:
+        said.append((method, url, body, api_key))
+        return 202, ""
+
+    monkeypatch.setattr(router_workers, "request", ask)
+    router, url = ExistingRouter("10.0.0.9", 81, api_key="its own", worker_api_key="the engines'"), "http://10.0.0.4:1"
+    router.ask_to_add(url, 5.0, Worker.REGULAR)
+    router.ask_to_add(url, 5.0, Worker.PREFILL)
+    router.ask_to_remove(router_workers.Worker("a/b", url, True), 5.0)
+    added, at = {"url": url, "api_key": "the engines'"}, "http://10.0.0.9:81/workers"
+    half = {**added, "worker_type": "prefill", "bootstrap_port": bootstrap_of(url)[1]}
+    assert said == [
+        ("POST", at, added, "its own"),
+        ("POST", at, half, "its own"),
+        ("DELETE", f"{at}/a%2Fb", None, "its own"),
+    ]
+
+
+def test_a_weights_agent_has_its_engine_its_folders_and_its_key(
+    tmp_path: Path, asked: list[tuple[str, float, str | None]]
+) -> None:
+    """Law: also when it is started again; after its end it stays ended."""
+    settings = agent_process.AgentSettings("/shared", "/local", "my.hooks.pre_read", 41.0)
+    agent = agent_process.AgentProcess(settings, "http://10.0.0.4:1", "secret", tmp_path / "agent.log")
+    agent.tend()
+    assert len(Started.all) == 1
+    Started.all[0].alive = False
+    agent.tend()
+    first, second = Started.all
+    assert first.words == second.words and first.env == second.env == {API_KEY_ENV: "secret"}
+    named = {"engine": "http://10.0.0.4:1", "disk-dir": "/shared", "local-dir": "/local", "limit-s": "41.0"}
+    named["pre-read-hook"] = "my.hooks.pre_read"
+    assert {name: value_of(first.words, f"--{name}", "") for name in named} == named
+    agent.stop()
+    agent.tend()
+    assert len(Started.all) == 2 and not second.alive and not asked

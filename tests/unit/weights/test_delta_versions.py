@@ -40,6 +40,7 @@ def test_after_fifty_updates_a_copy_is_the_trainers_bit_for_bit(tmp_path: Path, 
         rig.assert_served(50)
         assert rig.names() == [folder_of(v) for v in range(41, 51)], "a full one each twenty; older ones went"
         assert [rig.manifest(v).base is None for v in range(41, 51)] == [True] + [False] * 9
+        assert encoding in {entry.encoding for entry in rig.manifest(50).entries}
 
 
 def test_the_first_version_is_full_and_of_the_trainers_own_weights(rig: Rig) -> None:
@@ -116,6 +117,7 @@ def test_an_engine_is_updated_through_the_folder_alone(tmp_path: Path) -> None:
             *("pause", "flush", "pause", "load 1", "resume 1"),
             *("pause", "flush", "pause", "load 2", "resume 2"),
         ]
+        assert rig.manifest(2).base is not None
         rig.engines[0].loaded["model.norm.weight"][0] += 1
         original = rig.engines[0].update_weights_from_disk
 
@@ -129,6 +131,7 @@ def test_an_engine_is_updated_through_the_folder_alone(tmp_path: Path) -> None:
         rig.engines[0].update_weights_from_disk = original  # type: ignore[method-assign]
         rig.sync(3)
         rig.assert_served(3)
+        assert rig.manifest(3).base is None, "after a failure it is full"
 
 
 # --- senders ----------------------------------------------------------------------------------------------------------

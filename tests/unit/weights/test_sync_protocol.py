@@ -8,26 +8,38 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
-from slime.core.layout import EngineLayout
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights import receivers as receivers_module
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.sync import sync_weights
-from slime.weights.transports import Channel
+from slime.weights.transports import Channel, Transport
+from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.tensor import TensorTransport
 from slime.weights.turns import Turn
-from tests.support.weights import FakeEngine, FakeWire, Ranks, State, TamperingChannel, model, transport_context
+from tests.support.weights import (
+    FakeEngine,
+    FakeWire,
+    NotedChannel,
+    Ranks,
+    State,
+    TamperingChannel,
+    disk_settings,
+    model,
+    transport_context,
+)
 
-TP2 = EngineLayout(tp_size=2)
+TP2, PP2 = EngineLayout(tp_size=2), EngineLayout(pp_size=2)
 
 
 def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeWire, **kwargs: Any) -> dict[str, float]:
@@ -51,7 +63,7 @@ def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeW
 def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> None:
     table, state = model()
     wire = FakeWire()
-    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire, TP2)]
+    engines = [FakeEngine(f"http://{i}", table, wire, layout) for i, layout in enumerate((ONE_RANK, TP2, PP2))]
     metrics = run(table, state, engines, wire, pause_mode=mode)
     for engine in engines:
         steps = [s for i, s in enumerate(engine.log) if engine.log[i - 1 : i] != [s]]
@@ -165,6 +177,75 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
         kind = EngineError if broken == "update" else WeightSyncError
         assert all(isinstance(o, kind) for o in outcomes) and str(outcomes[0]) == str(outcomes[1])
         assert "resume" not in engine.log
+
+
+def by_two_senders(
+    engine: FakeEngine, transport: Transport, tmp_path: Path, **context: Any
+) -> tuple[list[list[str]], list[Any]]:
+    """One weight sync as version 3 of two ranks that both send: of each what its channel was asked, and the outcome."""
+    (table, state), ranks = model(), Ranks(2)
+    (checkpoint := tmp_path / "checkpoint").mkdir(exist_ok=True)
+    (checkpoint / "config.json").write_text("{}")
+    channels: list[NotedChannel] = []
+    outcomes: list[Any] = [None, None]
+    for rank in range(2):
+        given = transport_context(peers=ranks.peers(rank), hf_checkpoint=checkpoint, **context)
+        channels.append(NotedChannel(transport.open(given)))
+
+    def member(rank: int) -> None:
+        try:
+            outcomes[rank] = sync_weights(
+                Whole(table, state.items(), rank=rank, senders=((0, 1),)),
+                receivers=[Receiver(engine)],  # type: ignore[arg-type]
+                channel=channels[rank],
+                digest=digest,
+                version=3,
+                buffer_bytes=4096,
+                peers=ranks.peers(rank),
+            )
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = [[one for i, one in enumerate(c.log) if c.log[i - 1 : i] != [one]] for c in channels]
+    return told, outcomes
+
+
+def test_every_call_of_a_weight_sync_is_of_its_version_and_it_is_settled_on_every_rank(tmp_path: Path) -> None:
+    """Law: the conductor compares the digests of all senders with what the engine holds."""
+    (table, state), wire = model(), FakeWire()
+    engine = FakeEngine("http://a", table, wire)
+    told, outcomes = by_two_senders(engine, TensorTransport(), tmp_path, serialize=wire.serialize)
+    assert told == [["begin 3", "deliver 3", "finish 3 with 2", "settle"], ["begin 3", "deliver 3", "settle"]]
+    assert isinstance(outcomes[0], dict) and outcomes[0] == outcomes[1]
+    assert engine.versions == {3} and engine.loaded.keys() == state.keys() and engine.log[-1] == "resume"
+    engine.fail_at = "checksums"
+    told, outcomes = by_two_senders(engine, TensorTransport(), tmp_path, serialize=wire.serialize)
+    assert [one[-1] for one in told] == ["abandon", "abandon"]
+    assert all(isinstance(outcome, EngineError) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_version_on_disk_is_of_all_senders_and_goes_when_engines_have_it(tmp_path: Path, keep: bool) -> None:
+    """Law: the user's function gets the whole folder, and where the engines are, before they load it."""
+    (table, state), wire, seen = model(), FakeWire(), list[Any]()
+    engine, folder = FakeEngine("http://a", table, wire), tmp_path / "versions"
+    transport = DiskTransport(**vars(disk_settings(folder, update_weight_disk_keep_files=keep)))
+
+    def post_write(version: Path, engines: Sequence[str]) -> None:
+        seen.append(
+            (version, list(engines), (version / "model.safetensors.index.json").exists(), engine.versions.copy())
+        )
+
+    _, outcomes = by_two_senders(engine, transport, tmp_path, post_write=post_write)
+    assert isinstance(outcomes[0], dict), outcomes
+    assert seen == [(folder / "weight_v000003", ["http://a"], True, set())]
+    assert engine.versions == {3} and all(torch.equal(engine.loaded[name], tensor) for name, tensor in state.items())
+    assert [path.name for path in folder.iterdir()] == ["weight_v000003"] * keep
 
 
 def three_engines(lost: str = "") -> list[Receiver]:

@@ -10,14 +10,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from slime.core.errors import ConfigError
+from slime.core.layout import EngineLayout
 from slime.settings.fields import declared
 from slime.weights.receivers import Receiver
-from slime.weights.transports import TRANSPORTS, Channel, Transport
+from slime.weights.transports import TRANSPORTS, Channel, Transport, distributed
 from slime.weights.transports.disk import DiskTransport
+from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.mixed import MixedChannel
-from tests.support.weights import disk_settings
+from tests.support.weights import disk_settings, transport_context
 
 OWN_TRANSPORT = """
 from dataclasses import dataclass
@@ -126,7 +129,7 @@ def test_the_command_line_knows_them_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-class NotedChannel(Channel):
+class Way(Channel):
     """Writes down what it is asked to do, and for whom."""
 
     def __init__(self, name: str, log: list[tuple[str, str, list[str]]]) -> None:
@@ -146,20 +149,25 @@ class NotedChannel(Channel):
         assert prepared == f"{self._name} bucket"
         self._note("deliver", receivers)
 
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:
+        assert reports == [None, None], "of each sender, and of nothing that the other way reports"
+        self._note("finish", receivers)
+
     def abandon(self) -> None:
         self._note("abandon")
 
 
 def test_engines_of_both_kinds_get_weights_each_by_the_way_that_reaches_it() -> None:
     log: list[tuple[str, str, list[str]]] = []
-    mixed = MixedChannel(NotedChannel("shared", log), NotedChannel("apart", log), frozenset({"g0", "g1"}))
-    engines = [Receiver(cast("Any", object()), gpus) for gpus in (("g0", "g1"), ("slot 2",), ("g1",))]
+    mixed = MixedChannel(Way("shared", log), Way("apart", log), frozenset({"g0", "g1"}))
+    engines = [Receiver(cast("Any", object()), gpus) for gpus in (("g0", "g1"), ("slot 2",), ("g1",), ("slot 3", "g0"))]
     mixed.begin(engines, version=1)
     mixed.deliver(mixed.prepare(cast("Any", "bucket"), engines), engines, version=1)
+    mixed.finish(engines, version=1, reports=["of one", "of another"])
     assert log == [
         (way, what, whom)
-        for what in ("begin", "prepare", "deliver")
-        for way, whom in (("shared", ["g0", "g1"]), ("apart", ["slot 2"]))
+        for what in ("begin", "prepare", "deliver", "finish")
+        for way, whom in (("shared", ["g0", "g1"]), ("apart", ["slot 2", "slot 3"]))
     ]
     log.clear()
     alone = engines[:1]
@@ -167,3 +175,57 @@ def test_engines_of_both_kinds_get_weights_each_by_the_way_that_reaches_it() -> 
     mixed.abandon()
     assert [way for way, what, _ in log if what != "abandon"] == ["shared", "shared"]
     assert [way for way, what, _ in log if what == "abandon"] == ["shared", "apart"]
+
+
+class Invited:
+    """An engine that notes to which place in a group it is asked, and what it is told of a broadcast."""
+
+    def __init__(self, url: str, tp_size: int, said: list[Any]) -> None:
+        self.url, self.layout, self._said = url, EngineLayout(tp_size=tp_size), said
+
+    def init_weights_update_group(self, **told: Any) -> None:
+        self._said.append((self.url, told["rank_offset"], told["world_size"], told["backend"], told["group_name"]))
+
+    def update_weights_from_distributed(self, **told: Any) -> None:
+        self._said.append((self.url, told["names"], told["shapes"], told["weight_version"], told["group_name"]))
+
+    def destroy_weights_update_group(self, *, group_name: str) -> None:
+        self._said.append((self.url, "leaves", group_name))
+
+
+def test_each_engine_has_its_own_ranks_of_a_group_that_is_made_anew_when_engines_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: rank 0 is the sender's, and every rank of every engine has one place behind it."""
+    import torch.distributed as dist
+
+    said, groups, gone = list[Any](), list[Any](), list[Any]()
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    def join(backend: str, store: Any, world_size: int, name: str, limit: Any) -> str:
+        groups.append((backend, world_size, name))
+        return name
+
+    monkeypatch.setattr("slime.weights.rendezvous.open_store", lambda listener, **_: listener)
+    monkeypatch.setattr("slime.weights.rendezvous.keep_gloo_on", lambda address: None)
+    monkeypatch.setattr(distributed, "_have_come", lambda *given: True)
+    monkeypatch.setattr(distributed, "join_group", join)
+    monkeypatch.setattr(dist, "broadcast", lambda flat, **_: done)
+    monkeypatch.setattr(dist, "destroy_process_group", gone.append)
+    channel = DistributedTransport().open(transport_context())
+    three = [Receiver(cast("Any", Invited(f"http://{i}", width, said))) for i, width in enumerate((2, 1, 2))]
+    bucket: Any = SimpleNamespace(tensors=(("a", torch.zeros(2, 3)),), flat=torch.zeros(24))
+    channel.begin(three, version=7)
+    channel.deliver(channel.prepare(bucket, three), three, version=7)
+    ((backend, world_size, name),) = groups
+    assert (backend, world_size) == ("gloo", 6)
+    assert sorted(said[:3]) == [(f"http://{i}", first, 6, "gloo", name) for i, first in enumerate((1, 3, 4))]
+    assert sorted(said[3:]) == [(f"http://{i}", ["a"], [[2, 3]], 7, name) for i in range(3)]
+    channel.begin(three, version=8)
+    assert len(groups) == 1 and not gone, "the same engines are in it still"
+    said.clear()
+    channel.begin([*three, Receiver(cast("Any", Invited("http://3", 1, said)))], version=9)
+    assert sorted(said[:3]) == [(f"http://{i}", "leaves", name) for i in range(3)] and gone == [name]
+    assert groups[1][1] == 7 and groups[1][2] != name
+    assert sorted(said[3:])[-1] == ("http://3", 6, 7, "gloo", groups[1][2])
+    channel.close()

@@ -1,0 +1,137 @@
+"""Law: what a control call says to a server is what its caller said: route, body, key, and how long it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.layout import ONE_RANK
+from slime.serving.control import HttpEngineControl
+
+KEY = "the key of the run"
+FORMAT = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "7"}
+BUCKET: dict[str, Any] = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": 7}
+MEETING: dict[str, Any] = {
+    **{"master_address": "10.0.0.1", "master_port": 5, "rank_offset": 3},
+    **{"world_size": 9, "group_name": "g", "backend": "gloo"},
+}
+SHAPES: dict[str, Any] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2, 3]], "group_name": "g"}
+Call = Callable[[HttpEngineControl], Any]
+CALLS: dict[str, tuple[Call, Any]] = {
+    "pause_generation": (lambda c: c.pause("retract"), {"mode": "retract"}),
+    "continue_generation": (lambda c: c.resume(), {}),
+    "flush_cache": (lambda c: c.flush_cache(), None),
+    "update_weights_from_tensor": (
+        lambda c: c.update_weights_from_tensor(["p"], **BUCKET),
+        {"serialized_named_tensors": ["p"], **FORMAT},
+    ),
+    "update_weights_from_distributed": (
+        lambda c: c.update_weights_from_distributed(**SHAPES, **BUCKET),
+        {**SHAPES, **FORMAT},
+    ),
+    "update_weights_from_disk": (
+        lambda c: c.update_weights_from_disk(model_path="/m", flush_cache=False, weight_version=7),
+        {"model_path": "/m", "flush_cache": False, "weight_version": "7"},
+    ),
+    "init_weights_update_group": (lambda c: c.init_weights_update_group(**MEETING), MEETING),
+    "destroy_weights_update_group": (lambda c: c.destroy_weights_update_group(group_name="g"), {"group_name": "g"}),
+    "release_memory_occupation": (lambda c: c.release_memory(["weights"]), {"tags": ["weights"]}),
+    "resume_memory_occupation": (lambda c: c.resume_memory(["kv_cache"]), {"tags": ["kv_cache"]}),
+}
+
+
+class Heard:
+    """A server that notes what it is asked, and answers with `says` once `may_answer` is set."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str | None, Any]] = []
+        self.says: Any = {"success": True}
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.url = ""
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        heard = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                told = json.loads(body) if body else None
+                heard.requests.append((self.path.strip("/"), self.headers.get("Authorization"), told))
+                heard.may_answer.wait()
+                answer = json.dumps(heard.says).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):  # who asked waits no longer
+                    self.wfile.write(answer)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            yield
+        finally:
+            self.may_answer.set()
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.fixture(scope="module")
+def heard() -> Iterator[Heard]:
+    server = Heard()
+    with server.serving():
+        yield server
+
+
+@pytest.fixture
+def control(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpEngineControl]:
+    """Of a host whose users go through a proxy, which is not there."""
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    heard.requests.clear()
+    heard.says = {"success": True}
+    made = HttpEngineControl(heard.url, ONE_RANK, timeout_s=60.0, api_key=KEY)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("route", CALLS)
+def test_each_call_is_its_route_with_its_words_and_the_key(
+    control: HttpEngineControl, heard: Heard, route: str
+) -> None:
+    call, body = CALLS[route]
+    call(control)
+    assert heard.requests == [(route, f"Bearer {KEY}", body)]
+
+
+def test_a_refusal_that_comes_as_a_success_is_an_error(control: HttpEngineControl, heard: Heard) -> None:
+    heard.says = {"success": False, "message": "no such group"}
+    with pytest.raises(EngineError, match="no such group"):
+        control.update_weights_from_disk(model_path="/m", flush_cache=False, weight_version=7)
+
+
+def test_a_server_without_a_key_is_sent_none_and_waits_are_in_seconds(heard: Heard) -> None:
+    heard.requests.clear()
+    control = HttpEngineControl(heard.url, ONE_RANK, timeout_s=0.2)
+    assert control._http.timeout == httpx.Timeout(0.2)
+    heard.may_answer.clear()
+    with pytest.raises(DeadlineExceeded, match="/continue_generation"):
+        control.resume()
+    heard.may_answer.set()
+    assert heard.requests == [("continue_generation", None, {})]
+    control.close()
