@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import secrets
 import shlex
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
-from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, forward
+from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, Forwarding
 from slime.core.errors import ConfigError, Unconfined
 
 RUNTIMES = ("docker", "podman")
@@ -113,7 +112,7 @@ class ContainerSandbox(Sandbox):
         folder = Path(self._shared.name, "mounted")
         folder.mkdir(mode=0o755)
         (folder / FORWARDER).write_text(FORWARD)
-        self._server = await asyncio.start_unix_server(functools.partial(forward, host, port), str(folder / SOCKET))
+        self._server = await asyncio.start_unix_server(Forwarding(self.sandbox_id, host, port), str(folder / SOCKET))
         (folder / SOCKET).chmod(0o666)
 
     def _run_command(self) -> list[str]:

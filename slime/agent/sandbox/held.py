@@ -8,7 +8,8 @@ Where nothing holds a command and that was allowed (`unheld`), the supervisor it
 
 Consumes: requests on the control socket (JSON, with the descriptors 0, 1, 2 of a command). Produces: ends of commands,
 and for `reach` one listening socket on the sandbox's loopback, which the outside accepts on and forwards.
-Woken by: the control socket, and a tick of `TICK_S` that reaps and measures memory.
+Woken by: the control socket, a pipe that each end of a process writes to, and while commands run a tick of `TICK_S`
+that measures memory.
 
 Invariants
 1. Nothing runs before all of the confinement holds: the first step that fails ends the process with its name.
@@ -133,7 +134,8 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
         for target in range(3):
             os.dup2(target + 100, target)
         os.closerange(3, 1024)
-        for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         for limit, value in (
             (resource.RLIMIT_CORE, 0),
@@ -204,39 +206,56 @@ def kill_all(settings: dict[str, Any]) -> None:
 def serve(control: socket.socket, settings: dict[str, Any]) -> None:
     """Starts and ends commands until the outside is gone."""
     running: dict[int, int] = {}
-    measured = 0.0
+    measured, ends = 0.0, wake_on_ends()
     while True:
-        if select.select([control], [], [], TICK_S if running else 1.0)[0]:
-            message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
-            if not message:
-                return
-            request = json.loads(message)
-            if "kill" in request:
-                for pid in [p for p, number in running.items() if number == request["kill"]]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                        os.killpg(pid, signal.SIGKILL)
-            else:
-                try:
-                    pid = os.fork()
-                except OSError:  # the bound on processes is met
-                    control.send(json.dumps({"id": request["id"], "code": 126}).encode())
-                else:
-                    if pid == 0:
-                        become_command(request, descriptors, settings)
-                    running[pid] = request["id"]
-            for descriptor in descriptors:
-                os.close(descriptor)
+        woken = select.select([control, ends], [], [], TICK_S if running else 1.0)[0]
+        if control in woken and not take(control, running, settings):
+            return
         if time.monotonic() - measured >= TICK_S:
-            measured = time.monotonic()
             if memory_used(settings) > settings["memory_bytes"]:
                 kill_all(settings)
+            measured = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            os.read(ends, 1 << 12)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] in running:
                     code = os.waitstatus_to_exitcode(ended[1])
                     code = 128 - code if code < 0 else code
                     control.send(json.dumps({"id": running.pop(ended[0]), "code": code}).encode())
+
+
+def wake_on_ends() -> int:
+    """A pipe that can be read when a process has ended."""
+    ends, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    return ends
+
+
+def take(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
+    """One request, which changes what is `running` (process -> number of the command). False if the outside is gone."""
+    message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
+    if not message:
+        return False
+    request = json.loads(message)
+    if "kill" in request:
+        for pid in [p for p, number in running.items() if number == request["kill"]]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
+    else:
+        try:
+            pid = os.fork()
+        except OSError:  # the bound on processes is met
+            control.send(json.dumps({"id": request["id"], "code": 126}).encode())
+        else:
+            if pid == 0:
+                become_command(request, descriptors, settings)
+            running[pid] = request["id"]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return True
 
 
 def first_process(control: socket.socket, settings: dict[str, Any]) -> None:

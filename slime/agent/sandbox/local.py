@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -35,6 +34,8 @@ FIRST_UID, UIDS = 1_000_000_000, 1_000_000_000
 """Users that no system gives out; each sandbox takes one by chance."""
 MAX_OUTPUT_BYTES = 1 << 20
 """Of each stream of a command; more is dropped."""
+MAX_CONNECTIONS = 64
+"""Of a sandbox at a time, to the address in `reach`; each takes two descriptors of this process."""
 MAX_REQUEST_BYTES = 1 << 16
 """Of a command with its variables."""
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -135,7 +136,7 @@ class LocalSandbox(Sandbox):
         loop.add_reader(self._control, self._hear)
         self._limit = loop.call_later(self.lifetime_s, self._kill)
         if descriptors and self.reach is not None:
-            forwarding = functools.partial(forward, *self.reach)
+            forwarding = Forwarding(self.sandbox_id, *self.reach)
             self._server = await asyncio.start_server(forwarding, sock=socket.socket(fileno=descriptors[0]))
 
     async def __aexit__(self, *error: object) -> None:
@@ -279,15 +280,36 @@ class _Pipe:
                 return
 
 
-async def forward(host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection of a command, to what may be reached."""
-    with contextlib.closing(writer):
-        try:
-            far_reader, far_writer = await asyncio.open_connection(host, port)
-        except OSError:
-            return
-        with contextlib.closing(far_writer):
-            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+class Forwarding:
+    """Connections of one sandbox to what it may reach, at most `MAX_CONNECTIONS` at a time."""
+
+    def __init__(self, sandbox_id: str, host: str, port: int) -> None:
+        self._sandbox_id, self._far, self._open, self._refused = sandbox_id, (host, port), 0, False
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its begin to its end."""
+        with contextlib.closing(writer):
+            if self._open >= MAX_CONNECTIONS:
+                self._refuse(writer)
+                return
+            self._open += 1
+            try:
+                far_reader, far_writer = await asyncio.open_connection(*self._far)
+                with contextlib.closing(far_writer):
+                    await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+            except OSError:
+                return
+            finally:
+                self._open -= 1
+
+    def _refuse(self, writer: asyncio.StreamWriter) -> None:
+        """Says why, as HTTP does, since adapters speak that; the log has it once."""
+        why = f"got more than {MAX_CONNECTIONS} connections at a time out of this sandbox; close some\n"
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {len(why)}"
+        writer.write(f"{head}\r\nConnection: close\r\n\r\n{why}".encode())
+        if not self._refused:
+            logger.warning("%s: %s", self._sandbox_id, why.strip())
+        self._refused = True
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.sandbox import exec_and_wait
+from slime.agent.sandbox import exec_and_wait, held, local
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import ConfigError, Unconfined
 
@@ -30,7 +30,7 @@ def inside(body: Callable[[LocalSandbox], Awaitable[None]], **settings: object) 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def held() -> None:
+def something_holds_them() -> None:
     """Skips the tests where this machine refuses what a sandbox is made of, with what is missing."""
 
     async def nothing(_: LocalSandbox) -> None: ...
@@ -172,6 +172,55 @@ def test_limits_hold_and_the_sandbox_still_answers() -> None:
     inside(body, processes=40, disk_bytes=20 << 20, memory_bytes=400 << 20)
 
 
+def test_the_end_of_a_command_is_heard_when_it_comes() -> None:
+    """Law: nothing waits for a tick; on a quiet machine a command that does nothing takes less than 10 ms."""
+
+    async def body(sandbox: LocalSandbox) -> None:
+        took_s = []
+        for _ in range(10):
+            began = time.perf_counter()
+            await sandbox.exec("true", check=True)
+            took_s.append(time.perf_counter() - began)
+        assert min(took_s) < held.TICK_S / 2, took_s
+
+    inside(body)
+
+
+CROWD = """
+import socket
+kept = [socket.create_connection(("127.0.0.1", {port}), 10) for _ in range({num})]
+said = [one.recv(100) for one in kept]
+print(sum(b"503" in words for words in said), sum(words == b"word" for words in said))
+"""
+
+
+def test_a_sandbox_has_so_many_connections_at_a_time() -> None:
+    """Law: those above `MAX_CONNECTIONS` are told so and closed; the others work, and so do later ones."""
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as server:
+        port, most, seen, free = server.getsockname()[1], local.MAX_CONNECTIONS, [], threading.Event()
+
+        def serve() -> None:
+            kept = [server.accept()[0] for _ in range(most)]
+            free.wait(20)
+            seen.append(len(os.listdir("/proc/self/fd")))
+            for one in kept:
+                one.sendall(b"word")
+                one.close()
+            server.accept()[0].sendall(b"word")
+
+        thread = threading.Thread(target=serve, daemon=True)
+
+        async def body(sandbox: LocalSandbox) -> None:
+            before = len(os.listdir("/proc/self/fd"))
+            thread.start()
+            asyncio.get_running_loop().call_later(1.0, free.set)
+            ended = await sandbox.exec(f"python3 -c '{CROWD.format(port=port, num=most + 40)}'", check=True)
+            assert ended.stdout.split() == ["40", str(most)] and seen[0] - before < 4 * most
+            assert "word" in (await sandbox.exec(ASK.format("127.0.0.1", port))).stdout
+
+        inside(body, reach=("127.0.0.1", port))
+
+
 def test_a_long_command_runs_once_for_its_key() -> None:
     async def body(sandbox: LocalSandbox) -> None:
         for _ in range(2):
@@ -242,7 +291,7 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """What it starts has no right to leave a namespace, as in a container of the usual kind."""
 UNCONFINED = """
 import asyncio, json, logging, os
-from slime.agent.sandbox import exec_and_wait
+from slime.agent.sandbox import exec_and_wait, held, local
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import Unconfined
 logging.basicConfig(format="%(levelname)s %(message)s")
