@@ -1,4 +1,4 @@
-"""Where code that is not slime's raised: the user's own file and line, from an exception or from the text of a trace.
+"""What an error of code that is not slime's comes of: the user's own file and line, or a request that was taken back.
 
 A user's function runs deep inside a trace of Ray, threads and event loops; the one line that its author wants to see is
 the last of his own.
@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from slime.core.ports import ASK_AGAIN
 
 RAISED_AT = ", raised at "
 """Stands between a reason and its place; what follows it does not belong to the reason's kind."""
@@ -67,6 +69,31 @@ def raised_by_user(error: BaseException) -> str:
     """`, raised at FILE:LINE in FUNCTION` if a user's function raised it; else nothing."""
     place = place_of(error)
     return f"{RAISED_AT}{place}" if place is not None and not place.is_ours else ""
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """An error, what it was made of, and what a group of errors holds."""
+    found, left = dict[int, BaseException](), [error]
+    while left:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            left += [more for more in (one.__cause__, one.__context__, *inner) if more is not None]
+    return list(found.values())
+
+
+def asks_again(error: BaseException) -> bool:
+    """Whether it comes of an answer with HTTP 503, which an engine gives where a weight sync ended the request.
+
+    As aiohttp, httpx, requests and the clients of OpenAI and Anthropic say it; a stream has the text alone.
+    """
+    return any(_says_503(one) or ASK_AGAIN in str(one) for one in causes(error))
+
+
+def _says_503(error: BaseException) -> bool:
+    answers = (error, getattr(error, "response", None))
+    return 503 in [getattr(answer, name, None) for answer in answers for name in ("status", "status_code")]
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:

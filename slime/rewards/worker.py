@@ -34,8 +34,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from slime.core.blame import one_line, raised_by_user
+from slime.core.blame import asks_again, one_line, raised_by_user
 from slime.core.lifeline import die_with_parent
+from slime.core.ports import ASK_AGAIN
 from slime.core.sample import Sample
 from slime.rewards.environment import leave_network
 from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
@@ -131,6 +132,8 @@ class Server:
             problem = problem.error if isinstance(problem, _Exited) else problem
             traceback.print_exc(limit=8)
             reason = f"the grader raised {one_line(problem, 300)}{raised_by_user(problem)}"
+            if asks_again(problem) and ASK_AGAIN not in reason:
+                reason = f"{reason}; {ASK_AGAIN}"
             failure = "unscored" if isinstance(problem, NOT_OF_THE_ANSWER) else failure
         return {"scores": [{failure: reason}] * len(request["samples"]), "out_of_memory": memory}
 

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from slime.buffer.groups import reset
 from slime.buffer.records import Held
-from slime.core.blame import raised_by_user
+from slime.core.blame import asks_again, causes, raised_by_user
 from slime.core.errors import (
     ConfigError,
     DataError,
@@ -186,7 +186,7 @@ async def run_execution(
         LIMITS.reset(limited)
     if ended.outcome is Outcome.ABORTED:
         return ended
-    if transcript.taken_back:
+    if transcript.taken_back or _grader_was_interrupted(context, num_pauses, ended):
         return _interrupted(before)
     if ended.reason:
         context.progress.failed(ended.reason)
@@ -272,26 +272,13 @@ def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseExcep
     or one of an HTTP client of the user's (`compat/sglang_taken_back.py`) since `num_pauses` were counted.
     """
     paused = count_pauses(context) > num_pauses
-    return any(isinstance(one, TakenBack) or (paused and _says_503(one)) for one in _causes(problem))
+    return any(isinstance(one, TakenBack) for one in causes(problem)) or (paused and asks_again(problem))
 
 
-def _says_503(problem: BaseException) -> bool:
-    """As aiohttp, httpx, requests and the clients of OpenAI and Anthropic say it; a stream has the text alone."""
-    answers = (problem, getattr(problem, "response", None))
-    statuses = [getattr(answer, name, None) for answer in answers for name in ("status", "status_code", "code")]
-    return 503 in statuses or ASK_AGAIN in str(problem)
-
-
-def _causes(problem: BaseException) -> list[BaseException]:
-    """An error, what it was made of, and what a group of errors holds."""
-    found, left = dict[int, BaseException](), [problem]
-    while left:
-        one = left.pop()
-        if id(one) not in found:
-            found[id(one)] = one
-            inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-            left += [more for more in (one.__cause__, one.__context__, *inner) if more is not None]
-    return list(found.values())
+def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Execution) -> bool:
+    """Whether there is no score because the run took back what a grader, in a process of its own, had asked for."""
+    asked = ended.outcome is Outcome.UNSCORED and ASK_AGAIN in ended.reason
+    return asked and count_pauses(context) > num_pauses
 
 
 async def _by_user(
@@ -364,12 +351,17 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
     if worst.outcome not in (Outcome.FINISHED, Outcome.UNSCORED):
         return _left_of(group, executions, worst)
     reason, graded = "", [s for e in executions if e.outcome is Outcome.FINISHED for s in e.samples]
+    num_pauses = count_pauses(context)
     if context.args.group_rm and graded:
         try:
             reason = await score_samples(context, graded, group=True)
         except DataError as problem:
             worst = Execution([], Outcome.FAILED, str(problem))
             return _left_of(group, executions, worst)
+        if _grader_was_interrupted(context, num_pauses, Execution([], Outcome.UNSCORED, reason)):
+            for sample in graded:
+                sample.reward, sample.unscored = None, ""
+            return _left_of(group, executions, Execution([], Outcome.ABORTED, "interrupted"))
     finished = group.with_samples([s for e in executions for s in e.samples])
     if can_be_compared(finished):
         return GroupResult(finished, Outcome.FINISHED)

@@ -16,7 +16,7 @@ from slime.core.layout import ONE_RANK
 from slime.rollout.client import EngineClient
 from slime.rollout.manager import RolloutManager
 from slime.serving.control import HttpEngineControl
-from tests.contract.rollout.verdict_hooks import ASKED, ENGINE_ENV, TRAINED
+from tests.contract.rollout.verdict_hooks import ASKED, TRAINED, asked_of
 from tests.support.engine_state import num_running
 from tests.support.rollout import rollout_args
 
@@ -36,15 +36,13 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "search, saves": ("--custom-generate-function-path", "searches", (*ASYNC, *KEPT)),
     "filter, partial rollout": ("--dynamic-sampling-filter-path", "filtered", (*STEP, *KEPT)),
     "HTTP, weight syncs": ("--custom-generate-function-path", "over_http", ASYNC),
+    "grader over HTTP, weight syncs": ("--custom-rm-path", "graded_over_http", ASYNC),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_verdict_that_was_cut_short_is_trained(
-    case: str, front: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_verdict_that_was_cut_short_is_trained(case: str, front: Any, tmp_path: Path) -> None:
     flag, hook, flags = CASES[case]
-    monkeypatch.setenv(ENGINE_ENV, front.url)
     own = ("--hf-checkpoint", str(front.model_path), "--rollout-max-response-len", "24", flag, f"{HOOKS}.{hook}")
     own += ("--rollout-sample-filter-path", f"{HOOKS}.noted")
     args = rollout_args(tmp_path, *own, *flags, synchronous="--fully-async" not in flags)
@@ -71,7 +69,7 @@ def test_no_verdict_that_was_cut_short_is_trained(
                 while pauses and not batch.done():
                     if await asyncio.to_thread(num_running, front.url) > 4:
                         pauses -= 1
-                        await sync_and_save(manager, hook == "over_http")
+                        await sync_and_save(manager, "over_http" in hook)
                         await asyncio.wait([batch], timeout=1.5)
                 _, metrics = await batch
                 taken_back += metrics["rollout/num_aborted_groups"]
@@ -81,7 +79,7 @@ def test_no_verdict_that_was_cut_short_is_trained(
 
     asyncio.run(work())
     assert len(TRAINED) == 8 * NUM_STEPS and taken_back, "nothing was taken back, so nothing is shown"
-    cut = [sample.index for sample in TRAINED if not sample.metadata["whole"]]
+    cut = [one.index for one in TRAINED if not one.metadata.get("whole", one.reward == asked_of(one)["max_new_tokens"])]
     assert not cut, f"{len(cut)} of {len(TRAINED)} were trained on what was cut short"
 
 

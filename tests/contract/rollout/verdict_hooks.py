@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from typing import Any
 
 import aiohttp
@@ -19,8 +18,6 @@ from slime.rollout.generate import generate
 from slime.utils.http_utils import post
 
 ASKED = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True}
-ENGINE_ENV = "VERDICT_ENGINE"
-"""Where code that speaks HTTP finds an engine."""
 
 
 TRAINED: list[Sample] = []
@@ -104,12 +101,16 @@ def filtered(args: Any, samples: list[Sample]) -> bool:
 async def over_http(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate function: the policy by the client, a judge by an HTTP client of its own."""
     await generate(args, sample, {**sampling_params, "max_new_tokens": 4})
+    sample.reward = await graded_over_http(args, sample)
+    sample.metadata["whole"] = sample.reward == asked_of(sample)["max_new_tokens"]
+    return sample
+
+
+async def graded_over_http(args: Any, sample: Sample) -> float:
+    """Reward function, in a process of graders: the length of a judge's answer."""
     asked = {"text": "1+1=", "sampling_params": asked_of(sample)}
     async with (
         aiohttp.ClientSession(raise_for_status=True) as session,
-        session.post(f"{os.environ[ENGINE_ENV]}/generate", json=asked) as answer,
+        session.post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", json=asked) as answer,
     ):
-        num_tokens = (await answer.json())["meta_info"]["completion_tokens"]
-    sample.metadata["whole"] = num_tokens == asked_of(sample)["max_new_tokens"]
-    sample.reward = float(num_tokens)
-    return sample
+        return float((await answer.json())["meta_info"]["completion_tokens"])
