@@ -24,6 +24,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -31,10 +32,10 @@ import operator
 import os
 import struct
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from types import ModuleType
@@ -43,6 +44,8 @@ from typing import Any
 HEADER = struct.Struct("<I")
 """Length of the JSON that follows, in bytes."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+ARRAY_KINDS = "biufcU"
+"""Of NumPy's, those whose arrays cross as such; of others the items do, as a list."""
 MAX_ITEMS = 1_000_000
 """Longest iterator that is handed to a program, as a list."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
@@ -70,7 +73,7 @@ BETWEEN_REMOTES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "tru
 """Operators of two objects of the same side."""
 OPERATIONS |= {f"__{name}__": getattr(operator, name) for name in BETWEEN_REMOTES}
 
-PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
     "set": (set, list, set),
     "frozenset": (frozenset, list, frozenset),
@@ -83,8 +86,15 @@ PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
     "datetime": (datetime, lambda value: value.isoformat(), datetime.fromisoformat),
     "date": (date, lambda value: value.isoformat(), date.fromisoformat),
+    "time": (time, lambda value: value.isoformat(), time.fromisoformat),
+    "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda p: timedelta(*p)),
+    "Counter": (Counter, dict, Counter),
+    "OrderedDict": (OrderedDict, dict, OrderedDict),
+    "namedtuple": ((), lambda value: [type(value).__name__, [*value._fields], [*value]], lambda p: _named(*p)),
+    "ndarray": ((), lambda value: [value.dtype.str, [*value.shape], value.ravel().tolist()], lambda p: _array(*p)),
 }
-"""Name on the wire -> type, what it is made of, and how it is made of that."""
+"""Name on the wire -> type (or () where `_plain_name` knows it by more than that), what it is made of, and how it is
+made of that."""
 
 
 class Remote:
@@ -198,12 +208,13 @@ class Peer:
         try:
             error = self._error(answer["raised"], operation) if "raised" in answer else None
             value = None if error else self.decode(answer["value"])
-            after = [self.decode(a) for a in answer.get("args", ())] if value is None else []
+            sent_and_got = zip(args, call["args"], answer.get("args", ()) if value is None else (), strict=False)
+            after = [(arg, self.decode(got)) for arg, sent, got in sent_and_got if got != sent]
         except Exception as problem:
             raise self._break(Broken(f"an answer that cannot be read: {problem!r}")) from None
         if error is not None:
             raise error
-        for arg, content in zip(args, after, strict=False):
+        for arg, content in after:
             _replace_content(arg, content)
         return value
 
@@ -238,9 +249,10 @@ class Peer:
             names = [kind.__name__ for kind in type(error).__mro__]
             try:
                 args = [self.encode(a) for a in error.args]
+                state = {} if self._guarded else {name: self.encode(value) for name, value in vars(error).items()}
             except BaseException:
-                args = []
-            return {"raised": {"names": names, "args": args}}
+                args, state = [], {}
+            return {"raised": {"names": names, "args": args, "state": state}}
 
     def _error(self, raised: dict[str, Any], operation: str) -> BaseException:
         """The error of the other side as one of this side. What would end a loop of the test, or the checker, is a
@@ -257,7 +269,10 @@ class Peer:
             if issubclass(kind, StopIteration | StopAsyncIteration):
                 break
             with contextlib.suppress(TypeError):
-                return kind(*args)
+                error = kind(*args)
+                if name in self._own_errors:
+                    vars(error).update({k: self.decode(v) for k, v in raised["state"].items() if not k.startswith("_")})
+                return error
         return RuntimeError(names[0], *args)
 
     def define(self, names: Sequence[str]) -> dict[str, Any]:
@@ -297,11 +312,11 @@ class Peer:
             return {"yours": object.__getattribute__(value, "_Remote__key")}
         if isinstance(value, list):
             return [self.encode(item) for item in value]
+        name = _plain_name(value)
+        if name is not None:
+            return {name: self.encode(PLAIN[name][1](value))}
         if isinstance(value, dict):
             return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
-        for name, (kind, parts, _) in PLAIN.items():
-            if isinstance(value, kind) and not (kind is date and isinstance(value, datetime)):
-                return {name: self.encode(parts(value))}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self.encode(value.tolist())
         return self._key_of(value)
@@ -346,6 +361,36 @@ class Peer:
         raise ValueError(f"unknown {name!r:.40}")
 
 
+def _plain_name(value: Any) -> str | None:
+    """Of `PLAIN`, what the value crosses as."""
+    kind = type(value)
+    if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
+        return "namedtuple"
+    if kind.__module__ == "numpy" and hasattr(value, "shape") and hasattr(value, "ravel") and value.shape != ():
+        return "ndarray" if value.dtype.kind in ARRAY_KINDS else None
+    fits = (name for name, (plain, _, _) in PLAIN.items() if isinstance(value, plain))
+    return next((name for name in fits if not (name == "date" and isinstance(value, datetime))), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _named_type(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)  # it refuses names that are not public
+
+
+def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
+    return _named_type(name, tuple(fields))(*values)
+
+
+def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
+    """Numbers and texts only: an array of objects would compare by what they say. Raises `ValueError`."""
+    import numpy
+
+    dtype = numpy.dtype(kind)
+    if dtype.kind not in ARRAY_KINDS:
+        raise ValueError(f"an array of {kind:.40}")
+    return numpy.array(values, dtype).reshape(shape)
+
+
 def _bare(value: Any) -> Any:
     """The plain value in an instance of a subclass."""
     return float(value) if isinstance(value, float) else "".join(value)
@@ -353,10 +398,15 @@ def _bare(value: Any) -> Any:
 
 def _replace_content(before: Any, after: Any) -> None:
     """Makes a container that a program worked on in place what it made of it."""
-    if type(before) is not type(after) or before == after:
+    if type(before) is not type(after):
         return
     if isinstance(before, list | bytearray):
         before[:] = after
+    elif isinstance(before, deque):
+        before.clear()
+        before.extend(after)
+    elif type(before).__name__ == "ndarray" and before.shape == after.shape:
+        before[...] = after
     elif isinstance(before, dict | set):
         before.clear()
         before.update(after)
@@ -396,7 +446,7 @@ def check(channel: int, test: dict[str, Any]) -> Any:
                 space[name] = importlib.import_module(path)
         space.update(peer.define(test["names"]))
         for statement in test["statements"]:
-            exec(compile(statement, "tests.py", "exec"), space)
+            exec(compile(statement, "tests.py", "exec", dont_inherit=True), space)
     except BaseException as error:
         peer.failure = peer.failure or error
     return str(peer.failure) if isinstance(peer.failure, NotPlain) else peer.failure is None

@@ -44,6 +44,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Self
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
@@ -294,8 +295,10 @@ def take_limits(time_limit_s: float, memory_bytes: int) -> None:
 def run_program(request: dict[str, Any], result: int, channel: int) -> None:
     """The definitions, then the call that the request names, whose value goes to `result`, or those of the checker."""
     plain = "function" not in request and not request["checked"]
-    space: dict[str, Any] = {"__name__": "__main__" if plain else "solution", "__builtins__": __builtins__}
-    exec(compile(request["program"], "solution.py", "exec"), space)
+    module = ModuleType("__main__" if plain else "solution")
+    sys.modules[module.__name__] = module  # where dataclasses, typing and pickle look for it
+    space = module.__dict__
+    exec(compile(request["program"], "solution.py", "exec", dont_inherit=True), space)
     if "function" in request:
         name = request["function"]
         function = space[name] if name in space else getattr(space["Solution"](), name)

@@ -23,9 +23,8 @@ def grade(program: str, tests: Any, **metadata: Any) -> Any:
 def in_one_interpreter(program: str, tests: list[str]) -> bool:
     """What plain Python says about a program that nobody has to fear."""
     space: dict[str, Any] = {}
-    exec(program, space)
-    for statement in tests:
-        exec(statement, space)
+    for source in (program, *tests):
+        exec(compile(source, "one.py", "exec", dont_inherit=True), space)
     return True
 
 
@@ -158,8 +157,46 @@ RIGHT = {
     ),
     "a name of the test's own": ("def count(x): return len(x)", ["count = count([1, 2])\nassert count == 2"]),
     "numpy": (
-        "import numpy as np\ndef f(n): return np.arange(n) * np.float64(2)",
-        ["assert np.allclose(f(3), [0, 2, 4])"],
+        "import numpy as np\ndef f(n): return np.arange(n) * np.float64(2)\n"
+        "def g(a): return a.T + a.shape[0]\ndef h(a): a += 1",
+        [
+            "assert np.allclose(f(3), [0, 2, 4])",
+            "import numpy as np\nassert g(np.zeros((2, 3))).tolist() == [[2, 2]] * 3 and f(3).shape == (3,)",
+            "import numpy as np\na = np.array([1, 2])\nh(a)\nassert (a == [2, 3]).all() and f(2).dtype == float",
+        ],
+    ),
+    "dataclasses": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
+        "@dataclass\nclass P:\n    x: int\n    more: list[int] = field("
+        "default_factory=list)\n    def f(self): return self.x + sum(self.more)",
+        ["assert P(1) == P(1, []) != P(2) and P(1, [2]).f() == 3 and repr(P(1)) == 'P(x=1, more=[])'"],
+    ),
+    "annotations": (
+        "def f(x: int): pass\ndef g(): return f.__annotations__['x'] is int",
+        ["assert g() and f(1) is None"],
+    ),
+    "times": (
+        "from datetime import time\ndef f(a, b): return b - a\ndef g(h): return time(h, 1)",
+        [
+            "from datetime import date, timedelta\nassert f(date(2020, 1, 1), date(2020, 1, 4)) == timedelta(days=3)",
+            "from datetime import time, timedelta\nassert g(3) == time(3, 1) and f(timedelta(1), timedelta(2)).days",
+        ],
+    ),
+    "named tuples and counters": (
+        "from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(c): return c.most_common(1)\n"
+        "def g(s): return Counter(s)\ndef h(p): return p.x - p.y\ndef k(o, q): o.move_to_end('a'), q.append(3)",
+        [
+            "assert P(1, 2).x == 1 and P(y=1, x=2) == (2, 1) and g('aab')['z'] == 0",
+            "from collections import Counter, namedtuple\nR = namedtuple('R', 'x y')\n"
+            "assert f(g('aab')) == f(Counter('aab')) == [('a', 2)] and h(R(3, 2)) == 1",
+            "from collections import OrderedDict, deque\no, q = OrderedDict(a=1, b=2), deque([1])\nk(o, q)\n"
+            "assert list(o) == ['b', 'a'] and q == deque([1, 3])",
+        ],
+    ),
+    "errors with attributes": (
+        "class Coded(ValueError):\n    def __init__(self, code):\n        super().__init__(f'code {code}')\n"
+        "        self.code = code\ndef f(x): raise Coded(x)",
+        ["try:\n    f(3)\n    assert False\nexcept Coded as e:\n    assert e.code == 3 and str(e) == 'code 3'"],
     ),
 }
 
@@ -411,7 +448,8 @@ DESCRIPTORS
 import struct
 for message in ({'answer': {'f': {'mine': 0}}}, {'answer': {'value': {'yours': 0}}},
     {'answer': {'value': None, 'args': [[]]}}, {'answer': {'value': {'global': ['builtins', 'abs']}}},
-    {'answer': {'raised': {'names': ['StopIteration'], 'args': []}}}, {'answer': {}}, {'answer': [True]}, [True]):
+    {'answer': {'value': {'ndarray': ['O', [1], [{'mine': 0}]]}}}, {'answer': {'value': {'namedtuple': ['P', ['__eq__'],
+    [{'mine': 0}]]}}}, {'answer': {'raised': {'names': ['StopIteration'], 'args': []}}}, {'answer': {}}, [True]):
     data = json.dumps(message).encode()
     for number, _ in each():
         try: number > 2 and os.write(number, struct.pack('<I', len(data)) + data)
