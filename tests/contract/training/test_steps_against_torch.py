@@ -273,9 +273,8 @@ class PlainTrainer:
             self.tell(kl_in_reward=torch.cat([self.kl_before(i) for i in range(len(every))])[trained].mean())
         if self.values:
             self.tell(returns=torch.cat(self.returns)[trained].mean())
-        if self.trains(batch):
-            gap = (torch.cat(self.whole) - torch.cat(self.rollout)).abs()[torch.cat(self.sampled)]
-            self.tell(train_rollout_logprob_abs_diff=gap.mean())
+        gap = (torch.cat(self.whole) - torch.cat(self.rollout)).abs()[torch.cat(self.sampled)]
+        self.tell(train_rollout_logprob_abs_diff=gap.mean())
 
     def kl_before(self, i: int) -> Tensor:
         """To the reference, of the old policy; zero without one."""
