@@ -1,7 +1,7 @@
 """`slime weights-agent`: keeps one engine at the weights that a trainer writes to a folder, until Ctrl-C.
 
 A run starts it beside its own engines; beside engines that run already, it is started by hand, on the engine's host.
-The engine's key is in the environment variable SLIME_ENGINE_API_KEY.
+The engine's key is in the environment: SLIME_ENGINE_ADMIN_API_KEY, or SLIME_ENGINE_API_KEY if it has one for all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from slime.core.lifeline import die_with_parent
     from slime.observability.logs import setup_logging
     from slime.serving.control import HttpEngineControl
-    from slime.serving.launch import API_KEY_ENV
+    from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
     from slime.serving.process import OWNER_ENV
     from slime.serving.weights_agent import WeightsAgent
     from slime.settings.hooks import load_hook
@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     # Its layout is the trainer's business: what the agent asks an engine for is the same for any.
-    control = HttpEngineControl(options.engine, ONE_RANK, options.limit_s, os.environ.get(API_KEY_ENV))
+    key = os.environ.get(ADMIN_KEY_ENV) or os.environ.get(API_KEY_ENV)
+    control = HttpEngineControl(options.engine, ONE_RANK, options.limit_s, key)
     hook = load_hook(options.pre_read_hook, "pre_read") if options.pre_read_hook else None
     agent = WeightsAgent(
         Path(options.disk_dir), options.name or options.engine, control, Path(options.local_dir), pre_read=hook

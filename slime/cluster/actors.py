@@ -28,8 +28,8 @@ class EngineInfo:
     """How its ranks divide the model."""
     slots: tuple[int, ...]
     """Placement slots of its ranks, stage by stage; a training rank on the same slot can share memory with it."""
-    api_key: str | None = field(default=None, repr=False)
-    """Token of the run that its routes ask for."""
+    control_key: str | None = field(default=None, repr=False)
+    """What its control routes ask for."""
     incarnation: int = 0
     """How often its processes have been replaced: another one may answer at the same address."""
 

@@ -96,9 +96,9 @@ class EngineActor:
         """The server's URL once it answers."""
         self._server.wait_ready(timeout_s)
         args, spec, url = self._args, self._spec, self._server.url
-        self._control = HttpEngineControl(url, spec.layout, timeout_s=args.weight_sync_timeout_s, api_key=spec.api_key)
+        self._control = HttpEngineControl(url, spec.layout, args.weight_sync_timeout_s, spec.keys.control)
         if (settings := self._agent_settings()) is not None:
-            self._agent = AgentProcess(settings, url, spec.api_key, self._agent_log)
+            self._agent = AgentProcess(settings, url, spec.keys.control, self._agent_log)
         self._start_watch()
         return url
 

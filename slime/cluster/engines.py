@@ -77,9 +77,12 @@ class EnginesOfRun(EnginePort, Protocol):
 class Engines:
     """All engines of a run; none with --debug-train-only."""
 
-    def __init__(self, args: Args, port: EnginesOfRun, rollout: Any, api_key: str, hosts: GuardedHosts) -> None:
-        """`rollout`: the actor that holds the routers."""
-        self._args, self._port, self._rollout, self._api_key, self._hosts = args, port, rollout, api_key, hosts
+    def __init__(
+        self, args: Args, port: EnginesOfRun, rollout: Any, control_key: str | None, hosts: GuardedHosts
+    ) -> None:
+        """`rollout`: the actor that holds the routers; `control_key`: what a weight sync sends."""
+        self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts
+        self._control_key = control_key
         self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
@@ -228,7 +231,7 @@ class Engines:
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         """What the weight sync needs to know of these."""
-        return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._api_key, e.incarnation) for e in engines]
+        return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._control_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from slime.cluster.failures import translated
 from slime.cluster.slots import on_node
 from slime.core.errors import ActorDied, WorkerStalled
+from slime.core.hidden import EngineKeys
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.episodes.fleet import WorkerFleet
@@ -35,13 +36,13 @@ MOST_CALLS = 100_000
 class EpisodeActor:
     """Shell around `EpisodeWorker`."""
 
-    def __init__(self, args: Args, number: int, log_dir: str, api_key: str | None) -> None:
+    def __init__(self, args: Args, number: int, log_dir: str, keys: EngineKeys) -> None:
         setup_logging(Path(log_dir) / f"rollout_worker_{number}.log")
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
         stall = stall_file(log_dir, number)
         stall.unlink(missing_ok=True)  # of the process before
-        self._calls = InOrder(EpisodeWorker(args, args.rollout_num_workers, api_key=api_key, last_words=stall))
+        self._calls = InOrder(EpisodeWorker(args, args.rollout_num_workers, keys=keys, last_words=stall))
         collect_garbage_rarely()
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
@@ -80,7 +81,7 @@ class RayWorker:
             raise problem if why is None else WorkerStalled(why) from error
 
 
-def worker_fleet(args: Args, log_dir: str, api_key: str | None) -> WorkerFleet | None:
+def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | None:
     """The workers of `--rollout-num-workers`, on this host, where the data and the user's modules are; None for 0."""
     if not args.rollout_num_workers:
         return None
@@ -88,7 +89,7 @@ def worker_fleet(args: Args, log_dir: str, api_key: str | None) -> WorkerFleet |
     actor: Any = EpisodeActor
 
     def start(number: int) -> RayWorker:
-        worker = actor.options(**here).remote(args, number, log_dir, api_key)
+        worker = actor.options(**here).remote(args, number, log_dir, keys)
         return RayWorker(worker, number, stall_file(log_dir, number))
 
     return WorkerFleet(start, args.rollout_num_workers)

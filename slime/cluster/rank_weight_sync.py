@@ -153,7 +153,7 @@ class RankWeightSync:
             folder = Path(self._args.components["update_weight_disk_dir"])
             control = FolderEngineControl(folder, info.url, info.layout, limit_s)
         else:
-            control = HttpEngineControl(info.url, info.layout, limit_s, info.api_key)
+            control = HttpEngineControl(info.url, info.layout, limit_s, info.control_key)
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
         return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 

@@ -30,6 +30,7 @@ from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import Host, PlacementPlan
 from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
+from slime.core.hidden import EngineKeys
 from slime.core.layout import EngineLayout
 from slime.core.topology import WantedEngine
 from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
@@ -68,11 +69,11 @@ class RayEngines:
     """One actor per engine, or one on each of its hosts, of which the first answers for it."""
 
     def __init__(
-        self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, api_key: str
+        self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
     ) -> None:
         """Creates the first actors, whose servers start at once."""
         self._args, self._plan, self._slots, self._hosts = args, plan, slots, hosts
-        self._log_dir, self._api_key = log_dir, api_key
+        self._log_dir, self._keys = log_dir, keys
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
         self.may_take_memory: Callable[[], bool] = lambda: True
@@ -259,7 +260,7 @@ class RayEngines:
             self._args,
             index=index,
             num_threads=placed.num_threads,
-            api_key=self._api_key,
+            keys=self._keys,
             gpu_ids=self._gpus(placed.slots) if len(placed.parts) == 1 else None,
             model_path=wanted.model.path,
             layout=self._layout(wanted),

@@ -26,6 +26,7 @@ import ray
 from slime.cluster.episode_actor import worker_fleet
 from slime.cluster.remote_arrays import set_apart
 from slime.core.batch import TrainBatch
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
@@ -57,24 +58,24 @@ def write_key(path: Path, key: str) -> None:
         file.write(key)
 
 
-def _routers(args: Args, topology: Topology, logs: Path, api_key: str | None) -> Routers:
+def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None) -> Routers:
     """One for each model, started; the one that rollouts ask has the port that the user chose, if any, or runs
     already.
     """
-    key, main = args.router.get("api_key") or api_key, topology.main
+    key, main = args.router.get("api_key") or engine_key, topology.main
 
     def made(model: ServedModel) -> AnyRouter:
         alone = model == main
         if alone and args.sglang_router_ip is not None:
             return ExistingRouter(
-                args.sglang_router_ip, int(args.sglang_router_port or 0), api_key=str(key), worker_api_key=api_key
+                args.sglang_router_ip, int(args.sglang_router_port or 0), api_key=str(key), worker_api_key=engine_key
             )
         return Router(
             host=args.router_host,
             port=args.router_port if alone else None,
             log_path=logs / ("router.log" if alone else f"router_{model.name}.log"),
             extra_args={**args.router, "api_key": key},
-            worker_api_key=api_key,
+            worker_api_key=engine_key,
             pairs=model.in_pairs,
         )
 
@@ -89,8 +90,8 @@ def _address(router: AnyRouter) -> tuple[str, int]:
 class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
-    def __init__(self, args: Args, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
-        """`num_engines`: those of the start, of all models; `api_key`: the token that they ask for."""
+    def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
+        """`num_engines`: those of the start, of all models; `keys`: what they ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
@@ -101,7 +102,7 @@ class RolloutActor:
         self._has_settled = False
         if num_engines:
             topology = topology_of(args)
-            self._routers = _routers(args, topology, Path(log_dir), api_key)
+            self._routers = _routers(args, topology, Path(log_dir), keys.use)
             addresses = {model.name: _address(self._routers[model.name]) for model in topology.models}
             main = topology.main
             assert main is not None, "engines serve a model"
@@ -111,9 +112,9 @@ class RolloutActor:
             ip, port = addresses[main.name]
             args = args.replace(sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=addresses)
         allow_many_connections()
-        self._workers = worker_fleet(args, log_dir, api_key) if num_engines else None
+        self._workers = worker_fleet(args, log_dir, keys) if num_engines else None
         engines: list[str] | None = [] if num_engines else None
-        self._manager = RolloutManager(args, engines=engines, api_key=api_key, workers=self._workers)
+        self._manager = RolloutManager(args, engines=engines, keys=keys, workers=self._workers)
         collect_garbage_rarely()
 
     async def ready(self) -> int:
@@ -125,6 +126,10 @@ class RolloutActor:
         if self._workers is not None:
             await self._workers.ready()
         return self._manager.num_prompts
+
+    async def ray_asks_for_token(self) -> bool:
+        """Whether the cluster, whose daemons' environment this process has, answers only those who have its token."""
+        return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
         """Lets traffic reach these engines, our own at once, others when the router follows. Known ones stay."""

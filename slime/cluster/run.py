@@ -83,6 +83,12 @@ class Run:
 
     def tell_addresses(self) -> None:
         """Logs where engines and routers are reached, and with which key, one line for each kind."""
+        if not self._actors.on_rollout("ray_asks_for_token", for_what="the rollout side", limit_s=ROUTER_LIMIT_S):
+            logger.warning(
+                "the Ray cluster at %s asks for no token, so whoever reaches it can run code as you: start its daemons "
+                "and this run with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN",
+                self.args.ray_address,
+            )
         if not self._actors.engines:
             return
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -69,9 +70,20 @@ def _bytes_of_experts(args: Args) -> int:
 
 
 def ray_folder(run_id: str) -> Path:
-    """Where a local Ray of the run keeps its files."""
+    """What is around the files of a local Ray of the run, for its owner alone."""
     # Ray puts unix sockets below it, whose paths may not exceed 107 characters: never the run folder.
     return Path(tempfile.gettempdir()) / f"slime-ray-{run_id}"
+
+
+def _closed_folder(run_id: str) -> Path:
+    """Where a local Ray puts its files. Raises `ClusterFailed` if another user's folder is in its place."""
+    around = ray_folder(run_id)
+    around.mkdir(mode=0o700, exist_ok=True)
+    found = around.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ClusterFailed(f"got {around}, which somebody else made; start the run again, under another name")
+    around.chmod(0o700)
+    return around / "r"  # Ray makes it, and opens it to everybody
 
 
 @contextmanager
@@ -165,7 +177,7 @@ def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> 
         logging_level=logging.ERROR,
         object_store_memory=store_bytes,
         namespace=f"slime-{run_id}",
-        _temp_dir=str(ray_folder(run_id)),
+        _temp_dir=str(_closed_folder(run_id)),
     )
 
 

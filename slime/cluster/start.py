@@ -26,6 +26,7 @@ from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
 from slime.core.addresses import address_towards, host_of, is_loopback
+from slime.core.hidden import EngineKeys
 from slime.fleet.engine import POLICY, Engine
 from slime.fleet.external import ExternalEngines
 from slime.observability.run_folder import RunFolder
@@ -45,18 +46,18 @@ def start(
 ) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
-    api_key = key_of_run(args)
+    keys = keys_of(args)
     with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
         began_s = time.monotonic()
         port: RayEngines | ExternalEngines
         if args.rollout_external_engine_addrs:
-            port, heads = _external(args, api_key, note), []
+            port, heads = _external(args, keys, note), []
             args = _with_external(args, port)
         else:
-            port = RayEngines(args, plan, slots, hosts, log_dir=folder.logs, api_key=api_key)
+            port = RayEngines(args, plan, slots, hosts, log_dir=folder.logs, keys=keys)
             heads = port.heads
         trainers = _create_trainers(args, plan, folder, slots, _address_of(port, plan))
-        rollout = _create_rollout(args, plan, folder, len(port.engines()), api_key)
+        rollout = _create_rollout(args, plan, folder, len(port.engines()), keys)
         building = _build_trainers(args, trainers)
         lent, opened = _lend(args, port.actors, trainers)
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in heads]
@@ -89,7 +90,7 @@ def start(
                 limit_s=args.weight_sync_timeout_s,
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
-    fleet = Engines(args, port, rollout, api_key, hosts)
+    fleet = Engines(args, port, rollout, keys.control, hosts)
     for index, url in enumerate(results[len(building) : len(building) + len(ready)] or port.urls):
         fleet.up(index, url)
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
@@ -97,9 +98,15 @@ def start(
     return Run(args, actors, tracker, startup)
 
 
-def key_of_run(args: Args) -> str:
-    """What engines and routers ask for. Other users of the machine can reach loopback, and have no key."""
-    return args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
+def keys_of(args: Args) -> EngineKeys:
+    """The keys of the run's engines. Other users of the machine can reach loopback; without a key they reach nothing.
+
+    Engines of somebody else have those that they were started with.
+    """
+    use, admin = args.sglang.get("api_key") or args.router.get("api_key"), args.sglang.get("admin_api_key")
+    if args.rollout_external_engine_addrs:
+        return EngineKeys(use or secrets.token_hex(32), admin)
+    return EngineKeys(use or secrets.token_hex(32), admin or secrets.token_hex(32))
 
 
 def _tell_memory(actors: Actors, folder: RunFolder) -> None:
@@ -114,9 +121,9 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
     folder.note("memory", plan.facts())
 
 
-def _external(args: Args, api_key: str, note: Callable[[str], str]) -> ExternalEngines:
+def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> ExternalEngines:
     """The engines that run already; nothing else starts before all of them fit."""
-    port = ExternalEngines(args, api_key)
+    port = ExternalEngines(args, keys)
     try:
         port.find(args.engine_start_timeout_s, note)
     except BaseException:
@@ -180,11 +187,11 @@ def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], train
     return [actor.warm_digests.remote() for actor in (trainers[0], *takers)]  # rank 0 sends
 
 
-def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, api_key: str) -> Any:
+def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, keys: EngineKeys) -> Any:
     """On the driver's host: the data is there, and the user's modules."""
     beside_driver = on_node(plan.hosts[0].node_id)
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
-    return actor.remote(args, num_engines, str(folder.logs), api_key)
+    return actor.remote(args, num_engines, str(folder.logs), keys)
 
 
 def _placed(actor: Any, **options: Any) -> Any:

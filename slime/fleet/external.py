@@ -26,6 +26,7 @@ from typing import Any
 
 from slime.core.addresses import host_of, is_loopback
 from slime.core.errors import ConfigError, EngineError, SlimeError
+from slime.core.hidden import EngineKeys
 from slime.core.layout import EngineLayout
 from slime.fleet.engine import EXPECTS_ANSWERS, Engine, State
 from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
@@ -50,9 +51,9 @@ class ExternalEngines:
     actors: tuple[()] = ()
     """None: nothing of them is a process of the run."""
 
-    def __init__(self, args: Args, api_key: str | None, *, wanted: Wanted | None = None) -> None:
+    def __init__(self, args: Args, keys: EngineKeys, *, wanted: Wanted | None = None) -> None:
         """`wanted`: what they have to be; None is what `args` asks for. `find` comes next."""
-        self._args, self._api_key, self._wanted = args, api_key, wanted or Wanted.of(args)
+        self._args, self._keys, self._wanted = args, keys, wanted or Wanted.of(args)
         self._list = AddressList(args.rollout_external_engine_addrs)
         self._known: list[Engine] = []
         self._urls: list[str] = []
@@ -147,7 +148,7 @@ class ExternalEngines:
                 self._looks.pop(engine.index).close()
             return
         if look is None:
-            look = self._looks[engine.index] = _Look(engine.url, self._args, self._api_key)
+            look = self._looks[engine.index] = _Look(engine.url, self._args, self._keys.use)
         look.state, look.version = engine.state, engine.version
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
@@ -198,7 +199,7 @@ class ExternalEngines:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
             self._knocks[url] = _Knock(
-                url, partial(ask, url, self._api_key, *limits, experts=experts), partial(self._judge, layout=layout)
+                url, partial(ask, url, self._keys, *limits, experts=experts), partial(self._judge, layout=layout)
             )
         return self._knocks[url]
 

@@ -19,7 +19,7 @@ from slime.core.hf_config import read_hf_config, text_config
 from slime.core.layout import EngineLayout
 from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
-from slime.serving.discovery import ServerFacts
+from slime.serving.discovery import KEYS, ServerFacts
 from slime.settings import Args
 from slime.settings.engine_layout import layout_of
 from slime.settings.groups.engine_rules import UNVERIFIED
@@ -78,7 +78,7 @@ class Wanted:
     def of(cls, args: Args) -> Wanted:
         """By the settings of a run."""
         config = read_hf_config(str(args.hf_checkpoint))
-        given = {name: value for name, value in args.sglang.items() if value is not None and name != "api_key"}
+        given = {name: value for name, value in args.sglang.items() if value is not None and name not in KEYS}
         return cls(
             config=config,
             table=table_for(config),

@@ -18,6 +18,7 @@ Invariants
 1. The folder appears at once with its first files in it, or not at all (written beside it, then renamed).
 2. A resume keeps what is there: metrics are appended, `run.json` gets one more start.
 3. Settings that look like a secret are never written.
+4. The folder is made for its owner alone: prompts and answers are in it, in logs, too. A resume leaves its mode.
 """
 
 from __future__ import annotations
@@ -146,8 +147,10 @@ class RunFolder:
 
     def _make(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         partial = self.path.with_name(f".{self.path.name}.{self.run_id}")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(mode=0o700)
         for name in SUBFOLDERS:
-            (partial / name).mkdir(parents=True)
+            (partial / name).mkdir()
         _write_start(partial, [start], own)
         try:
             partial.rename(self.path)  # also replaces an empty folder

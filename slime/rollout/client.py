@@ -34,6 +34,7 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import EngineError, TakenBack
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText, Refused, require_joinable
 from slime.rollout.engines import EnginePool
@@ -80,7 +81,7 @@ class EngineClient:
         engine_wait_s: float = 900.0,
         max_concurrency: int = 256,
         vocab_size: int | None = None,
-        api_key: str | None = None,
+        keys: EngineKeys = NO_KEYS,
         token_versions: bool = False,
         experts: ExpertFormat | None = None,
         end: EndOfText | None = None,
@@ -92,7 +93,7 @@ class EngineClient:
 
         `request_timeout_s`: seconds without progress. `engine_wait_s`: seconds in which no engine can be reached.
         `max_concurrency`: requests in flight at most, per engine. `vocab_size`: ids beyond it kill an engine and are
-        refused. `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each
+        refused. `keys`: what the engines ask for. `token_versions`: engines must tell the version of each
         token. `experts`: engines are asked for the routed experts, which look like this. `end`: how answers end.
         `shared`: the engines may have requests of others, which are left alone. `pairs`: those that are admitted read
         prompts for others, or sample what others have read. `trained`: executions note what these engines sample,
@@ -100,7 +101,7 @@ class EngineClient:
         """
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
-        self._wire, self._shared, self._trained = Wire(api_key), shared, trained
+        self._wire, self._shared, self._trained = Wire(keys), shared, trained
         limits: dict[str, Any] = {"silence_limit_s": request_timeout_s, "wait_limit_s": engine_wait_s}
         limits |= {"most_per_engine": max_concurrency}
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)

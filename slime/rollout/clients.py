@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import num_experts_of, read_hf_config
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.routed_experts import ExpertFormat
 from slime.core.topology import ServedModel
 from slime.models.common.hf_config import is_sparse
@@ -22,22 +23,22 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.topology import topology_of
 
 
-def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> Models:
+def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
     """By name the clients of all models that are served; their engines are admitted later.
 
-    `tokenizer`: the policy's; `api_key`: the token that all engines ask for.
+    `tokenizer`: the policy's; `keys`: what all engines ask for.
     """
     return Models(
         {
-            model.name: engine_client(args, (), tokenizer, api_key=api_key, pairs=model.in_pairs, trained=model.trained)
+            model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
             if model.trained or model.path == args.hf_checkpoint
-            else _frozen_client(args, model, api_key)
+            else _frozen_client(args, model, keys)
             for model in topology_of(args).models
         }
     )
 
 
-def _frozen_client(args: Args, model: ServedModel, api_key: str | None) -> EngineClient:
+def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineClient:
     """Of a model that has another checkpoint than the policy: its answers are not trained."""
     path = model.path
     return EngineClient(
@@ -45,7 +46,7 @@ def _frozen_client(args: Args, model: ServedModel, api_key: str | None) -> Engin
         engine_wait_s=args.engine_wait_s,
         max_concurrency=args.sglang_server_concurrency,
         vocab_size=_vocab_size(path),
-        api_key=api_key,
+        keys=keys,
         end=end_of_text(path, tokenizer_of(path)),
         pairs=model.in_pairs,
         trained=False,
@@ -57,13 +58,13 @@ def engine_client(
     urls: Sequence[str],
     tokenizer: Any,
     *,
-    api_key: str | None,
+    keys: EngineKeys = NO_KEYS,
     pairs: bool = False,
     trained: bool = True,
 ) -> EngineClient:
     """The client of the policy's engines: those at `urls`, and the ones that are admitted later.
 
-    `api_key`: the token that they ask for; `pairs`: they answer in pairs; `trained`: their model is the one that is
+    `keys`: what they ask for; `pairs`: they answer in pairs; `trained`: their model is the one that is
     trained. `tokenizer`: the one that the engines decode with; None where there is none.
     """
     return EngineClient(
@@ -72,7 +73,7 @@ def engine_client(
         engine_wait_s=args.engine_wait_s,
         max_concurrency=args.sglang_server_concurrency,
         vocab_size=_vocab_size(args.hf_checkpoint),
-        api_key=api_key,
+        keys=keys,
         token_versions=args.pause_generation_mode != "abort",
         experts=_expert_format(args),
         end=end_of_text(args.hf_checkpoint, tokenizer),

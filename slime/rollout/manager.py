@@ -21,6 +21,7 @@ from pathlib import Path
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.topology import Worker
 from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import grader_pool, model_clients, teacher_client
@@ -62,13 +63,13 @@ class RolloutManager:
         args: Args,
         *,
         engines: Sequence[str] | None,
-        api_key: str | None = None,
+        keys: EngineKeys = NO_KEYS,
         workers: WorkerFleet | None = None,
     ) -> None:
         """Loads tokenizer and data. `engines`: the policy's that are admitted from the beginning, None if no model has
         any.
 
-        `api_key`: the token that the engines ask for. `workers`: who works on groups; None: this process itself.
+        `keys`: what the engines ask for. `workers`: who works on groups; None: this process itself.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -80,7 +81,7 @@ class RolloutManager:
         self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
-        self._clients = Models() if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
+        self._clients = Models() if engines is None else model_clients(args, self._tokenizer, keys=keys)
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         self._workers = workers

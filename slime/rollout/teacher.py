@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.hidden import EngineKeys
 from slime.rollout.generation import check_request
 from slime.rollout.job import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
 from slime.rollout.progress import waiting
@@ -39,7 +40,7 @@ class TeacherClient:
     ) -> None:
         """`max_concurrency`: questions at once. The others are as `EngineClient` has them."""
         self._url, self._request_timeout_s, self._vocab_size = url.rstrip("/"), request_timeout_s, vocab_size
-        self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(api_key)
+        self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(EngineKeys(api_key))
 
     async def log_probs(self, tokens: Sequence[int], num_response: int) -> list[float]:
         """[num_response] nats: log-probs of the last tokens given all before each, at temperature 1.

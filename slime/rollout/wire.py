@@ -28,6 +28,7 @@ import aiohttp
 import orjson
 
 from slime.core.errors import EngineError
+from slime.core.hidden import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
@@ -106,11 +107,12 @@ def decode(body: bytes) -> dict[str, Any]:
 class Wire:
     """Connections to engines, and the aborts under way. `close` at the end."""
 
-    def __init__(self, api_key: str | None) -> None:
-        """`api_key`: the bearer token that the engines ask for."""
+    def __init__(self, keys: EngineKeys) -> None:
+        """`keys`: what the engines ask for; aborts are control."""
         self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        if keys.use:
+            self._headers["Authorization"] = f"Bearer {keys.use}"
+        self._control = {"Authorization": f"Bearer {keys.control}"} if keys.control else {}
         self._session: aiohttp.ClientSession | None = None
         self._to_abort: dict[str, dict[str, list[str] | None]] = {}
         """Address -> ids whose abort waits to be delivered, in order; and with what they begin -> those known."""
@@ -229,7 +231,7 @@ class Wire:
         body = orjson.dumps({"rid": rid, "abort_all": rid == EVERYTHING})
         limit = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
         try:
-            async with self._open().post(f"{url}/abort_request", data=body, timeout=limit):
+            async with self._open().post(f"{url}/abort_request", data=body, timeout=limit, headers=self._control):
                 return True
         except (aiohttp.ClientConnectorError, TimeoutError):
             return False

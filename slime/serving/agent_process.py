@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.serving.launch import API_KEY_ENV
+from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
 from slime.serving.process import ChildProcess, python_module
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class AgentSettings:
 class AgentProcess:
     """`slime weights-agent` for the server at `url`."""
 
-    def __init__(self, settings: AgentSettings, url: str, api_key: str | None, log_path: Path) -> None:
-        self._settings, self._url, self._api_key, self._log_path = settings, url, api_key, log_path
+    def __init__(self, settings: AgentSettings, url: str, control_key: str | None, log_path: Path) -> None:
+        self._settings, self._url, self._key, self._log_path = settings, url, control_key, log_path
         self._lock, self._over = threading.Lock(), False
         self._process = self._start()
 
@@ -67,7 +67,7 @@ class AgentProcess:
             f"the weights agent of {self._url}",
             python_module("slime.cli.main", words),
             log_path=self._log_path,
-            env={API_KEY_ENV: self._api_key},
+            env={ADMIN_KEY_ENV: self._key, API_KEY_ENV: None},
         )
         process.start()
         return process

@@ -27,7 +27,7 @@ class HttpEngineControl:
     """Control plane of the server at `url`. See `core.ports.EngineControl` for each method's meaning."""
 
     def __init__(self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None) -> None:
-        """`timeout_s` limits each call; `api_key` is the server's admin key, if it has one."""
+        """`timeout_s` limits each call; `api_key` is what its control routes ask for, if it has one."""
         self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # trust_env=False: a proxy of the environment must not see control traffic

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import EngineError
+from slime.core.hidden import EngineKeys
 from slime.core.ports import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY
 from slime.serving.plain_http import request
 
@@ -25,7 +26,8 @@ NUM_PROBED = 4
 """Tokens of the answer that shows how streams come: enough for several events."""
 NOT_YET = (0, 502, 503, 504)
 """Statuses of a server that is being started, or of what stands before it; 0 is none."""
-HIDDEN = ("api_key", "admin_api_key", "internal_states")
+KEYS = ("api_key", "admin_api_key")
+HIDDEN = (*KEYS, "internal_states")
 """Answered, but nothing to keep."""
 SAID = 300
 """Characters of a refusal in an error."""
@@ -82,19 +84,19 @@ def go_on(url: str, api_key: str | None, timeout_s: float) -> None:
     _answer("POST", url, "continue_generation", {}, api_key, timeout_s)
 
 
-def ask(url: str, api_key: str | None, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
+def ask(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
     """Everything. `digests_s` limits the digests, `timeout_s` all other answers; `experts`: routed experts are asked
     for as well.
 
     Raises `EngineError` if the server cannot be reached, turns the key down, or is none of SGLang's.
     """
-    info = server_info(url, api_key, timeout_s)
-    model = _object("GET", url, "model_info", None, api_key, timeout_s)
-    go_on(url, api_key, timeout_s)
-    report = _object("POST", url, "weights_checker", {"action": "checksum"}, api_key, digests_s)
+    info = server_info(url, keys.use, timeout_s)
+    model = _object("GET", url, "model_info", None, keys.use, timeout_s)
+    go_on(url, keys.control, timeout_s)
+    report = _object("POST", url, "weights_checker", {"action": "checksum"}, keys.control, digests_s)
     resident = frozenset(name for rank in report.get("ranks") or () for name in rank["checksums"])
     try:
-        probe, problem = _probed(url, api_key, timeout_s, experts=experts), ""
+        probe, problem = _probed(url, keys.use, timeout_s, experts=experts), ""
     except EngineError as error:
         probe, problem = None, str(error)
     return ServerFacts(url, info, model, resident, probe, problem, asks_for_key=_is_closed(url, timeout_s))
@@ -137,8 +139,8 @@ def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, t
     status, text = request(method, f"{url}/{route}", body, timeout_s=timeout_s, api_key=api_key)
     if status in (401, 403):
         raise EngineError(
-            f"it turns down our key ({status}); give the one that it was started with as --sglang-api-key, or in "
-            "SLIME_ENGINE_API_KEY"
+            f"it turns down our key at /{route} ({status}); give the ones that it was started with in "
+            "SLIME_ENGINE_API_KEY and, if it has an admin key, SLIME_ENGINE_ADMIN_API_KEY"
         )
     if status in NOT_YET:
         raise NotAnswering(f"it does not answer /{route}: {text[:SAID]}")

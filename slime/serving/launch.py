@@ -22,6 +22,7 @@ Invariants
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -34,6 +35,12 @@ TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 """Holds the bearer token of a server or the router: a command line is for everybody on the host to read, an environment
 is not."""
+ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
+"""Holds what the server asks for where something is changed or ended; without it that is the other one."""
+
+
+SECRET_FLAGS_ENV = "SLIME_ROUTER_SECRET_FLAGS"
+"""Other flags of the router that are nobody's to read, as a JSON list."""
 
 
 def value_of(arguments: list[str], flag: str, default: str) -> str:
@@ -49,6 +56,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
     from slime.compat import (
+        sglang_closed,
         sglang_config_names,
         sglang_draft,
         sglang_flush_all,
@@ -70,6 +78,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         forked_children.register()
     if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
         sglang_config_names.register(unnamed)
+    sglang_closed.register()
     sglang_fresh_router.register()
     sglang_memory_gate.register()
     sglang_mutations.register()
@@ -97,13 +106,17 @@ def serve(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from slime.compat import sglang_closed
+
     load_plugins()
     missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang logs it and goes on
     if missing:
         raise EngineError(f"got an SGLang without {sorted(missing)}, where hooks belong; install the pinned version")
     settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
-    if settings.api_key:
-        settings.api_key = Secret(settings.api_key)
+    for name in ("api_key", "admin_api_key"):
+        if getattr(settings, name):
+            setattr(settings, name, Secret(getattr(settings, name)))
+    sglang_closed.close_routes()
     try:
         run_server(settings)
     finally:
@@ -132,15 +145,15 @@ def main() -> None:
     from slime.serving.process import OWNER_ENV
 
     owner = os.environ.pop(OWNER_ENV, None)
-    api_key = os.environ.pop(API_KEY_ENV, None)
+    api_key, admin_key = os.environ.pop(API_KEY_ENV, None), os.environ.pop(ADMIN_KEY_ENV, None)
     key = ["--api-key", api_key] if api_key else []
     arguments = sys.argv[1:]
     if arguments[:1] == [ROUTER_FLAG]:
         die_with_parent(int(owner) if owner else None)
-        route([*arguments[1:], *key])
+        route([*arguments[1:], *key, *json.loads(os.environ.pop(SECRET_FLAGS_ENV, "[]"))])
         return
     prepare_process(arguments, int(owner) if owner else None)
-    serve([*arguments, *key])
+    serve([*arguments, *key, *(["--admin-api-key", admin_key] if admin_key else [])])
 
 
 if __name__ == "__mp_main__":

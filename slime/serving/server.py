@@ -27,9 +27,10 @@ from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.addresses import interface_variables, is_loopback
 from slime.core.errors import ConfigError, EngineError
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.topology import BOOTSTRAP_OFFSET, Worker
-from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
+from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out
 from slime.serving.plain_http import request
@@ -53,7 +54,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 """ServerArgs of a CPU server. The pool is bounded by tokens: the fraction is of memory that is free at start, and small
 ones fail on a busy machine. Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
-_OWNED |= {"api_key", "admin_api_key"}  # with an admin key SGLang's control routes refuse the other one
+_OWNED |= {"api_key", "admin_api_key"}  # `api_key` and `admin_key` of the spec; they travel in the environment
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
 _START_TRIES = 3
 
@@ -92,6 +93,8 @@ class ServerSpec:
     than one rank in a stage only."""
     api_key: str | None = None
     """Bearer token that every route but the health checks asks for; None: no token."""
+    admin_key: str | None = None
+    """What routes that change or end something ask for instead; None: the same."""
     gated: bool = False
     """True: it takes no device memory before `SGLangServer.open_gate`."""
     token_versions: bool = False
@@ -141,6 +144,11 @@ class ServerSpec:
         return self.layout.num_ranks // self.num_nodes
 
     @property
+    def keys(self) -> EngineKeys:
+        """What it asks for."""
+        return EngineKeys(self.api_key, self.admin_key)
+
+    @property
     def answers_requests(self) -> bool:
         """Whether it is the first node."""
         return self.node_rank == 0
@@ -153,7 +161,7 @@ class ServerSpec:
         index: int = 0,
         num_threads: int = 1,
         gpu_ids: tuple[int, ...] | None = None,
-        api_key: str | None = None,
+        keys: EngineKeys = NO_KEYS,
         model_path: str | None = None,
         layout: EngineLayout | None = None,
         overrides: Mapping[str, Any] | None = None,
@@ -165,10 +173,10 @@ class ServerSpec:
     ) -> ServerSpec:
         """The spec of engine `index` of a run, or of one of its nodes. Raises `ConfigError` on contradictions.
 
-        `api_key`: the token of the run; `--sglang-api-key`, if given, goes first. `model_path`: in place of
-        `--hf-checkpoint`; `overrides`: ServerArgs by field name that win over `--sglang-...`; `layout`: in place of
-        what these say for an engine of `--rollout-num-gpus-per-engine`; `shares`: whether it is on GPUs of training
-        ranks, if any engine is.
+        `keys`: those of the run; `--sglang-api-key` and `--sglang-admin-api-key`, if given, go first. `model_path`: in
+        place of `--hf-checkpoint`; `overrides`: ServerArgs by field name that win over `--sglang-...`; `layout`: in
+        place of what these say for an engine of `--rollout-num-gpus-per-engine`; `shares`: whether it is on GPUs of
+        training ranks, if any engine is.
         `worker`: what it does of a request.
         Without `gpu_ids` the server uses the first GPUs that its owner can see (Ray narrows them). Engines get
         different seeds: with one for all they would sample the same continuations of equal prompts.
@@ -193,7 +201,8 @@ class ServerSpec:
             memory_saver=bool(args.offload_rollout) and shares,
             gated=lends_at_start(args) and shares,
             num_threads=num_threads,
-            api_key=extra.pop("api_key", None) or api_key,
+            api_key=extra.pop("api_key", None) or keys.use,
+            admin_key=extra.pop("admin_api_key", None) or keys.admin,
             token_versions=args.pause_generation_mode != "abort",
             worker=worker,
             extra=extra,
@@ -233,6 +242,7 @@ class ServerSpec:
         """Additions to the environment of the server's processes only; None removes a variable."""
         env: dict[str, str | None] = {
             API_KEY_ENV: self.api_key,
+            ADMIN_KEY_ENV: self.admin_key,
             # By default /health samples a token. The router asks it every few seconds; an engine whose memory has been
             # given to the trainer would then compute on nothing and die (seen with 0.5.16 on one GPU, colocated).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -333,7 +343,7 @@ class SGLangServer(LeasedServer):
                 process.wait_until(self.healthy, what="it was ready", timeout_s=timeout_s)
                 if self.spec.device == "cpu" and self.spec.answers_requests:
                     # A flush collects garbage: 0.3 s, unless what is loaded is left out.
-                    request("POST", f"{self.url}/freeze_gc", timeout_s=timeout_s, api_key=self.spec.api_key)
+                    request("POST", f"{self.url}/freeze_gc", timeout_s=timeout_s, api_key=self.spec.keys.control)
                 return
             except EngineError as error:
                 lost_port = any(sign in process.log_tail(16000).lower() for sign in _PORT_TAKEN)

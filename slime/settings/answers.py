@@ -29,6 +29,9 @@ _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
 """
 
 
+_AT_FILE = "@FILE reads it from a file: everybody on the host sees a command line (ps)."
+
+
 def help_or_version(words: Sequence[str]) -> str | None:
     """The text that answers --help [topic] or --version; None if neither was asked for."""
     if "--version" in words:
@@ -68,7 +71,8 @@ def _section(heading: str, flags: Iterable[Flag]) -> str:
         if flag.internal:
             continue
         lines.append(f"  {', '.join(flag.names)}{_value(flag)}{_off(flag)}")
-        text = flag.doc if flag.derived or flag.required else f"{flag.doc} [{_default(flag)}]"
+        text = f"{flag.doc} {_AT_FILE}" if flag.secret else flag.doc
+        text = text if flag.derived or flag.required else f"{text} [{_default(flag)}]"
         lines.append(textwrap.indent(textwrap.fill(text, 110, break_on_hyphens=False), "      "))
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ Invariants
 1. A flag is known by its whole name; there are no prefix abbreviations, an unknown one is an error with a suggestion.
 2. A value is converted and checked the same way whether it comes from the command line or from YAML.
 3. The last occurrence of a flag wins, as in every shell script that ends in "$@".
+4. A secret may be given as @FILE, which is read: a command line is for everybody on the host to see.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
@@ -67,7 +69,7 @@ class Flag:
     derived: bool = False
     """Without a value from the user it is computed; --explain says why."""
     secret: bool = False
-    """Masked wherever it is written."""
+    """Masked wherever it is written; @FILE stands for what is in a file."""
     internal: bool = False
     """Set by the run, not by a flag."""
     configs: tuple[str, ...] = ()
@@ -76,6 +78,10 @@ class Flag:
     @property
     def is_list(self) -> bool:
         return self.nargs in ("+", "*") or (self.nargs or "").isdigit()
+
+
+FILE_MARK = "@"
+"""In front of the name of a file that holds the value."""
 
 
 def shown(flag: Flag, value: Any) -> str:
@@ -125,6 +131,8 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
     """One word of the command line as a value of `flag`. Raises `ConfigError`."""
     if flag.optional and text.lower() == "none":
         return None
+    if flag.secret and text.startswith(FILE_MARK):
+        text = _read_secret(text.removeprefix(FILE_MARK), where=where)
     try:
         value = _one(flag, text)
     except (ValueError, KeyError):
@@ -134,6 +142,16 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: got {shown(flag, text)}, expected {expected}; correct the value") from None
     check_choice(flag, value, where=where)
     return value
+
+
+def _read_secret(name: str, *, where: str) -> str:
+    try:
+        text = Path(name).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: got @{name}, which cannot be read: {error}; name the file of the secret") from None
+    if not text:
+        raise ConfigError(f"{where}: got @{name}, which is empty; write the secret into it")
+    return text
 
 
 def check_choice(flag: Flag, value: Any, *, where: str) -> None:

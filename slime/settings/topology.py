@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 _MODEL_KEYS = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
 _GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 _OF_ALL = {
-    "api_key": "weight syncs and requests carry one key; use --sglang-api-key",
+    "api_key": "requests carry one key for all engines; use --sglang-api-key",
+    "admin_api_key": "weight syncs carry one key for all engines; use --sglang-admin-api-key",
     "dtype": "weights travel in the dtype of the run; use --sglang-dtype",
 }
 """ServerArgs that no group can have of its own -> why, and what to use."""

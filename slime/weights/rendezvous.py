@@ -21,7 +21,8 @@ BACKLOG = 1024
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
     """A socket that listens on `address` alone; port 0 takes a free one. Raises `OSError` if it cannot be had."""
-    return socket.create_server((address, port), backlog=BACKLOG)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, wait: bool = True) -> Store:

@@ -135,6 +135,12 @@ def test_the_start_is_told_by_phase_and_is_in_no_step(any_run: RealRun) -> None:
         assert said in log and said in any_run.output, said
 
 
+def test_others_get_at_nothing(any_run: RealRun) -> None:
+    """Law: another user of the host, or another host, reads and reaches nothing of a run without its keys, but for what
+    `tests.support.openness` lists with reasons: sockets, files, environments and command lines of all its processes."""
+    any_run.require_closed()
+
+
 def test_normal_end_leaves_nothing(any_run: RealRun) -> None:
     """Law: after a normal end there is no process, port, shared-memory file or temporary folder of the run."""
     assert any_run.left() == []

@@ -37,7 +37,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "for engine in self.members.of(*ASKED):\n            if engine.url and engine.url not in",
     ),
     "senders without the key": Mutation(
-        "wiring", "cluster/engines.py", "e.slots, self._api_key, e.incarnation", "e.slots, None, e.incarnation"
+        "wiring", "cluster/engines.py", "e.slots, self._control_key, e.incarnation", "e.slots, None, e.incarnation"
     ),
     "a lost engine is known for good": Mutation(
         "engines", "cluster/engines.py", "            del self._admissions[engine.url]\n", ""
@@ -76,7 +76,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "engines", "cluster/engines.py", "return tuple(engine for engine in now if engine.role == POLICY)", "return now"
     ),
     "engines without the key": Mutation(
-        "wiring", "cluster/ray_engines.py", "            api_key=self._api_key,\n", "            api_key=None,\n"
+        "wiring", "cluster/ray_engines.py", "            keys=self._keys,\n", ""
     ),
     "engines sample alike": Mutation(
         "wiring",
@@ -145,8 +145,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "an engine's owner without its key": Mutation(
         "wiring",
         "cluster/engine_actor.py",
-        "timeout_s=args.weight_sync_timeout_s, api_key=spec.api_key)",
-        "timeout_s=args.weight_sync_timeout_s)",
+        "args.weight_sync_timeout_s, spec.keys.control)",
+        "args.weight_sync_timeout_s)",
     ),
     "health is asked at its limit": Mutation(
         "wiring",
@@ -159,7 +159,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "a weights agent without the key": Mutation(
         "wiring",
         "cluster/engine_actor.py",
-        "AgentProcess(settings, url, spec.api_key,",
+        "AgentProcess(settings, url, spec.keys.control,",
         "AgentProcess(settings, url, None,",
     ),
     "all memory at once": Mutation(
@@ -202,16 +202,19 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "the router's key is not the run's": Mutation(
         "wiring",
         "cluster/start.py",
-        'args.sglang.get("api_key") or args.router.get("api_key") or secrets',
-        'args.sglang.get("api_key") or secrets',
+        'args.sglang.get("api_key") or args.router.get("api_key"), args',
+        'args.sglang.get("api_key"), args',
     ),
     "engines take what nobody has lent yet": Mutation(
         "wiring", "cluster/start.py", "[engine.open_gate.remote(*lent)", "[engine.open_gate.remote()"
     ),
+    "whoever may generate may replace weights": Mutation(
+        "wiring", "cluster/start.py", "admin or secrets.token_hex(32)", "admin"
+    ),
     "a router without the key of its engines": Mutation(
         "wiring",
         "cluster/rollout_actor.py",
-        "            worker_api_key=api_key,\n            pairs",
+        "            worker_api_key=engine_key,\n            pairs",
         "            worker_api_key=None,\n            pairs",
     ),
     "the router's port is any": Mutation(
@@ -345,6 +348,12 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "        for way, own in self._ways(receivers):\n            way.finish(",
         "        for way, own in self._ways(receivers)[:1]:\n            way.finish(",
     ),
+    "a copy of a key opens what it opens": Mutation(
+        "server", "serving/secret.py", "        return _nobodys_key()\n", "        return str(self)\n"
+    ),
+    "a pickled key opens what it opens": Mutation(
+        "server", "serving/secret.py", "return _nobodys_key, ()", "return str, (str(self),)"
+    ),
     "control without the key": Mutation(
         "control",
         "serving/control.py",
@@ -408,7 +417,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "garbage is frozen without the key": Mutation(
         "server",
         "serving/server.py",
-        "timeout_s=timeout_s, api_key=self.spec.api_key)\n                return",
+        "timeout_s=timeout_s, api_key=self.spec.keys.control)\n                return",
         "timeout_s=timeout_s)\n                return",
     ),
     "an engine takes memory that is not lent yet": Mutation(
@@ -466,7 +475,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "server", "serving/router.py", "            self._metrics_lease.release()\n", ""
     ),
     "a weights agent is started without the key": Mutation(
-        "server", "serving/agent_process.py", "env={API_KEY_ENV: self._api_key}", "env={}"
+        "server", "serving/agent_process.py", "env={ADMIN_KEY_ENV: self._key, API_KEY_ENV: None}", "env={}"
     ),
     "a weights agent without the user's function": Mutation(
         "server",

@@ -34,6 +34,7 @@ from slime.observability.sinks import AXES, read_jsonl
 from slime.rollout.debug_data import load_rollout
 from slime.serving.proctree import ProcessId, all_processes, has_mark
 from slime.serving.shm import shm_inodes_of
+from tests.support.openness import Openness, keys_in, listening, open_to_others, sockets_of
 
 ROOT = Path(__file__).parents[2]
 RUN_LIMIT_S = 1200.0
@@ -44,8 +45,6 @@ WATCH_EVERY_S = 1.0
 """A look takes some ten milliseconds of the cores that the run needs."""
 NUMBERS = re.compile(r"(?<![0-9a-z])\d+(?![0-9a-z])")
 """In names of files: pids, and not the digits of random hexadecimals."""
-LISTEN = "0A"
-"""State of a listening socket in /proc/net/tcp."""
 
 NUM_STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 16, 8, 8
 """Sizes of the runs of the digits task."""
@@ -71,27 +70,9 @@ def heed_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def sockets_of(pid: int) -> set[str]:
-    """Inodes of the sockets that `pid` has open; empty if it is gone."""
-    inodes: set[str] = set()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path)):
-                    inodes.add(match[1])
-    return inodes
-
-
 def listeners() -> dict[str, int]:
     """Every listening TCP socket of this network namespace: inode -> port."""
-    found: dict[str, int] = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTEN:
-                    found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    return found
+    return {inode: where.port for inode, where in listening().items() if where.kind in ("tcp", "tcp6")}
 
 
 def shared_memory() -> dict[str, int]:
@@ -120,6 +101,8 @@ class Traces:
     shm: set[int] = field(default_factory=set)
     """Inodes in /dev/shm that a member had mapped or open: other tests of this host have files there, too."""
     shm_before: dict[str, int] = field(default_factory=shared_memory)
+    open: Openness = field(default_factory=Openness)
+    """What others on this host could get at."""
 
     def look(self) -> None:
         """Notes members, ports and files of this moment."""
@@ -145,6 +128,8 @@ class Traces:
         for pid in mine:
             self.sockets.update({inode: open_now[inode] for inode in sockets_of(pid) & open_now.keys()})
             self.shm |= shm_inodes_of(pid)
+        if self.run_id is not None:
+            self.open.look(self.run_id, {pid: processes[pid].name for pid in mine}, sockets_of)
 
     def left(self) -> list[str]:
         """What there still is of the run; empty is what was promised."""
@@ -274,6 +259,14 @@ class RealRun:
             time.sleep(0.25)
         self.clean_s = time.monotonic() - asked_s
         return found
+
+    def require_closed(self) -> None:
+        """Fails with all that others on this host could get at while it ran, or can in its folder."""
+        opened = self.traces.open
+        assert len(opened.asked) > 5 and opened.keys, f"only {sorted(opened.asked.values())} were looked at"
+        assert opened.complaints == set(), "\n".join(sorted(opened.complaints))
+        assert open_to_others(self.run_dir) == []
+        assert keys_in(self.run_dir, opened.keys, but=("router_key",)) == []
 
     # --- what it recorded ---------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from slime.core.addresses import INTERFACE_ENVS
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
+from tests.support.openness import listening
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120.0
@@ -117,8 +118,12 @@ class FakeHost:
 
     def ports(self) -> set[int]:
         """Ports on which somebody listens here."""
-        lines = Path(f"/proc/{self.init}/net/tcp").read_text().splitlines()[1:]
-        return {int(line.split()[1].rpartition(":")[2], 16) for line in lines if line.split()[3] == "0A"}
+        return {port for _, port in self.reachable()}
+
+    def reachable(self) -> set[tuple[str, int]]:
+        """(address, port) of each TCP socket on which somebody listens here, of IPv6, too."""
+        found = listening(Path(f"/proc/{self.init}/net")).values()
+        return {(where.address, where.port) for where in found if where.kind.startswith("tcp")}
 
     def pids_of(self, words: str) -> list[int]:
         """Processes here, as the machine numbers them, whose command line holds these words."""

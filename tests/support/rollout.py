@@ -80,12 +80,10 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: b
     return parse_args([*words, *flags], synchronous=synchronous)
 
 
-async def with_manager(
-    args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]], api_key: str | None = None
-) -> Any:
+async def with_manager(args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]]) -> Any:
     """Runs `work` on a manager whose engine is the fake one."""
     async with serve(engine):
-        manager = RolloutManager(args, engines=[engine.url], api_key=api_key)
+        manager = RolloutManager(args, engines=[engine.url])
         try:
             return await work(manager)
         finally:

@@ -4,9 +4,7 @@ samples.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from slime.core.routed_experts import not_recorded
 from slime.settings import Args
 from slime.settings.passthrough import Passthrough
 from slime.settings.resolve import assemble
+from tests.support.openness import listening, sockets_of
 
 MEGATRON: dict[str, Any] = {
     "lr": 1e-3,
@@ -150,20 +149,8 @@ def with_routed_experts(
 
 def listening_addresses(pid: int) -> set[str]:
     """Addresses on which a process listens for TCP, over IPv4 or IPv6."""
-    own = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    addresses = set()
-    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            local, state, inode = fields[1], fields[3], fields[9]
-            if state == "0A" and f"socket:[{inode}]" in own:
-                words = bytes.fromhex(local.partition(":")[0])
-                host = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                addresses.add(socket.inet_ntop(family, host))
-    return addresses
+    own, found = sockets_of(pid), listening(Path(f"/proc/{pid}/net"))
+    return {where.address for inode, where in found.items() if inode in own and where.kind in ("tcp", "tcp6")}
 
 
 def free_port() -> int:

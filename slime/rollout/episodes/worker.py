@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.buffer.records import GroupRecord, record_of
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.sample import Group
 from slime.core.topology import Worker
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
@@ -53,9 +54,9 @@ class EpisodeWorker:
     """One of the workers. Made once per process, before or after its event loop starts."""
 
     def __init__(
-        self, args: Args, num_workers: int, *, api_key: str | None = None, last_words: Path | None = None
+        self, args: Args, num_workers: int, *, keys: EngineKeys = NO_KEYS, last_words: Path | None = None
     ) -> None:
-        """`args`: those of the run; `num_workers`: how many share engines and graders; `api_key`: of the engines.
+        """`args`: those of the run; `num_workers`: how many share engines and graders; `keys`: of the engines.
         `last_words`: where it says what kept its event loop from turning until it had to end; None: it is not watched.
 
         Raises `ConfigError`, `HookError`.
@@ -63,7 +64,7 @@ class EpisodeWorker:
         self._args = args = share_of(args, num_workers)
         self._hooks = RolloutHooks.load(args)
         self._tokenizer = load_tokenizer(args)
-        self._models = model_clients(args, self._tokenizer, api_key=api_key)
+        self._models = model_clients(args, self._tokenizer, keys=keys)
         policy = topology_of(args).main
         self._client = self._models[policy.name] if policy is not None else None
         self._teacher, self._graders = teacher_client(args), grader_pool(args)

@@ -34,8 +34,9 @@ class ServingSettings:
     engine_wait_s: float = opt(900.0, gt=0)
     """Seconds that requests wait while no engine can be reached, as when the only one is started again."""
     router_host: str = opt("127.0.0.1", needs=_OWN_ROUTER)
-    """Address that the router listens on; it is not that of the engines. Requests carry --router-api-key as their
-    bearer token; without one the run makes a key of its own, and others than loopback are refused."""
+    """Address that the router listens on; it is not that of the engines. Requests carry --router-api-key (@FILE reads
+    it from a file) as their bearer token; without one the run makes a key of its own, and others than loopback are
+    refused."""
     router_port: int | None = opt(None, ge=1, le=65535, needs=_OWN_ROUTER)
     """Port of the router. Default: a free one."""
     sglang_router_ip: str | None = opt(None, needs=_ENGINES)
@@ -53,7 +54,7 @@ def strangers_need_a_key(args: Args) -> str | None:
         return None
     return (
         f"got router_host {args.router_host} without --router-api-key: everybody who reaches this host could use the "
-        "engines; give a key, or leave the router on loopback"
+        "engines; give a key (--router-api-key @FILE), or leave the router on loopback"
     )
 
 

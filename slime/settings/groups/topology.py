@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,8 @@ class TopologySettings:
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
     """HOST:PORT of SGLang servers that run already and serve the policy; the run starts none of its own. Or @FILE, with
     one address in each line, which is read again whenever it changes: engines join and leave. Their key is
-    --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment."""
+    --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment; the key to their weights, if they have one of its own,
+    --sglang-admin-api-key or SLIME_ENGINE_ADMIN_API_KEY."""
 
 
 def topology_adds_up(args: Args) -> str | None:
@@ -92,14 +93,18 @@ def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
         )
 
 
-def _key_of_environment(s: Any) -> str | None:
-    return os.environ.get(ENGINE_KEY_ENV) or None if s.rollout_external_engine_addrs else None
+ENGINE_KEY_ENV, ADMIN_KEY_ENV = "SLIME_ENGINE_API_KEY", "SLIME_ENGINE_ADMIN_API_KEY"
+"""Hold the keys of engines: other users of the host can read a command line, not an environment."""
 
 
-ENGINE_KEY_ENV = "SLIME_ENGINE_API_KEY"
-"""Holds the key of engines: other users of the host can read a command line, not an environment."""
+def _of_environment(name: str) -> Callable[[Any], str | None]:
+    return lambda s: os.environ.get(name) or None if s.rollout_external_engine_addrs else None
 
-PASSED: tuple[Passed, ...] = (Passed("sglang", "api_key", _key_of_environment, ENGINE_KEY_ENV),)
+
+PASSED: tuple[Passed, ...] = (
+    Passed("sglang", "api_key", _of_environment(ENGINE_KEY_ENV), ENGINE_KEY_ENV),
+    Passed("sglang", "admin_api_key", _of_environment(ADMIN_KEY_ENV), ADMIN_KEY_ENV),
+)
 
 RULES: tuple[Rule, ...] = (
     topology_adds_up,

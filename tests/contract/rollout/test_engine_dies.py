@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slime.core.hidden import EngineKeys
 from slime.rollout.client import EngineClient
 from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
@@ -41,7 +42,7 @@ async def until_streaming(client: EngineClient, *, least: int) -> None:
 
 
 async def asked_while_one_dies(urls: list[str], victim: SGLangServer) -> list[Generation]:
-    client = EngineClient(*urls, api_key=KEY, request_timeout_s=120)
+    client = EngineClient(*urls, keys=EngineKeys(KEY), request_timeout_s=120)
     tasks = [asyncio.create_task(client.generate([2, 40 + i], PARAMS, session_id=f"{i}")) for i in range(16)]
     try:
         await until_streaming(client, least=4)
@@ -75,7 +76,7 @@ def test_requests_outlive_their_engine_and_train_once(
 
     async def step() -> None:
         """A step of the manager with the dead engine still in its list."""
-        manager = RolloutManager(args, engines=urls, api_key=KEY)
+        manager = RolloutManager(args, engines=urls, keys=EngineKeys(KEY))
         try:
             batch, metrics = await manager.generate(0)
             groups = [s.group_index for s in batch.samples]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from slime.core.hidden import EngineKeys
 from slime.core.layout import ONE_RANK
 from slime.core.topology import Worker
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
@@ -51,7 +52,7 @@ def pair(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 async def client_of(pair: Pair) -> AsyncIterator[EngineClient]:
     """A client of both, whose requests have ended at both when the block does."""
     prefill, decode = pair
-    client = EngineClient(api_key=KEY, request_timeout_s=120, engine_wait_s=120, pairs=True)
+    client = EngineClient(keys=EngineKeys(KEY), request_timeout_s=120, engine_wait_s=120, pairs=True)
     client.admit([prefill.url], prefill=True)
     client.admit([decode.url])
     try:

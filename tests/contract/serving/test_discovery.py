@@ -10,6 +10,7 @@ import pytest
 
 from slime.core.errors import EngineError
 from slime.core.hf_config import read_hf_config
+from slime.core.hidden import NO_KEYS
 from slime.core.layout import ONE_RANK
 from slime.fleet.fitting import Wanted, layout_of_server, misfits
 from slime.models import table_for
@@ -35,7 +36,7 @@ def wanted_of(model: Path, **settings: object) -> Wanted:
 def test_a_real_server_fits_the_run_that_would_have_started_it(
     engine_server: SGLangServer, tiny_model_path: Path
 ) -> None:
-    facts = ask(engine_server.url, None, LIMIT_S, LIMIT_S, experts=False)
+    facts = ask(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
     assert misfits(facts, wanted_of(tiny_model_path)) == []
     assert (layout_of_server(facts), facts.asks_for_key) == (ONE_RANK, False)
     assert "api_key" not in facts.info
@@ -44,7 +45,7 @@ def test_a_real_server_fits_the_run_that_would_have_started_it(
 def test_a_real_server_of_another_model_is_refused(
     engine_server: SGLangServer, tiny_model_path: Path, tiny_llama: Path
 ) -> None:
-    facts = ask(engine_server.url, None, LIMIT_S, LIMIT_S, experts=True)
+    facts = ask(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=True)
     assert any("Qwen3ForCausalLM" in problem for problem in misfits(facts, wanted_of(tiny_llama)))
     (problem,) = misfits(facts, wanted_of(tiny_model_path, chunked_prefill_size=-1))
     assert "--chunked-prefill-size" in problem
@@ -53,13 +54,13 @@ def test_a_real_server_of_another_model_is_refused(
 
 def test_a_paused_server_goes_on_when_it_is_asked(engine_server: SGLangServer) -> None:
     assert request("POST", f"{engine_server.url}/pause_generation", {"mode": "abort"})[0] == 200
-    facts = ask(engine_server.url, None, LIMIT_S, LIMIT_S, experts=False)
+    facts = ask(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
     assert facts.probe is not None, facts.problem
 
 
 def test_nobody_is_not_a_server(tmp_path: Path) -> None:
     with pytest.raises(NotAnswering, match="does not answer"):
-        ask("http://127.0.0.1:9", None, LIMIT_S, LIMIT_S, experts=False)
+        ask("http://127.0.0.1:9", NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
 
 
 @pytest.fixture

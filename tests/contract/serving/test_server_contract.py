@@ -43,7 +43,7 @@ def test_a_router_on_a_fixed_port_with_a_key_answers_nobody_else(engine_server: 
     with lease_ports() as free:
         port = free.port
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
-    settings = {"host": "0.0.0.0", "port": port, "extra_args": {"api_key": "secret"}}
+    settings = {"host": "0.0.0.0", "port": port, "extra_args": {"api_key": "secret", "oracle_password": "of-a-base"}}
     with fronting(engine_server.url, tmp_path, **settings) as router:
         assert router.url == f"http://127.0.0.1:{port}"
         for path, sent in (("generate", body), ("workers", {"url": "http://127.0.0.1:9"})):
@@ -51,6 +51,8 @@ def test_a_router_on_a_fixed_port_with_a_key_answers_nobody_else(engine_server: 
             assert status == 401, f"/{path} without the key: {status} {text}"
         status, text = request("POST", f"{router.url}/generate", body, timeout_s=60, api_key="secret")
         assert status == 200, text
+        command_line = Path(f"/proc/{router.pid}/cmdline").read_bytes()
+        assert command_line and b"secret" not in command_line and b"of-a-base" not in command_line
 
 
 def test_the_processes_of_a_server_share_one_import(engine_server: SGLangServer) -> None:

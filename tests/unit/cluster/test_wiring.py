@@ -22,6 +22,7 @@ from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.cluster.rank_weight_sync import RankWeightSync
 from slime.cluster.ray_engines import RayEngines
+from slime.core.hidden import EngineKeys
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.topology import Worker
 from slime.fleet.engine import FROZEN, POLICY, State
@@ -34,7 +35,7 @@ from tests.support.rollout import rollout_args, write_checkpoint_stub
 from tests.support.weights import FakeEngine, FakeWire, model
 
 TP2 = EngineLayout(tp_size=2)
-KEY = "the key of the run"
+KEYS = EngineKeys("the key of the run", "the key to its weights")
 
 
 class Noting:
@@ -110,7 +111,7 @@ def engines_of(
 ) -> tuple[RayEngines, Actors]:
     actors, slots, hosts = Actors(), Slots(), GuardedHosts(SimpleNamespace(tend=lambda: None))  # type: ignore[arg-type]
     monkeypatch.setattr(ray_engines, "EngineActor", actors)
-    return RayEngines(args, plan, slots, hosts, log_dir=tmp_path, api_key=KEY), actors  # type: ignore[arg-type]
+    return RayEngines(args, plan, slots, hosts, log_dir=tmp_path, keys=KEYS), actors  # type: ignore[arg-type]
 
 
 def test_each_engine_gets_what_its_group_and_its_place_say(
@@ -122,7 +123,7 @@ def test_each_engine_gets_what_its_group_and_its_place_say(
     for slot, (name, spec, log_dir, _, host, node, *meeting), named in actors.made:
         own = (spec.model_path, spec.worker, spec.layout, spec.extra.get("max_running_requests"), spec.random_seed)
         told.append((name, slot, host, node, meeting, spec.gpu_ids, own, named["takes_weights"]))
-        assert spec.api_key == KEY and log_dir == str(tmp_path)
+        assert spec.keys == KEYS and log_dir == str(tmp_path)
     assert told == [
         ("0", 2, "10.0.0.2", None, [], (12,), (policy, Worker.PREFILL, ONE_RANK, 3, 7), True),
         ("1", 3, "10.0.0.3", None, [], (13,), (policy, Worker.DECODE, ONE_RANK, 9, 8), True),
@@ -171,7 +172,7 @@ def test_the_rollout_side_and_the_senders_know_each_engine_as_what_it_is(
     rollout = SimpleNamespace(**calls)
     monkeypatch.setattr("slime.cluster.engines.wait_for", lambda *a, **k: [])
     monkeypatch.setattr("slime.cluster.engines.ray.wait", lambda refs, **k: (refs, []))
-    fleet = Engines(args, port, rollout, KEY, port._hosts)
+    fleet = Engines(args, port, rollout, KEYS.control, port._hosts)
     for index in range(3):
         fleet.up(index, f"http://{index}")
     fleet.end_sync(fleet.begin_sync(), 1)
@@ -188,8 +189,8 @@ def test_the_rollout_side_and_the_senders_know_each_engine_as_what_it_is(
     fleet.up(1, "http://1")
     infos = fleet.infos(fleet.members.engines[:2])
     assert infos == [
-        EngineInfo(0, "http://0", ONE_RANK, (2,), KEY, 0),
-        EngineInfo(1, "http://1", ONE_RANK, (3,), KEY, 1),
+        EngineInfo(0, "http://0", ONE_RANK, (2,), KEYS.control, 0),
+        EngineInfo(1, "http://1", ONE_RANK, (3,), KEYS.control, 1),
     ]
 
 
@@ -233,14 +234,14 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
         note_synced=lambda: noted.append("synced"),
     )
     rank = RankWeightSync(args, backend, rank=0, slots=[0], address="127.0.0.1")
-    old, new = (EngineInfo(0, "http://a", ONE_RANK, (1,), KEY, incarnation) for incarnation in (0, 1))
+    old, new = (EngineInfo(0, "http://a", ONE_RANK, (1,), KEYS.control, incarnation) for incarnation in (0, 1))
     metrics = rank.sync_weights([old])
     engine, limit_s, key = made[0]
     num_bytes = sum(tensor.numel() * 4 for tensor in state.values())
     updates = engine.log.count("update")
     assert engine.log == ["pause retract", *["update"] * updates, "checksums", "resume"]
     assert num_bytes / 4096 <= updates < num_bytes / 4096 * 3 and set(versions) == {5}
-    assert (limit_s, key) == (args.weight_sync_timeout_s, KEY) and noted == ["asked", "synced"]
+    assert (limit_s, key) == (args.weight_sync_timeout_s, KEYS.control) and noted == ["asked", "synced"]
     assert metrics["perf/update_weights_bytes"] == num_bytes
     rank.sync_weights([old])
     assert len(made) == 1
@@ -346,7 +347,7 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
         *("--update-weight-local-checkpoint-dir", local, "--weight-sync-timeout-s", "41"),
         *(word for flag, value in zip(health, ("11", "7", "3"), strict=True) for word in (flag, value)),
     )
-    spec, url = ServerSpec("m", "float32", api_key=KEY), "http://10.0.0.4:1"
+    spec, url = ServerSpec("m", "float32", api_key=KEYS.use, admin_key=KEYS.admin), "http://10.0.0.4:1"
     for name in ("SGLangServer", "HttpEngineControl", "AgentProcess", "ServerWatch"):
 
         def make(*given: Any, name: str = name, **named: Any) -> Noting:
@@ -359,8 +360,11 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
     assert actor.wait_ready(5.0) == url
     assert made == {
         "SGLangServer": ((spec,), {"host": "10.0.0.4", "log_path": tmp_path / "engine_2.log"}),
-        "HttpEngineControl": ((url, ONE_RANK), {"timeout_s": 41.0, "api_key": KEY}),
-        "AgentProcess": ((AgentSettings(shared, local, None, 41.0), url, KEY, tmp_path / "weights_agent_2.log"), {}),
+        "HttpEngineControl": ((url, ONE_RANK, 41.0, KEYS.control), {}),
+        "AgentProcess": (
+            (AgentSettings(shared, local, None, 41.0), url, KEYS.control, tmp_path / "weights_agent_2.log"),
+            {},
+        ),
         "ServerWatch": (("p", "a"), {"interval_s": 11.0, "timeout_s": 7.0, "first_wait_s": 3.0}),
     }
     said.clear()
@@ -389,12 +393,12 @@ def test_each_training_rank_and_the_rollout_side_get_their_own_place(
 
     monkeypatch.setattr(start, "_placed", placed)
     start._create_trainers(args, plan, folder, Slots(), plan.address_of)  # type: ignore[arg-type]
-    start._create_rollout(args, plan, folder, 2, KEY)  # type: ignore[arg-type]
+    start._create_rollout(args, plan, folder, 2, KEYS)  # type: ignore[arg-type]
     (strategy,) = (options.pop("scheduling_strategy") for _, options, _ in made[2:])
     assert made == [
         (start.TrainActor, {"slot": 0}, (args, 0, (0, 2), 3, str(tmp_path), "10.0.0.0")),
         (start.TrainActor, {"slot": 2}, (args, 1, (0, 2), 1, str(tmp_path), "10.0.0.1")),
-        (start.RolloutActor, {"num_cpus": 0, "max_concurrency": 16}, (args, 2, str(tmp_path), KEY)),
+        (start.RolloutActor, {"num_cpus": 0, "max_concurrency": 16}, (args, 2, str(tmp_path), KEYS)),
     ]
     assert (strategy.node_id, strategy.soft) == (hosts[0].node_id, False)
 
@@ -412,10 +416,11 @@ def test_engines_take_memory_when_every_training_rank_has_lent_its_own() -> None
 
 def test_the_key_of_a_run_is_the_users_if_there_is_one(tmp_path: Path) -> None:
     """Law: --router-api-key is the engines', too, because a router hands on what a request carries."""
-    assert start.key_of_run(rollout_args(tmp_path, "--router-api-key", "theirs")) == "theirs"
-    assert start.key_of_run(rollout_args(tmp_path, "--sglang-api-key", "ours")) == "ours"
-    made = {start.key_of_run(rollout_args(tmp_path)) for _ in range(2)}
-    assert len(made) == 2 and {len(key) for key in made} == {64}, "each run makes its own"
+    assert start.keys_of(rollout_args(tmp_path, "--router-api-key", "theirs")).use == "theirs"
+    assert start.keys_of(rollout_args(tmp_path, "--sglang-api-key", "ours")).use == "ours"
+    assert start.keys_of(rollout_args(tmp_path, "--sglang-admin-api-key", "ours")).control == "ours"
+    made = {key for _ in range(2) for keys in [start.keys_of(rollout_args(tmp_path))] for key in (keys.use, keys.admin)}
+    assert len(made) == 4 and {len(str(key)) for key in made} == {64}, "each run makes its own, the one to weights apart"
 
 
 def test_a_bundle_and_its_share_are_those_of_the_slot_and_a_reservation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,8 +466,8 @@ def test_each_router_knows_its_port_its_key_and_whether_engines_are_in_pairs(
     monkeypatch.setattr(rollout_actor, "Router", lambda **named: named)
     monkeypatch.setattr(rollout_actor, "ExistingRouter", lambda *given, **named: (given, named))
     settings = args.replace(router_host="0.0.0.0", router_port=7001, router={"policy": "random"})
-    made = rollout_actor._routers(settings, topology_of(settings), tmp_path, KEY)  # type: ignore[assignment]
-    common = {"host": "0.0.0.0", "extra_args": {"policy": "random", "api_key": KEY}, "worker_api_key": KEY}
+    made = rollout_actor._routers(settings, topology_of(settings), tmp_path, KEYS.use)  # type: ignore[assignment]
+    common = {"host": "0.0.0.0", "extra_args": {"policy": "random", "api_key": KEYS.use}, "worker_api_key": KEYS.use}
     assert made == {
         "actor": {**common, "port": 7001, "log_path": tmp_path / "router.log", "pairs": True},
         "judge": {**common, "port": None, "log_path": tmp_path / "router_judge.log", "pairs": False},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ConfigError, EngineError
+from slime.core.hidden import EngineKeys
 from slime.fleet import external
 from slime.fleet.engine import Engine, State
 from slime.fleet.external import ExternalEngines
@@ -24,6 +25,7 @@ from tests.support.stranger import Stranger
 
 LIMIT_S = 60.0
 KEY = "key"
+KEYS = EngineKeys(KEY)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ class Fleet:
     """Engines that run already, and their supervisor."""
 
     def __init__(self, args: Args) -> None:
-        self.port = ExternalEngines(args, KEY)
+        self.port = ExternalEngines(args, KEYS)
         self.port.find(LIMIT_S)
         self.members = Membership(self.port.engines())
         self.supervisor = Supervisor(self.members, self.port)
@@ -106,14 +108,14 @@ def test_a_server_that_fits_is_an_engine_without_slots(args: Callable[..., Args]
 
 def test_what_does_not_fit_is_refused_with_all_of_it(args: Callable[..., Args], server: Stranger) -> None:
     server.info |= {"dtype": "float16", "version": "0.1"}
-    port = ExternalEngines(args(server.url), KEY)
+    port = ExternalEngines(args(server.url), KEYS)
     with pytest.raises(ConfigError, match=r"SGLang 0\.1(.|\n)*--dtype float16"):
         port.find(LIMIT_S)
     port.close()
 
 
 def test_an_address_where_nobody_answers_is_named(args: Callable[..., Args]) -> None:
-    port = ExternalEngines(args("127.0.0.1:9"), KEY)
+    port = ExternalEngines(args("127.0.0.1:9"), KEYS)
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9: it does not answer"):
         port.find(0.5)
     port.close()
@@ -203,7 +205,7 @@ def test_each_question_has_the_key_and_its_own_limit(
     limits = ("--rollout-health-check-timeout", "17", "--weight-sync-timeout-s", "41")
     fleet = Fleet(args(server.url, flags=(*limits, "--rollout-health-check-first-wait", "3")))
     assert asked == [
-        (server.url, KEY, 17.0, 41.0),
+        (server.url, KEYS, 17.0, 41.0),
         {"interval_s": 0.05, "timeout_s": 17.0, "first_wait_s": 3.0},
     ]
     look = fleet.port._looks[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ class BrokenView:
 
 def make_folder(path: Path) -> RunFolder:
     return RunFolder.create(path, run_id="run-1", args={"lr": 1e-5, "wandb_key": "abc", "megatron": {"bf16": True}})
+
+
+def test_a_run_folder_is_its_owners_until_he_opens_it(tmp_path: Path) -> None:
+    """Law: prompts and answers are in it, also in logs. A resume leaves the mode that its owner gave it."""
+    before = os.umask(0)
+    try:
+        folder = make_folder(tmp_path / "not there" / "run")
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        folder.path.chmod(0o750)
+        assert make_folder(folder.path).path.stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(before)
 
 
 def test_a_start_records_what_had_no_effect(tmp_path: Path) -> None:

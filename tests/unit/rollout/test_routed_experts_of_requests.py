@@ -89,7 +89,7 @@ def test_the_format_is_the_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     for flag, expected in (("--use-rollout-routing-replay", ExpertFormat(4, 2, (False, True))), (None, None)):
         args = parse_args([*flags, *([flag] if flag else [])])
-        client = engine_client(args, [], None, api_key=None)
+        client = engine_client(args, [], None)
         assert client._experts == expected
 
 

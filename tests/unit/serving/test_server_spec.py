@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,15 +13,17 @@ import pytest
 
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.errors import ConfigError
+from slime.core.hidden import EngineKeys
 from slime.core.layout import EngineLayout
 from slime.core.topology import Worker, bootstrap_of
 from slime.serving import agent_process, router_workers
 from slime.serving import router as router_module
 from slime.serving import server as server_module
-from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG, value_of
+from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG, value_of
 from slime.serving.ports import _claim
 from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter
+from slime.serving.secret import Secret
 from slime.serving.server import ServerSpec, SGLangServer, command_line_flags
 from slime.settings.engine_layout import STAGES_ENV, server_settings
 
@@ -73,6 +78,11 @@ def test_contradictions_are_refused_before_any_process_starts(settings: dict[str
         ServerSpec(model_path="m", **settings)  # type: ignore[arg-type]
 
 
+@dataclass
+class Arguments:
+    api_key: str
+
+
 def test_flags_are_written_as_sglang_reads_them() -> None:
     fields = {"a_b": 1, "on": True, "off": False, "none": None, "many": ["x", "y"], "mapping": {"k": 1}}
     assert command_line_flags(fields) == ["--a-b", "1", "--on", "--many", "x", "y", "--mapping", '{"k": 1}']
@@ -84,9 +94,17 @@ def test_the_launcher_patches_only_where_the_device_is_a_cpu() -> None:
 
 
 def test_a_token_never_stands_on_a_command_line() -> None:
-    spec = ServerSpec(model_path="m", dtype="float32", api_key="secret")
-    assert "secret" not in command_line_flags(args_of(spec))
-    assert "secret" in spec.environment().values()
+    spec = ServerSpec(model_path="m", dtype="float32", api_key="secret", admin_key="secret, too")
+    assert not {"secret", "secret, too"} & set(command_line_flags(args_of(spec)))
+    assert {"secret", "secret, too"} <= set(spec.environment().values())
+
+
+def test_a_copy_of_a_key_opens_nothing() -> None:
+    """Law: SGLang copies its arguments into answers, and pickles them for its children: those hold no key."""
+    key = Secret("sesame")
+    assert key == "sesame" and f"Bearer {key}" == "Bearer sesame" and repr(key) == "'<hidden>'"
+    copies = [copy.deepcopy(key), pickle.loads(pickle.dumps(key)), asdict(Arguments(key))["api_key"]]
+    assert "sesame" not in copies and len(set(copies)) == 3 and all(c.startswith("<hidden>") for c in copies)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +170,8 @@ def test_an_engine_of_a_pair_is_told_which_half_it_does() -> None:
 
 
 def test_an_engine_is_what_the_settings_say_and_lends_its_memory_where_it_shares_gpus() -> None:
-    """Law: engines sample unlike each other, and the user's key goes before that of the run."""
+    """Law: engines sample unlike each other, and the user's keys go before those of the run."""
+    run = EngineKeys("the run's", "to its weights")
     args: Any = SimpleNamespace(
         hf_checkpoint="m",
         device="cuda",
@@ -164,13 +183,16 @@ def test_an_engine_is_what_the_settings_say_and_lends_its_memory_where_it_shares
         pause_generation_mode="retract",
         sglang={"api_key": "the user's"},
     )
-    spec = ServerSpec.from_args(args, index=3, num_threads=2, api_key="the run's")
-    assert (spec.random_seed, spec.num_threads, spec.api_key, spec.token_versions) == (8, 2, "the user's", True)
-    apart = ServerSpec.from_args(args, api_key="the run's", shares=False)
+    spec = ServerSpec.from_args(args, index=3, num_threads=2, keys=run)
+    assert (spec.random_seed, spec.num_threads, spec.token_versions) == (8, 2, True)
+    assert spec.keys == EngineKeys("the user's", "to its weights")
+    apart = ServerSpec.from_args(args, keys=run, shares=False)
     assert [(one.memory_saver, one.gated) for one in (spec, apart)] == [(True, True), (False, False)]
     args.sglang, args.pause_generation_mode = {}, "abort"
-    spec = ServerSpec.from_args(args, api_key="the run's")
-    assert spec.api_key == "the run's" and not spec.token_versions
+    spec = ServerSpec.from_args(args, keys=run)
+    assert spec.keys == run and not spec.token_versions
+    args.sglang = {"admin_api_key": "the user's"}
+    assert ServerSpec.from_args(args, keys=run).keys == EngineKeys("the run's", "the user's")
 
 
 class Started:
@@ -212,7 +234,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, str | None]
 def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
     tmp_path: Path, asked: list[tuple[str, float, str | None]]
 ) -> None:
-    spec = ServerSpec("m", "float32", api_key="secret", gated=True, token_versions=True)
+    spec = ServerSpec("m", "float32", api_key="secret", admin_key="admin", gated=True, token_versions=True)
     servers = [SGLangServer(spec, host="10.0.0.4", log_path=tmp_path / f"engine_{i}.log") for i in range(2)]
     for server in servers:
         server.start()
@@ -222,7 +244,8 @@ def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
         assert value_of(process.words, "--host", "") == "10.0.0.4" and "--incremental-streaming-output" in process.words
         assert value_of(process.words, "--weight-version", "") == "0", "the first weight sync makes it 1"
         assert process.words[process.words.index("slime.serving.launch") + 1] == TOKEN_VERSIONS_FLAG
-        assert process.env[API_KEY_ENV] == "secret" and process.env[GATE_ENV] == str(tmp_path / f"engine_{number}.gate")
+        assert (process.env[API_KEY_ENV], process.env[ADMIN_KEY_ENV]) == ("secret", "admin")
+        assert process.env[GATE_ENV] == str(tmp_path / f"engine_{number}.gate")
     assert not any(_claim(int(port)) for port in ports), "nobody else can lease them"
     gate = tmp_path / "engine_0.gate"
     assert not gate.exists()
@@ -230,7 +253,7 @@ def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
     assert gate.exists()
     servers[0].wait_ready(7.0)
     assert servers[0].scheduler_answers(3.0)
-    assert asked == [("health", 5.0, None), ("freeze_gc", 7.0, "secret"), ("server_info", 3.0, "secret")]
+    assert asked == [("health", 5.0, None), ("freeze_gc", 7.0, "admin"), ("server_info", 3.0, "secret")]
     for server in servers:
         server.stop()
     leases = [_claim(int(port)) for port in ports]
@@ -242,7 +265,7 @@ def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
 def test_a_router_has_its_key_ports_of_its_own_and_no_proxies(
     tmp_path: Path, asked: list[tuple[str, float, str | None]]
 ) -> None:
-    given: dict[str, Any] = {"worker_api_key": "secret", "extra_args": {"policy": "random"}}
+    given: dict[str, Any] = {"worker_api_key": "secret", "extra_args": {"policy": "random", "oracle_password": "p w"}}
     routers = [Router(log_path=tmp_path / f"{i}.log", pairs=bool(i), **given) for i in range(2)]
     for router in routers:
         router.start()
@@ -251,7 +274,9 @@ def test_a_router_has_its_key_ports_of_its_own_and_no_proxies(
     assert len(set(ports)) == 4 and ports[::2] == [str(router.port) for router in routers]
     assert ["--pd-disaggregation" in one for one in words] == [False, True]
     assert {value_of(one, "--policy", "") for one in words} == {"random"}
-    assert Started.all[0].env == {API_KEY_ENV: "secret", **router_module.NO_PROXIES}
+    more = {SECRET_FLAGS_ENV: '["--oracle-password", "p w"]'}
+    assert Started.all[0].env == {API_KEY_ENV: "secret", **router_module.NO_PROXIES, **more}
+    assert not any("p w" in one for one in words), "everybody on the host sees a command line"
     for router in routers:
         router.stop()
     leases = [_claim(int(port)) for port in ports]
@@ -294,7 +319,7 @@ def test_a_weights_agent_has_its_engine_its_folders_and_its_key(
     Started.all[0].alive = False
     agent.tend()
     first, second = Started.all
-    assert first.words == second.words and first.env == second.env == {API_KEY_ENV: "secret"}
+    assert first.words == second.words and first.env == second.env == {ADMIN_KEY_ENV: "secret", API_KEY_ENV: None}
     named = {"engine": "http://10.0.0.4:1", "disk-dir": "/shared", "local-dir": "/local", "limit-s": "41.0"}
     named["pre-read-hook"] = "my.hooks.pre_read"
     assert {name: value_of(first.words, f"--{name}", "") for name in named} == named

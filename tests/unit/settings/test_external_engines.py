@@ -65,6 +65,9 @@ def test_their_key_may_come_from_the_environment(base: list[str], monkeypatch: p
     assert "sesame" not in str(parse_args([*base, *TWO]).to_json_dict())
     assert parse_args([*base, *TWO, "--sglang-api-key", "own"]).sglang["api_key"] == "own"
     assert parse_args(base).sglang.get("api_key") is None, "engines of a run have a key of the run"
+    monkeypatch.setenv("SLIME_ENGINE_ADMIN_API_KEY", "open")
+    assert parse_args([*base, *TWO]).sglang["admin_api_key"] == "open"
+    assert parse_args(base).sglang.get("admin_api_key") is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.observability.run_folder import RunFolder
 from slime.settings import parse_args
-from slime.settings.answers import explain
+from slime.settings.answers import explain, help_text
 from slime.settings.args import Args
 from slime.settings.table import flag_table
 from tests.support.command_line import refused
@@ -67,3 +67,22 @@ def test_a_secret_of_a_file_is_in_no_message(base: list[str], tmp_path: Path, va
     file.write_text(f"wandb_key: {value}\n")
     message = refused([*base, "--wandb-key", "short", "--custom-config-path", str(file)])
     assert "wandb_key" in message and SECRET not in message and "short" not in message
+
+
+def test_a_secret_may_stand_in_a_file(base: list[str], tmp_path: Path) -> None:
+    """Law: nobody has to put a secret on a command line, where `ps` shows it to the whole host."""
+    file = tmp_path / "key"
+    file.write_text(f"{SECRET}\n")
+    args = parse_args([*base, "--router-api-key", f"@{file}", f"--opd-teacher-api-key=@{file}"])
+    assert args.router["api_key"] == args.opd_teacher_api_key == SECRET
+    assert f"@{file}" in args.command, "another start reads it again"
+    assert "cannot be read" in refused([*base, "--router-api-key", f"@{tmp_path / 'none'}"])
+    file.write_text("\n")
+    assert "is empty" in refused([*base, "--router-api-key", f"@{file}"])
+
+
+def test_help_says_so_of_every_secret() -> None:
+    for topic in ("slime", "sglang", "router"):
+        shown = help_text(topic)
+        expected = sum(flag.owner == topic and not flag.internal for flag in SECRETS)
+        assert expected and " ".join(shown.split()).count("@FILE reads it from a file") >= expected, topic

@@ -92,7 +92,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown argument": ([{"name": "a", "server_groups": [group(overrides={"warp": 2})]}], "SGLang does not know"),
     "a key of its own": (
         [{"name": "a", "server_groups": [group(overrides={"api_key": "x"})]}],
-        "one key; use --sglang-api-key",
+        "one key for all engines; use --sglang-api-key",
+    ),
+    "a key to its weights": (
+        [{"name": "a", "server_groups": [group(overrides={"admin_api_key": "x"})]}],
+        "use --sglang-admin-api-key",
     ),
     "a dtype of its own": ([{"name": "a", "server_groups": [group(overrides={"dtype": "float16"})]}], "--sglang-dtype"),
     "a wrong type": ([{"name": "a", "server_groups": [group(overrides={"chunked_prefill_size": "x"})]}], "overrides"),

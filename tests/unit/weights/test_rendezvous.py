@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 
+import pytest
+from torch.distributed import rendezvous
+
+from slime.compat.sglang_closed import meet_in_private
 from slime.weights.rendezvous import join_store, listen_on, open_store
 from tests.support.training import listening_addresses
 
@@ -20,3 +25,24 @@ def test_a_store_is_reached_at_its_address_only() -> None:
     guest = join_store("127.0.0.1", port, world_size=2, timeout=LIMIT)
     guest.set("greeting", "hello")
     assert store.get("greeting") == b"hello"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "[::]"])
+def test_ranks_of_an_engine_on_one_host_meet_on_loopback(host: str) -> None:
+    """Law: wherever its server listens, an engine's store listens on loopback; torch's own takes every interface."""
+    free = listen_on("127.0.0.1")
+    port = free.getsockname()[1]
+    free.close()
+    before = listening_addresses(os.getpid())
+    address = meet_in_private(f"tcp://{host}:{port}", server_args=SimpleNamespace(nnodes=1), dist_port=port)
+    assert address is not None
+    store, rank, size = next(rendezvous(address, 0, 1, timeout=LIMIT))
+    assert (rank, size) == (0, 1) and listening_addresses(os.getpid()) - before <= {"127.0.0.1"}
+    join_store("127.0.0.1", port, world_size=1, timeout=LIMIT).set("greeting", "hello")
+    assert store.get("greeting") == b"hello"
+
+
+def test_ranks_on_several_hosts_meet_at_the_address_of_the_first() -> None:
+    several = SimpleNamespace(nnodes=2)
+    assert meet_in_private("tcp://10.0.0.7:5", server_args=several, dist_port=9) == "slime://10.0.0.7:5"
+    assert meet_in_private("env://", server_args=several, dist_port=9) is None, "somebody's own choice"

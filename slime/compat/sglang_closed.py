@@ -1,0 +1,80 @@
+"""Closes what SGLang 0.5.16 leaves open to whoever reaches the host.
+
+- The ranks of an engine meet at a store of torch that listens on every interface and asks for no key; pickles travel
+  through it. `register` has it listen on the one address where they meet, which is loopback for an engine on one host:
+  other hosts have nothing to do there.
+- Two routes that change something ask for the key of those who may generate alone, and the only websocket asks for
+  none. `close_routes` has both ask for the admin key, as their siblings do, and leaves the websocket out.
+
+To be removed when SGLang does so itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from slime.core.addresses import LOOPBACK
+from slime.core.errors import EngineError
+
+SCHEME = "slime"
+"""Of addresses at which ranks meet; torch's own is tcp."""
+LIMIT = timedelta(minutes=30)
+"""torch's own."""
+_WHERE = "sglang.srt.distributed.bootstrap._resolve_dist_init_method"
+CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
+"""Functions behind routes: the first takes weights."""
+
+
+def register() -> None:
+    """Call before SGLang's server loads its plugins."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_WHERE, meet_in_private, HookType.AFTER)
+
+
+def meet_in_private(address: str, *, server_args: Any, dist_port: int) -> str | None:
+    """After SGLang chose where ranks meet, in each of them. What is not `tcp://` was somebody's choice, and stays."""
+    if not address.startswith("tcp://"):
+        return None
+    _know_scheme()
+    if server_args.nnodes == 1:
+        return f"{SCHEME}://{LOOPBACK}:{dist_port}"
+    return f"{SCHEME}{address.removeprefix('tcp')}"
+
+
+@cache
+def _know_scheme() -> None:
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    register_rendezvous_handler(SCHEME, _meet)
+
+
+def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """A handler as torch calls it: yields the store, this rank, and how many there are."""
+    from slime.weights.rendezvous import join_store, listen_on, open_store
+
+    where = urlsplit(url)
+    said = {name: int(values[0]) for name, values in parse_qs(where.query).items()}
+    rank, size, host, port = said["rank"], said["world_size"], where.hostname, where.port
+    assert host is not None and port is not None, f"ranks meet at {url}, which is no address"
+    if rank == 0:
+        yield open_store(listen_on(host, port), world_size=size, timeout=timeout), rank, size
+    else:
+        yield join_store(host, port, world_size=size, timeout=timeout), rank, size
+    raise EngineError(f"got a second meeting at {url}, where ranks meet once")
+
+
+def close_routes() -> None:
+    """Before the server takes requests."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.routing import WebSocketRoute
+
+    for name in CONTROL:
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(getattr(http_server, name))
+    routes = http_server.app.router.routes
+    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
