@@ -75,9 +75,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "weights for frozen engines": Mutation(
         "engines", "cluster/engines.py", "return tuple(engine for engine in now if engine.role == POLICY)", "return now"
     ),
-    "engines without the key": Mutation(
-        "wiring", "cluster/ray_engines.py", "            keys=self._keys,\n", ""
-    ),
+    "engines without the key": Mutation("wiring", "cluster/ray_engines.py", "            keys=self._keys,\n", ""),
     "engines sample alike": Mutation(
         "wiring",
         "cluster/ray_engines.py",

@@ -178,7 +178,7 @@ def _who(pid: int, name: str) -> str:
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
         if b"slime.serving.launch" in line and not name.startswith("sglang::"):
-            return "SGLang"
+            return "sglang::router" if b"--router\0" in line else "SGLang"
         if b"autoscaler/_private/monitor.py" in line:
             return "Ray's metrics"
     return name

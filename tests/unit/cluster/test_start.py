@@ -11,9 +11,8 @@ import pytest
 
 from slime.cluster.launch import HASTY_END_S, _used
 from slime.cluster.run import Run
-from slime.cluster.start import _warm_digests, keys_of
+from slime.cluster.start import _warm_digests
 from slime.core.errors import EngineError
-from slime.core.hidden import EngineKeys
 from slime.fleet.engine import FROZEN, POLICY, Engine, State
 
 
@@ -74,22 +73,6 @@ def test_a_cluster_that_asks_for_no_token_is_not_joined_without_a_word(
     assert "RAY_AUTH_MODE" not in told(caplog, tmp_path, [])
     text = told(caplog, tmp_path, [], token=False, ray_address="10.0.0.1:6379")
     assert "the Ray cluster at 10.0.0.1:6379 asks for no token" in text and "RAY_AUTH_MODE=token" in text
-
-
-def test_who_may_generate_need_not_know_the_key_to_the_weights() -> None:
-    """Law: a run has two keys that are not equal; engines of somebody else have those that they were started with."""
-    own = keys_of(settings())
-    assert own.use and own.admin and own.use != own.admin and own.control == own.admin
-    assert "hidden" not in repr(own) and own.use not in repr(own) and own.admin not in repr(own)
-    given = settings(sglang={"api_key": "use", "admin_api_key": "change"})
-    assert keys_of(given) == EngineKeys("use", "change")
-    assert keys_of(settings(router={"api_key": "router"})).use == "router"
-    theirs = settings(sglang={"api_key": "all"}, rollout_external_engine_addrs=("a:1",))
-    assert keys_of(theirs) == EngineKeys("all") and keys_of(theirs).control == "all"
-
-
-def settings(**given: Any) -> Any:
-    return SimpleNamespace(**{"sglang": {}, "router": {}, "rollout_external_engine_addrs": (), **given})
 
 
 def test_engines_that_run_already_have_no_key_of_the_run(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

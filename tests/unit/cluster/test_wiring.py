@@ -414,13 +414,18 @@ def test_engines_take_memory_when_every_training_rank_has_lent_its_own() -> None
     assert start._lend(args, engines, ranks) == ([], [])
 
 
-def test_the_key_of_a_run_is_the_users_if_there_is_one(tmp_path: Path) -> None:
-    """Law: --router-api-key is the engines', too, because a router hands on what a request carries."""
+def test_the_keys_of_a_run_are_the_users_if_there_are_any(tmp_path: Path) -> None:
+    """Law: --router-api-key is the engines', too, because a router hands on what it is sent. It opens no weights.
+    Engines of somebody else have the keys that they were started with."""
     assert start.keys_of(rollout_args(tmp_path, "--router-api-key", "theirs")).use == "theirs"
     assert start.keys_of(rollout_args(tmp_path, "--sglang-api-key", "ours")).use == "ours"
     assert start.keys_of(rollout_args(tmp_path, "--sglang-admin-api-key", "ours")).control == "ours"
-    made = {key for _ in range(2) for keys in [start.keys_of(rollout_args(tmp_path))] for key in (keys.use, keys.admin)}
-    assert len(made) == 4 and {len(str(key)) for key in made} == {64}, "each run makes its own, the one to weights apart"
+    made = [start.keys_of(rollout_args(tmp_path)) for _ in range(2)]
+    keys = {key for one in made for key in (one.use, one.admin)}
+    assert len(keys) == 4 and {len(str(key)) for key in keys} == {64}, "each run makes its own, for weights another one"
+    assert not any(str(key) in repr(made) for key in keys)
+    foreign = ("--rollout-external-engine-addrs", "a:1", "--sglang-api-key", "all")
+    assert start.keys_of(rollout_args(tmp_path, *foreign)) == EngineKeys("all")
 
 
 def test_a_bundle_and_its_share_are_those_of_the_slot_and_a_reservation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
