@@ -26,6 +26,7 @@ def test_a_coding_agent_is_trained_by_one_command(runs: Path) -> None:
     with RealRun(run_dir, flags, script="recipes/coding_agent/run.sh", more_env=environment) as run:
         assert run.wait() == 0, run.tail
         left = run.left()
+        run.require_closed()
     assert not left, left
     assert len(run.series("train", "train/loss")) == 1, run.tail
     groups = load_rollout(rollouts / "0.jsonl.zst")[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.serving.plain_http import request
-from tests.e2e.test_external_engines import KEY, flags_of, servers
+from tests.e2e.test_external_engines import KEY, KEYS, flags_of, servers
 from tests.support.e2e import ROOT, Flags, RealRun, environment
 from tests.support.ledger import require_balance
 
@@ -71,18 +71,17 @@ def test_a_run_updates_an_engine_through_the_folder_alone(
 ) -> None:
     """Law: pause, weights, digests and going on all pass through files, by an agent that somebody started by hand."""
     folder = runs / "delta-external"
-    key = {"SLIME_ENGINE_API_KEY": KEY}
     with servers(tiny_qwen3, folder, 1) as (server,):
         shared, local = folder / "shared", folder / "local"
         words = ["weights-agent", "--engine", server.url, "--disk-dir", str(shared), "--local-dir", str(local)]
         program = [sys.executable, "-m", "slime.cli.main", *words]
-        agent = subprocess.Popen(program, cwd=ROOT, env={**environment(), **key})
+        agent = subprocess.Popen(program, cwd=ROOT, env={**environment(), **KEYS})
         try:
             where = ["--update-weight-mode", "delta", "--update-weight-disk-dir", str(shared)]
             more = ["--update-weight-local-checkpoint-dir", "not of this host", "--update-weight-folder-only"]
             address = server.url.removeprefix("http://")
             flags = flags_of(digits, tiny_qwen3, address, "--num-rollout", "3", *where, *more)
-            with RealRun(runs / "delta-external-run", flags, more_env=key) as run:
+            with RealRun(runs / "delta-external-run", flags, more_env=KEYS) as run:
                 assert run.wait() == 0, run.tail
                 assert run.series("perf", "perf/update_weights_full") == [0.0, 0.0, 0.0]
                 assert run.left() == []

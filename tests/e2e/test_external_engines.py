@@ -25,6 +25,8 @@ from tests.support.ledger import require_balance
 pytestmark = pytest.mark.slow
 
 KEY = "a key that is in no command line"
+ADMIN = "a key to the weights"
+KEYS = {"SLIME_ENGINE_API_KEY": KEY, "SLIME_ENGINE_ADMIN_API_KEY": ADMIN}
 SERVER = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
     *("--max-total-tokens", "16384", "--max-running-requests", "64", "--sleep-on-idle", "--skip-server-warmup"),
@@ -40,7 +42,7 @@ class Server:
     def __init__(self, model: Path, port: int, log: Path) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", log
         words = [sys.executable, "-m", "slime.serving.launch", "--model-path", str(model), "--port", str(port), *SERVER]
-        more = {"SLIME_ENGINE_API_KEY": KEY, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        more = {**KEYS, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 words,
@@ -124,7 +126,7 @@ def test_an_engine_leaves_and_another_joins_while_training_runs(
         listed = folder / "engines"
         listed.write_text(f"{first.url}\n{second.url}\n")
         flags = flags_of(digits, tiny_qwen3, f"@{listed}", "--num-rollout", "100000")
-        with RealRun(run_dir, flags, more_env={"SLIME_ENGINE_API_KEY": KEY}) as run:
+        with RealRun(run_dir, flags, more_env=KEYS) as run:
 
             def steps() -> int:
                 return max(run.metrics("train"), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
@@ -160,7 +162,7 @@ def test_an_engine_leaves_and_another_joins_while_training_runs(
             assert run.left() == []
         assert first.answers(), "it left while it served"
         if "may be paused" in run.output:  # Ctrl-C came in a weight sync
-            assert request("POST", f"{last.url}/continue_generation", {}, api_key=KEY)[0] == 200
+            assert request("POST", f"{last.url}/continue_generation", {}, api_key=ADMIN)[0] == 200
         assert last.answers()
 
 
@@ -173,9 +175,7 @@ def test_a_server_that_holds_other_weights_is_left_out_until_it_holds_the_right_
         listed = folder / "engines"
         listed.write_text(f"{first.url}\n{liar.url}\n")
         more = ["--num-rollout", "100000", "--request-timeout-s", "10"]
-        with RealRun(
-            run_dir, flags_of(digits, tiny_qwen3, f"@{listed}", *more), more_env={"SLIME_ENGINE_API_KEY": KEY}
-        ) as run:
+        with RealRun(run_dir, flags_of(digits, tiny_qwen3, f"@{listed}", *more), more_env=KEYS) as run:
 
             def steps() -> int:
                 return max(run.metrics("train"), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
@@ -223,18 +223,17 @@ def test_weights_go_through_a_folder_to_a_server_that_fits(
 ) -> None:
     """Law: what does not fit is refused before anything starts; what fits is trained with and left serving."""
     folder = runs / "external-disk"
-    key = {"SLIME_ENGINE_API_KEY": KEY}
     with servers(tiny_qwen3, folder, 1) as (server,):
         where = server.url.removeprefix("http://")
         wrong = flags_of(digits, tiny_llama, where, "--num-rollout", "1", "--sglang-disable-radix-cache")
-        with RealRun(runs / "external-wrong", wrong, more_env=key) as refused:
+        with RealRun(runs / "external-wrong", wrong, more_env=KEYS) as refused:
             assert refused.wait() == 2, refused.tail
             assert "model Qwen3ForCausalLM" in refused.output and "--disable-radix-cache off" in refused.output
         with RealRun(runs / "external-no-key", wrong) as refused:
             assert refused.wait() == 2, refused.tail
             assert "turns down our key" in refused.output
         flags = flags_of(digits, tiny_qwen3, where, "--num-rollout", "3", "--update-weight-transport", "disk")
-        with RealRun(runs / "external-disk-run", flags, more_env=key) as run:
+        with RealRun(runs / "external-disk-run", flags, more_env=KEYS) as run:
             assert run.wait() == 0, run.tail
             assert sorted(run.metrics("train")) == [0, 1, 2]
             assert run.left() == []

@@ -37,6 +37,7 @@ def test_an_engine_or_a_router_that_ends(runs: Path, tiny_qwen3: Path) -> None:
         log = run.run_dir / "logs" / "rollout.log"
         os.kill(pid_of(run, "sglang::router"), signal.SIGKILL)
         run.wait_until("the router", lambda: f"at http://127.0.0.1:{port} answers again" in log.read_text(), 240)
+        run.require_closed()
         os.kill(pid_of(run, "sglang::schedul"), signal.SIGKILL)
         status = run.wait(240)
         assert status not in (0, 130), f"exit status {status}; {run.tail}"
