@@ -28,7 +28,6 @@ OWNED: dict[str, dict[str, str]] = {
         "model_path": "use --hf-checkpoint.",
         "tp_size": "use --rollout-num-gpus-per-engine.",
         "device": "use --device.",
-        "admin_api_key": "control calls use the run's own token; use --sglang-api-key.",
         "host": "servers listen on addresses of the run.",
         "port": "ports are allocated per run.",
         "nccl_port": "ports are allocated per run.",

@@ -73,8 +73,8 @@ def test_a_secret_may_stand_in_a_file(base: list[str], tmp_path: Path) -> None:
     """Law: nobody has to put a secret on a command line, where `ps` shows it to the whole host."""
     file = tmp_path / "key"
     file.write_text(f"{SECRET}\n")
-    args = parse_args([*base, "--router-api-key", f"@{file}", f"--opd-teacher-api-key=@{file}"])
-    assert args.router["api_key"] == args.opd_teacher_api_key == SECRET
+    args = parse_args([*base, "--router-api-key", f"@{file}", "--use-wandb", f"--wandb-key=@{file}"])
+    assert args.router["api_key"] == args.wandb_key == SECRET
     assert f"@{file}" in args.command, "another start reads it again"
     assert "cannot be read" in refused([*base, "--router-api-key", f"@{tmp_path / 'none'}"])
     file.write_text("\n")
