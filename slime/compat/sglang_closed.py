@@ -60,7 +60,7 @@ def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any,
     where = urlsplit(url)
     said = {name: int(values[0]) for name, values in parse_qs(where.query).items()}
     rank, size, host, port = said["rank"], said["world_size"], where.hostname, where.port
-    assert host is not None and port is not None, f"ranks meet at {url}, which is no address"
+    assert host is not None and port is not None, f"ranks meet at {url}, which lacks a host or a port"
     if rank == 0:
         yield open_store(listen_on(host, port), world_size=size, timeout=timeout), rank, size
     else:

@@ -39,8 +39,8 @@ ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
 """Holds what the server asks for where something is changed or ended; without it that is the other one."""
 
 
-SECRET_FLAGS_ENV = "SLIME_ROUTER_SECRET_FLAGS"
-"""Other flags of the router that are nobody's to read, as a JSON list."""
+SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
+"""Further flags that are nobody's to read, as a JSON list."""
 
 
 def value_of(arguments: list[str], flag: str, default: str) -> str:
@@ -147,10 +147,11 @@ def main() -> None:
     owner = os.environ.pop(OWNER_ENV, None)
     api_key, admin_key = os.environ.pop(API_KEY_ENV, None), os.environ.pop(ADMIN_KEY_ENV, None)
     key = ["--api-key", api_key] if api_key else []
+    key += json.loads(os.environ.pop(SECRET_FLAGS_ENV, "[]"))
     arguments = sys.argv[1:]
     if arguments[:1] == [ROUTER_FLAG]:
         die_with_parent(int(owner) if owner else None)
-        route([*arguments[1:], *key, *json.loads(os.environ.pop(SECRET_FLAGS_ENV, "[]"))])
+        route([*arguments[1:], *key])
         return
     prepare_process(arguments, int(owner) if owner else None)
     serve([*arguments, *key, *(["--admin-api-key", admin_key] if admin_key else [])])

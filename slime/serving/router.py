@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any
 
 from slime.core.addresses import http_url
 from slime.core.errors import ConfigError, EngineError
-from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG, SECRET_FLAGS_ENV
+from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request
 from slime.serving.ports import lease_port, lease_ports
 from slime.serving.process import ChildProcess, python_module
 from slime.serving.router_workers import RouterWorkers
-from slime.serving.server import command_line_flags
-from slime.settings.schema import SECRETS
+from slime.serving.server import without_secrets
 
 DEFAULTS: Mapping[str, Any] = {
     "worker_startup_check_interval": 1,
@@ -90,12 +88,12 @@ class Router(LeasedServer, RouterWorkers):
         fields = {**DEFAULTS, **self._extra, "host": self.host, "port": self.port}
         fields |= {"pd_disaggregation": True} if self._pairs else {}
         fields |= {"prometheus_host": "127.0.0.1", "prometheus_port": self._metrics_lease.port}
-        secret = command_line_flags({name: fields.pop(name) for name in SECRETS if name in fields})
+        flags, secret = without_secrets(fields)
         self._process = ChildProcess(
             f"router {self.url}",
-            python_module("slime.serving.launch", [ROUTER_FLAG, *command_line_flags(fields)]),
+            python_module("slime.serving.launch", [ROUTER_FLAG, *flags]),
             log_path=self.log_path,
-            env={API_KEY_ENV: self.api_key, **NO_PROXIES} | ({SECRET_FLAGS_ENV: json.dumps(secret)} if secret else {}),
+            env={API_KEY_ENV: self.api_key, **NO_PROXIES, **secret},
         )
         self._process.start()
 

@@ -30,7 +30,7 @@ from slime.core.errors import ConfigError, EngineError
 from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.topology import BOOTSTRAP_OFFSET, Worker
-from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, TOKEN_VERSIONS_FLAG
+from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out
 from slime.serving.plain_http import request
@@ -40,6 +40,7 @@ from slime.serving.transfer import environment, require_transfer, server_argumen
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 from slime.settings.engine_layout import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
+from slime.settings.schema import SECRETS
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -285,6 +286,13 @@ def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
     return flags
 
 
+def without_secrets(fields: Mapping[str, Any]) -> tuple[list[str], dict[str, str | None]]:
+    """The flags of these settings, and the environment in which those travel that are nobody's to read."""
+    secret = command_line_flags({name: value for name, value in fields.items() if name in SECRETS})
+    others = command_line_flags({name: value for name, value in fields.items() if name not in SECRETS})
+    return others, {SECRET_FLAGS_ENV: json.dumps(secret)} if secret else {}
+
+
 class SGLangServer(LeasedServer):
     """One server and its life."""
 
@@ -311,7 +319,7 @@ class SGLangServer(LeasedServer):
         offsets += (BOOTSTRAP_OFFSET,) if self.spec.worker is Worker.PREFILL else ()
         self._lease = lease_ports(2, beside_first=offsets)
         port, nccl_port = self._lease.ports[:2]
-        flags = command_line_flags(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
+        flags, secret = without_secrets(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
         # A server of this host alone meets nobody outside it: gloo must not listen elsewhere.
         interface = interface_variables(self.host, {} if is_loopback(self.host) else os.environ)
         gate = {GATE_ENV: str(self._gate)} if self.spec.gated else {}
@@ -321,7 +329,8 @@ class SGLangServer(LeasedServer):
             python_module("slime.serving.launch", [TOKEN_VERSIONS_FLAG] * self.spec.token_versions + flags),
             log_path=self.log_path,
             env={**self.spec.environment(), **environment(self.spec.worker, self.spec.device, self.host), **interface}
-            | gate,
+            | gate
+            | secret,
         )
         self._process.start()
 

@@ -213,6 +213,9 @@ def test_nothing_is_left_on_any_host(killed: str, two: FakeCluster, shared: Path
         run = stack.enter_context(HostedRun(cluster, shared / f"killed-{name}", [*flags, "--num-rollout", "1000"]))
         run.wait_until("the first step", lambda: 0 in run.metrics("train"))
         assert all(run.left_now(host) for host in cluster.hosts), "the watcher sees the run on both hosts"
+        for host, ports in zip(cluster.hosts, before, strict=True):
+            addresses = {address for address, port in host.reachable() if port not in ports}
+            assert killed == "raylet" or addresses <= {"127.0.0.1", host.address}, f"{host.name}: {addresses}"
         if killed == "driver":
             asked = [sys.executable, "-c", ASK, f"http://{other.address}:{port_of(run, 0)}/server_info"]
             assert cluster.hosts[0].run(asked).strip() == "401"

@@ -455,7 +455,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         'request("DELETE", address, timeout_s=timeout_s)',
     ),
     "a router that asks for no key": Mutation(
-        "server", "serving/router.py", "env={API_KEY_ENV: self.api_key, **NO_PROXIES}", "env={**NO_PROXIES}"
+        "server", "serving/router.py", "env={API_KEY_ENV: self.api_key, **NO_PROXIES, **secret}", "env={**NO_PROXIES, **secret}"
     ),
     "a router's metrics at its usual port": Mutation(
         "server",
@@ -466,8 +466,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "a router behind the user's proxy": Mutation(
         "server",
         "serving/router.py",
-        "env={API_KEY_ENV: self.api_key, **NO_PROXIES}",
-        "env={API_KEY_ENV: self.api_key}",
+        "env={API_KEY_ENV: self.api_key, **NO_PROXIES, **secret}",
+        "env={API_KEY_ENV: self.api_key, **secret}",
     ),
     "ports of a router are kept": Mutation(
         "server", "serving/router.py", "            self._metrics_lease.release()\n", ""

@@ -234,7 +234,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, str | None]
 def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
     tmp_path: Path, asked: list[tuple[str, float, str | None]]
 ) -> None:
-    spec = ServerSpec("m", "float32", api_key="secret", admin_key="admin", gated=True, token_versions=True)
+    spec = ServerSpec(
+        "m",
+        "float32",
+        api_key="secret",
+        admin_key="admin",
+        gated=True,
+        token_versions=True,
+        extra={"ssl_keyfile_password": "p w"},
+    )
     servers = [SGLangServer(spec, host="10.0.0.4", log_path=tmp_path / f"engine_{i}.log") for i in range(2)]
     for server in servers:
         server.start()
@@ -244,6 +252,7 @@ def test_a_server_has_ports_of_its_own_its_key_and_its_gate(
         assert value_of(process.words, "--host", "") == "10.0.0.4" and "--incremental-streaming-output" in process.words
         assert value_of(process.words, "--weight-version", "") == "0", "the first weight sync makes it 1"
         assert process.words[process.words.index("slime.serving.launch") + 1] == TOKEN_VERSIONS_FLAG
+        assert "p w" not in process.words and "p w" in str(process.env[SECRET_FLAGS_ENV])
         assert (process.env[API_KEY_ENV], process.env[ADMIN_KEY_ENV]) == ("secret", "admin")
         assert process.env[GATE_ENV] == str(tmp_path / f"engine_{number}.gate")
     assert not any(_claim(int(port)) for port in ports), "nobody else can lease them"
