@@ -455,7 +455,10 @@ ENGINE_WIRING: dict[str, Mutation] = {
         'request("DELETE", address, timeout_s=timeout_s)',
     ),
     "a router that asks for no key": Mutation(
-        "server", "serving/router.py", "env={API_KEY_ENV: self.api_key, **NO_PROXIES, **secret}", "env={**NO_PROXIES, **secret}"
+        "server",
+        "serving/router.py",
+        "env={API_KEY_ENV: self.api_key, **NO_PROXIES, **secret}",
+        "env={**NO_PROXIES, **secret}",
     ),
     "a router's metrics at its usual port": Mutation(
         "server",

@@ -39,7 +39,9 @@ class FakeEngine:
     "cut" = close a stream after two events."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
-    """What requests and aborts showed as theirs."""
+    """What requests showed as theirs."""
+    control_keys: set[str | None] = field(default_factory=set)
+    """What aborts did."""
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     most_running: int = 0
@@ -180,7 +182,7 @@ class FakeEngine:
     async def abort(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.aborted.append(body["rid"])
-        self.keys.add(request.headers.get("Authorization"))
+        self.control_keys.add(request.headers.get("Authorization"))
         if body.get("abort_all") or body["rid"] in self.running:
             for rid, stop in self.running.items():
                 if body.get("abort_all") or rid.startswith(body["rid"]):

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.rollout.manager import RolloutManager
 from slime.settings import parse_args
 from tests.support.fake_engine import FakeEngine, serve
@@ -80,10 +81,12 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: b
     return parse_args([*words, *flags], synchronous=synchronous)
 
 
-async def with_manager(args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]]) -> Any:
+async def with_manager(
+    args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]], keys: EngineKeys = NO_KEYS
+) -> Any:
     """Runs `work` on a manager whose engine is the fake one."""
     async with serve(engine):
-        manager = RolloutManager(args, engines=[engine.url])
+        manager = RolloutManager(args, engines=[engine.url], keys=keys)
         try:
             return await work(manager)
         finally:

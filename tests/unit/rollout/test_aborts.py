@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+from slime.core.hidden import EngineKeys
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -66,8 +67,9 @@ async def test_the_end_of_a_dismissed_engine_ends_what_its_client_has_there() ->
 
 
 async def test_an_engine_that_takes_no_marker_is_asked_for_each_request() -> None:
+    """Also: who generates shows one key, who ends requests the other one."""
     async with serve(FakeEngine(tick_s=0.01)) as engine:
-        client, scope = EngineClient(engine.url), RequestScope()
+        client, scope = EngineClient(engine.url, keys=EngineKeys("use", "admin")), RequestScope()
         REQUEST_SCOPE.set(scope)
         tasks = await started(client, [engine], 0, 40)
         rids = scope.rids
@@ -75,6 +77,7 @@ async def test_an_engine_that_takes_no_marker_is_asked_for_each_request() -> Non
         await client.abort_scope(scope)
         assert {r.finish_reason for r in await asyncio.gather(*tasks)} == {"abort"}
         assert rids <= set(engine.aborted)
+        assert (engine.keys, engine.control_keys) == ({"Bearer use"}, {"Bearer admin"})
         await client.close()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from slime.core.errors import ConfigError, EngineError, RequestRejected
+from slime.core.hidden import EngineKeys
 from slime.core.sample import Sample
 from slime.rollout.debug_data import head_and_tail, load_rollout
 from slime.rollout.manager import RolloutManager
@@ -40,7 +41,7 @@ def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str, engine: FakeEngine
     async def main() -> Any:
         async with serve(teacher):
             args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", teacher.url, "--rm-type", "none", *flags)
-            return await with_manager(args, engine or FakeEngine(), work, "of the run")
+            return await with_manager(args, engine or FakeEngine(), work, EngineKeys("of the run"))
 
     return asyncio.run(main())
 
