@@ -131,7 +131,7 @@ async def measure(args: Args, urls: list[str], options: argparse.Namespace) -> l
     logs = Path(args.run_dir or ".") / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     fleet = worker_fleet(args, str(logs), None)
-    client = engine_client(args, urls, None, api_key=None)
+    client = engine_client(args, urls, None)
     if fleet is not None:
         fleet.admit("default", urls, Worker.REGULAR)
         await fleet.ready()
