@@ -32,7 +32,7 @@ from pathlib import Path
 from slime.core.addresses import INTERFACE_ENVS
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
-from tests.support.openness import listening
+from tests.support.openness import Listening, listening, sockets_of, who
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120.0
@@ -118,12 +118,20 @@ class FakeHost:
 
     def ports(self) -> set[int]:
         """Ports on which somebody listens here."""
-        return {port for _, port in self.reachable()}
+        return {where.port for where in self._listening().values()}
 
-    def reachable(self) -> set[tuple[str, int]]:
-        """(address, port) of each TCP socket on which somebody listens here, of IPv6, too."""
-        found = listening(Path(f"/proc/{self.init}/net")).values()
-        return {(where.address, where.port) for where in found if where.kind.startswith("tcp")}
+    def listeners(self) -> set[tuple[str, str]]:
+        """(process, address) of each TCP socket on which a process here listens, of IPv6, too."""
+        open_now, found = self._listening(), set()
+        for pid in self.pids_of(""):
+            stat = read_stat(pid)
+            name = who(pid, "" if stat is None else stat.name)
+            found |= {(name, open_now[inode].address) for inode in sockets_of(pid) & open_now.keys()}
+        return found
+
+    def _listening(self) -> dict[str, Listening]:
+        found = listening(Path(f"/proc/{self.init}/net"))
+        return {inode: where for inode, where in found.items() if where.kind.startswith("tcp")}
 
     def pids_of(self, words: str) -> list[int]:
         """Processes here, as the machine numbers them, whose command line holds these words."""

@@ -142,7 +142,7 @@ class Openness:
         for inode, where in listening().items():
             if inode not in owners or inode in self.asked:
                 continue
-            whose = ", ".join(sorted({_who(pid, name) for pid, name in owners[inode].items()}))
+            whose = ", ".join(sorted({who(pid, name) for pid, name in owners[inode].items()}))
             self.asked[inode] = f"{where.kind} {where.address}:{where.port} of {whose}"
             if where.kind == "unix" and not where.address.startswith("@"):
                 paths.append(where.address)
@@ -173,7 +173,7 @@ def _entry(pid: int, name: bytes) -> bytes:
     return b""
 
 
-def _who(pid: int, name: str) -> str:
+def who(pid: int, name: str) -> str:
     """A process by its name, or where that says nothing by its command line."""
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -190,19 +190,19 @@ def _problem(where: Listening, owners: Mapping[int, str]) -> str | None:
         return "a name without a file has no mode: everybody on this host may connect"
     if not ip_address(where.address).is_loopback:
         return "other hosts reach it"
-    whose = {_who(pid, name) for pid, name in owners.items()}
+    whose = {who(pid, name) for pid, name in owners.items()}
     if where.kind == "tcp6":
         return _without_token(where.port)
     if where.kind != "tcp" or whose & KNOWS_NO_KEY.keys():
         return None
-    (who, *_) = sorted(whose)
+    (owner, *_) = sorted(whose)
     answered = [route for route in ROUTES if _status(where.port, route) == 200]
     if _status(where.port, "/") is None:
         return "it speaks what this test does not"
-    if who == "sglang::router" and len(answered) == len(ROUTES):
-        who = "sglang::router metrics"
-    more = [route for route in answered if route not in WITHOUT_KEY.get(who, ())]
-    if more or who != "SGLang":
+    if owner == "sglang::router" and len(answered) == len(ROUTES):
+        owner = "sglang::router metrics"
+    more = [route for route in answered if route not in WITHOUT_KEY.get(owner, ())]
+    if more or owner != "SGLang":
         return f"without a key it answers {more}" if more else None
     key = next(filter(None, (_entry(pid, USE_KEY) for pid in owners)), b"").decode()
     more = [route for route in CONTROL if _status(where.port, route, "POST", key) != 401]

@@ -208,7 +208,8 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
     running: dict[int, int] = {}
     measured, ends = 0.0, wake_on_ends()
     while True:
-        woken = select.select([control, ends], [], [], TICK_S if running else 1.0)[0]
+        watched: list[socket.socket | int] = [control, ends]
+        woken = select.select(watched, [], [], TICK_S if running else 1.0)[0]
         if control in woken and not take(control, running, settings):
             return
         if time.monotonic() - measured >= TICK_S:
