@@ -30,8 +30,8 @@ from tests.support.ledger import require_balance
 NO_HOSTS = why_no_hosts()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are hosts")]
 STEPS = 2
-RAYS = ("ray::", "raylet", "gcs_server", "python")
-"""Processes whose gRPC listens on every interface, where Ray serves several hosts: it asks for the cluster's token."""
+RAYS = ("ray::", "raylet", "gcs_server", "python", "Ray's metrics")
+"""Processes that listen on every interface, where Ray serves several hosts: gRPC asks for the cluster's token."""
 SMALL = ["--rollout-batch-size", "4", "--num-rollout", str(STEPS), "--lr", "2e-2", "--lr-decay-style", "constant"]
 ASK = """
 import sys, urllib.error, urllib.request

@@ -129,7 +129,7 @@ class Traces:
             self.sockets.update({inode: open_now[inode] for inode in sockets_of(pid) & open_now.keys()})
             self.shm |= shm_inodes_of(pid)
         if self.run_id is not None:
-            self.open.look(self.run_id, {pid: processes[pid].name for pid in mine}, sockets_of)
+            self.open.look(self.run_id, {pid: processes[pid].name for pid in mine}, self.shm)
 
     def left(self) -> list[str]:
         """What there still is of the run; empty is what was promised."""

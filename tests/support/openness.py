@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -29,6 +30,9 @@ UNIX_LISTENS = "00010000"
 """Flags of a listening socket in /proc/net/unix."""
 NOBODY = 65534
 ANSWER_S = 5.0
+TRIES = 5
+"""Looks at a socket that gives no answer, because its process is busy, or just starting."""
+NO_ANSWER = "it gives no answer that this test knows"
 ROUTES = (
     "/",
     "/health",
@@ -40,7 +44,14 @@ ROUTES = (
     "/get_model_info",
 )
 ROUTES += ("/workers", "/get_loads", "/v1/loads", "/docs", "/openapi.json", "/flush_cache", "/start_profile")
-ROUTES += ("/health_generate", "/liveness", "/readiness", "/engine_metrics", "/weights_checker", "/api/version")
+ROUTES += (
+    "/healthz",
+    "/health_generate",
+    "/liveness",
+    "/readiness",
+    "/engine_metrics",
+    "/weights_checker",
+)
 WITHOUT_KEY: Mapping[str, tuple[str, ...]] = {
     "sglang::router": (
         *("/liveness", "/readiness", "/health", "/health_generate", "/engine_metrics"),
@@ -48,6 +59,8 @@ WITHOUT_KEY: Mapping[str, tuple[str, ...]] = {
     ),
     "sglang::router metrics": ROUTES,  # numbers alone, whatever is asked
     "SGLang": ("/health", "/health_generate"),
+    "ray::RolloutAct": ("/healthz",),  # the adapter for agents: how many sessions there are
+    "ray::EpisodeAct": ("/healthz",),
     "Ray's metrics": ROUTES,  # numbers of its autoscaler
 }
 """Who answers over HTTP -> what it answers anybody."""
@@ -126,14 +139,15 @@ class Openness:
     asked: dict[str, str] = field(default_factory=dict)
     """By inode, sockets that were looked at: where, whose, and what came of it."""
     keys: set[bytes] = field(default_factory=set)
+    _tries: Counter[str] = field(default_factory=Counter)
     _seen: dict[int, str] = field(default_factory=dict)
     """Processes whose environment was tried, with the name that they had."""
 
-    def look(self, run_id: str, names: Mapping[int, str], inodes_of: Callable[[int], set[str]]) -> None:
-        """Looks at the processes of a run, by pid."""
+    def look(self, run_id: str, names: Mapping[int, str], shm: set[int]) -> None:
+        """Looks at the processes of a run, by pid, and at its inodes in shared memory."""
         owners: dict[str, dict[int, str]] = {}
         for pid, name in names.items():
-            for inode in inodes_of(pid):
+            for inode in sockets_of(pid):
                 owners.setdefault(inode, {})[pid] = name
         fresh = [pid for pid, name in names.items() if self._seen.get(pid) != name]
         self._seen.update({pid: names[pid] for pid in fresh})
@@ -146,8 +160,13 @@ class Openness:
             self.asked[inode] = f"{where.kind} {where.address}:{where.port} of {whose}"
             if where.kind == "unix" and not where.address.startswith("@"):
                 paths.append(where.address)
-            elif (problem := _problem(where, owners[inode])) is not None:
+            elif (problem := _problem(where, owners[inode])) == NO_ANSWER and self._tries[inode] < TRIES:
+                self._tries[inode] += 1
+                del self.asked[inode]
+            elif problem is not None:
                 self.complaints.add(f"{self.asked[inode]}: {problem}")
+        for path in _open_files(names, shm):
+            self.complaints |= {f"others may use {text}" for text in open_to_others(path)}
         folders = [str(path) for path in Path(tempfile.gettempdir()).glob(f"slime-*{run_id}*")]
         if (fresh or paths) and os.getuid() == 0:
             self.complaints |= set(as_nobody(lambda: _reached(fresh, paths)))
@@ -164,6 +183,19 @@ class Openness:
                     self.complaints.add(f"a key is on the command line of {pid}: {line[:200]!r}")
 
 
+def _open_files(pids: Iterable[int], shm: set[int]) -> set[Path]:
+    """Files of these inodes in shared memory, and in the temporary folder itself what these processes have open."""
+    found = {Path(entry.path) for entry in os.scandir("/dev/shm") if entry.inode() in shm}
+    top = tempfile.gettempdir()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    path = Path(os.readlink(entry.path))
+                    found |= {path} if str(path.parent) == top else set()
+    return found
+
+
 def _entry(pid: int, name: bytes) -> bytes:
     """The value of an environment variable (NAME=) of a process; empty if it has none."""
     with contextlib.suppress(OSError):
@@ -176,7 +208,7 @@ def _entry(pid: int, name: bytes) -> bytes:
 def who(pid: int, name: str) -> str:
     """A process by its name, or where that says nothing by its command line."""
     with contextlib.suppress(OSError):
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        line, name = Path(f"/proc/{pid}/cmdline").read_bytes(), Path(f"/proc/{pid}/comm").read_text().strip()
         if b"slime.serving.launch" in line and not name.startswith("sglang::"):
             return "sglang::router" if b"--router\0" in line else "SGLang"
         if b"autoscaler/_private/monitor.py" in line:
@@ -196,9 +228,9 @@ def _problem(where: Listening, owners: Mapping[int, str]) -> str | None:
     if where.kind != "tcp" or whose & KNOWS_NO_KEY.keys():
         return None
     (owner, *_) = sorted(whose)
-    answered = [route for route in ROUTES if _status(where.port, route) == 200]
     if _status(where.port, "/") is None:
-        return "it speaks what this test does not"
+        return NO_ANSWER
+    answered = [route for route in ROUTES if _status(where.port, route) == 200]
     if owner == "sglang::router" and len(answered) == len(ROUTES):
         owner = "sglang::router metrics"
     more = [route for route in answered if route not in WITHOUT_KEY.get(owner, ())]
@@ -234,6 +266,8 @@ def _without_token(port: int) -> str | None:
                 codes.add("OK")
             except grpc.RpcError as error:
                 codes.add(error.code().name)  # type: ignore[attr-defined]
+    if codes & {"DEADLINE_EXCEEDED", "UNAVAILABLE"} and "OK" not in codes:
+        return NO_ANSWER
     closed = "UNAUTHENTICATED" in codes and codes <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}
     return None if closed else f"without a token it says {sorted(codes)} to {RAY_ASKED}"
 

@@ -232,7 +232,11 @@ class Adapter:
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "sessions": len(self._sessions)})
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, http: web.Request) -> web.Response:
+        try:
+            self._session_of(http)
+        except BadRequest as problem:
+            return web.json_response({"error": {"message": str(problem)}}, status=problem.status)
         model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model, "created": 0}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 

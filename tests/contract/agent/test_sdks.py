@@ -196,6 +196,8 @@ def test_errors_come_in_the_shape_of_each_api() -> None:
         client, claude = aopenai(room), aanthropic(room)
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key="sk-nobody").chat.completions.create(model="m", messages=USER)
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="sk-nobody").models.list()
         with pytest.raises(anthropic.AuthenticationError):
             await claude.with_options(api_key="nobody").messages.create(model="m", max_tokens=1, messages=USER)
         with pytest.raises(openai.BadRequestError, match="one request is one answer"):

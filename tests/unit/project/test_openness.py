@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.serving.shm import shm_inodes_of
 from tests.support.openness import (
     NOBODY,
     ROUTES,
@@ -24,7 +25,6 @@ from tests.support.openness import (
     keys_in,
     listening,
     open_to_others,
-    sockets_of,
 )
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -50,7 +50,7 @@ def udp() -> socket.socket:
 def looked_at(pid: int) -> set[str]:
     """Complaints of one look at a process."""
     seen = Openness()
-    seen.look("no-such-run", {pid: "a process"}, sockets_of)
+    seen.look("no-such-run", {pid: "a process"}, shm_inodes_of(pid))
     return seen.complaints
 
 
@@ -114,6 +114,14 @@ def test_what_another_user_gets_at_is_found() -> None:
         assert any("read the environment" in complaint for complaint in looked_at(theirs.pid))
         theirs.kill()
     assert as_nobody(lambda: [str(os.getuid())]) == [str(NOBODY)]
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", tempfile.gettempdir()])
+def test_an_open_file_that_others_may_read_is_found(folder: str) -> None:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        assert not any(file.name in complaint for complaint in looked_at(os.getpid()))
+        os.chmod(file.name, 0o604)
+        assert any(f"others may use {file.name}" in complaint for complaint in looked_at(os.getpid()))
 
 
 def test_modes_and_keys_are_found(tmp_path: Path) -> None:
