@@ -34,23 +34,9 @@ TRIES = 5
 """Looks at a socket that gives no answer, because its process is busy, or just starting."""
 NO_ANSWER = "it gives no answer that this test knows"
 ROUTES = (
-    "/",
-    "/health",
-    "/metrics",
-    "/v1/models",
-    "/server_info",
-    "/get_server_info",
-    "/model_info",
-    "/get_model_info",
-)
-ROUTES += ("/workers", "/get_loads", "/v1/loads", "/docs", "/openapi.json", "/flush_cache", "/start_profile")
-ROUTES += (
-    "/healthz",
-    "/health_generate",
-    "/liveness",
-    "/readiness",
-    "/engine_metrics",
-    "/weights_checker",
+    *("/", "/health", "/healthz", "/health_generate", "/liveness", "/readiness", "/metrics", "/engine_metrics"),
+    *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_loads"),
+    *("/workers", "/docs", "/openapi.json", "/flush_cache", "/start_profile", "/weights_checker"),
 )
 WITHOUT_KEY: Mapping[str, tuple[str, ...]] = {
     "sglang::router": (
@@ -69,9 +55,11 @@ KNOWS_NO_KEY: Mapping[str, str] = {
     "sglang::schedul": "torch's store and gloo's sockets of an engine",
 }
 """Process -> its sockets that know no keys. On loopback alone, where a run is on one host."""
-CONTROL = ("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed")
-CONTROL += ("/init_weights_update_group", "/load_lora_adapter_from_tensors", "/pause_generation", "/flush_cache")
-CONTROL += ("/release_memory_occupation", "/weights_checker", "/abort_request", "/start_profile", "/set_trace_level")
+CONTROL = (
+    *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+    *("/init_weights_update_group", "/load_lora_adapter_from_tensors", "/pause_generation", "/flush_cache"),
+    *("/release_memory_occupation", "/weights_checker", "/abort_request", "/start_profile", "/set_trace_level"),
+)
 """Of SGLang, for whoever has the key to the weights."""
 RAY_ASKED = ("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeStats", "ObjectManagerService/Push")
 RAY_ASKED += ("CoreWorkerService/GetCoreWorkerStats",)
