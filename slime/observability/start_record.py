@@ -69,15 +69,21 @@ class Checkout:
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:
-    """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`)."""
+    """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`).
+
+    `@FILE` stays: it says where the secret is.
+    """
     out: list[str] = []
     hide = False  # up to the next flag: it may take several
     for word in command:
-        flag, equals, _ = word.partition("=")
+        flag, equals, value = word.partition("=")
         secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
         is_flag = word.startswith("--")
         shown = _SECRET_JSON.sub(rf"\g<1>{HIDDEN}\g<2>", word)
-        out.append(HIDDEN if hide and not is_flag else f"{flag}={HIDDEN}" if secret and equals else shown)
+        if (value if is_flag else word).startswith("@"):
+            out.append(word)
+        else:
+            out.append(HIDDEN if hide and not is_flag else f"{flag}={HIDDEN}" if secret and equals else shown)
         hide = secret and not equals if is_flag else hide
     return out
 

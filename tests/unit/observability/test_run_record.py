@@ -90,6 +90,8 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
         "1",
         f"--auth-token={HIDDEN}",
     ]
+    files = ["--wandb-key", "@/run/key", "--router-api-key=@key"]
+    assert hide_secrets(files) == files, "where a secret is, is none"
 
 
 def test_every_logged_step_is_on_disk_at_once(tmp_path: Path) -> None:
