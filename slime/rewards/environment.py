@@ -45,6 +45,15 @@ NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
 )
 """For graders that may ask a server; proxies in either case. A proxy's address can hold a password."""
+FEW_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # glibc sets 64 MiB of addresses aside for each arena, and makes up to eight for each core of the machine: with many
+    # cores a limit of memory is used up by threads that hold nothing.
+    "MALLOC_ARENA_MAX": "2",
+}
+"""Of libraries that take as much as the machine has."""
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 
@@ -58,7 +67,7 @@ def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, s
 
     extra = {name.strip() for name in full.get(EXTRA, "").split(",")}
     kept = {name: value for name, value in full.items() if allowed(name)}
-    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**kept, **FEW_THREADS}
 
 
 def leave_network(and_also: int = 0) -> bool:

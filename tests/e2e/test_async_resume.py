@@ -17,7 +17,9 @@ try of every seventh prompt, which is quarantined.
 
 from __future__ import annotations
 
+import importlib
 import json
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,9 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
-            Point(SYNC, "_WeightSync.pause", 3, "after"),
-            Point(SYNC, "_WeightSync.complete", 3, "before", "process"),
-            Point(SYNC, "_WeightSync.resume", 3, "before"),
+            Point(SYNC, "_WeightSync._pause", 3, "after"),
+            Point(SYNC, "_WeightSync._complete", 3, "before", "process"),
+            Point(SYNC, "_WeightSync._resume", 3, "before"),
         ],
     ),
     "checkpoint": (
@@ -85,7 +87,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [*FULLY_ASYNC, "--pause-generation-mode", "retract"],
         [
             Point(BUFFER, "DataBuffer.put_finished", 22, "after"),
-            Point(SYNC, "_WeightSync.pause", 4, "after", "process"),
+            Point(SYNC, "_WeightSync._pause", 4, "after", "process"),
             Point(BUFFER, "DataBuffer.put_back", 9, "after"),
         ],
     ),
@@ -94,7 +96,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [
             Point("slime.buffer.storage", "write_json", 2, "after"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
-            Point(SYNC, "_WeightSync.resume", 3, "before"),
+            Point(SYNC, "_WeightSync._resume", 3, "before"),
         ],
     ),
     "rollout workers": (
@@ -113,11 +115,18 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
             Point("slime.buffer.storage", "write_json", 2, "after"),
-            Point(SYNC, "_WeightSync.pause", 3, "after"),
+            Point(SYNC, "_WeightSync._pause", 3, "after"),
             Point(BUFFER, "DataBuffer.get_groups", 3, "after"),
         ],
     ),
 }
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_point_is_in_the_code(chain: str) -> None:
+    """Law: a point that somebody renamed is an error at once, not a chain that the long suite finds broken."""
+    for point in CHAINS[chain][1]:
+        assert callable(operator.attrgetter(point.name)(importlib.import_module(point.module)))
 
 
 class Numbers:

@@ -98,12 +98,15 @@ ALGORITHMS: dict[str, Mutation] = {
     "KL in the other direction": Mutation(
         "algorithms",
         "algorithms/kl/__init__.py",
-        "d, limited = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
-        "d, limited = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
+        "d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
+        "d, _ = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
     ),
     "KL sign": Mutation("algorithms", "algorithms/kl/k1.py", "        return d\n", "        return -d\n"),
     "unbiased KL without gradient of the ratio": Mutation(
-        "algorithms", "algorithms/kl/__init__.py", "estimate * log_ratio.exp()", "estimate * log_ratio.exp().detach()"
+        "algorithms",
+        "algorithms/kl/__init__.py",
+        "self.of_log_ratio(d) * log_ratio.exp()",
+        "self.of_log_ratio(d) * log_ratio.exp().detach()",
     ),
     "clip bounds swapped": Mutation(
         "algorithms",
@@ -141,8 +144,8 @@ ALGORITHMS: dict[str, Mutation] = {
     "a bound of one factor": Mutation(
         "algorithms",
         "algorithms/kl/__init__.py",
-        "product = self.bounded(estimate * log_ratio.exp())",
-        "product = self.bounded(estimate) * log_ratio.exp()",
+        "product = self.bounded(self.of_log_ratio(d) * log_ratio.exp())",
+        "product = self.bounded(self.of_log_ratio(d)) * log_ratio.exp()",
     ),
     "a log-ratio at its limit leaves the other its slope": Mutation(
         "algorithms",

@@ -39,8 +39,8 @@ COPIED_FILES = (
 )
 TIMEOUT_S = 1800
 CONTROL = "control"
-SEEN_AS = ("AssertionError", "Failed", "ExceptionGroup", "FlakyFailure")
-"""Exceptions with which a test says that a law is broken."""
+SEEN_AS = ("AssertionError", "Failed", "ExceptionGroup", "FlakyFailure", "GroupsFailed")
+"""Exceptions with which a test says that a law is broken, and that with which the rollout says it of its samples."""
 
 
 def files_of(suite: str) -> list[str]:

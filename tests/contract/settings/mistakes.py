@@ -109,7 +109,7 @@ MISTAKES = (
     Mistake("a function that is not in its file", "--custom-rm-path {hook}:rewrad", ("--custom-rm-path", "rewrad")),
     Mistake("a batch that does not divide", "--global-batch-size 3", ("change one of the three",)),
     Mistake("one sample per prompt", "--n-samples-per-prompt 1", ("raise --n-samples-per-prompt",)),
-    Mistake("held-out data that nothing evaluates", "--eval-prompt-data held {data}", ("give an interval",)),
+    Mistake("held-out data that nothing evaluates", "--strict --eval-prompt-data held {data}", ("--eval-interval",)),
     Mistake("a warm-up that never ends", "--lr-warmup-iters 50 --lr-decay-style cosine", ("lower --lr-warmup-iters",)),
     Mistake("another model's shape", "--num-layers 24", ("--num-layers 24", "drop the flag")),
     Mistake("shared GPUs in the other loop", "--colocate", ("use train.py",), script="train_async.py"),
