@@ -27,7 +27,7 @@ from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
 from slime.rewards import pool as pool_module
 from slime.rewards import process
-from slime.rewards.environment import grader_environment
+from slime.rewards.environment import FEW_THREADS, grader_environment
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rollout.clients import grader_pool
@@ -443,7 +443,7 @@ def test_the_environment_of_a_grader_is_a_short_list() -> None:
         "KEY": "k",
         "SLIME_REWARD_ENV": "KEY",
     }
-    threads = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    threads = set(FEW_THREADS)
     common = {"HOME", "LC_ALL", "HF_HOME", "SLIME_RUN_ID"} | threads
     assert set(grader_environment(full, offline=True)) == common
     assert set(grader_environment(full, offline=False)) == common | {"https_proxy", "KEY"}
