@@ -1,4 +1,4 @@
-"""What a grader process is given of the machine: a short list of variables, and for built-in graders no network.
+"""What a grader process is given of the environment: a short list of variables.
 
 Graders read text that a model wrote, so a process that runs them holds no secret of the run. The keys of trackers, of
 Ray and of model hubs stay behind. A user's own grader that needs one is given it by name: `SLIME_REWARD_ENV=A,B`.
@@ -6,11 +6,7 @@ Ray and of model hubs stay behind. A user's own grader that needs one is given i
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 EXTRA = "SLIME_REWARD_ENV"
 """Names, separated by commas, of further variables for user graders."""
@@ -54,7 +50,6 @@ FEW_THREADS = {
     "MALLOC_ARENA_MAX": "2",
 }
 """Of libraries that take as much as the machine has."""
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, str]:
@@ -68,19 +63,3 @@ def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, s
     extra = {name.strip() for name in full.get(EXTRA, "").split(",")}
     kept = {name: value for name, value in full.items() if allowed(name)}
     return {**kept, **FEW_THREADS}
-
-
-def leave_network(and_also: int = 0) -> bool:
-    """Moves this process, which must have one thread, into an empty network namespace; False where not permitted.
-
-    A user namespace of its own makes that possible without privileges, on kernels and in containers that allow it.
-    `and_also`: flags of further namespaces, left at the same time or not at all.
-    """
-    uid, gid = os.getuid(), os.getgid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | and_also) != 0:
-        return bool(libc.unshare(CLONE_NEWNET | and_also) == 0)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with contextlib.suppress(OSError):  # without its names the process still has its rights
-            Path("/proc/self", name).write_text(text)
-    return True

@@ -34,11 +34,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
+from slime.core import confine
 from slime.core.blame import asks_again, one_line, raised_by_user
 from slime.core.lifeline import die_with_parent
 from slime.core.ports import ASK_AGAIN
 from slime.core.sample import Sample
-from slime.rewards.environment import leave_network
 from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
 from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
@@ -218,7 +218,8 @@ async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def main() -> None:
     """Entry of `python -m slime.rewards.worker PARENT_PID [offline]`."""
     if "offline" in sys.argv[2:]:
-        leave_network()
+        confine.leave(confine.NEW_NETWORK)
+        confine.Calls(namespaces=True).give_up()  # no socket of another program either; the sandbox of code needs those
     die_with_parent(int(sys.argv[1]))
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
+from slime.core.confine import any_user
 from slime.core.errors import ConfigError, Unconfined
 
 logger = logging.getLogger(__name__)
 
-FIRST_UID, UIDS = 1_000_000_000, 1_000_000_000
-"""Users that no system gives out; each sandbox takes one by chance."""
 MAX_OUTPUT_BYTES = 1 << 20
 """Of each stream of a command; more is dropped."""
 MAX_CONNECTIONS = 64
@@ -90,7 +89,7 @@ class LocalSandbox(Sandbox):
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        unheld, uid = self._scratch is not None, FIRST_UID + secrets.randbelow(UIDS)
+        unheld, uid = self._scratch is not None, any_user()
         settings = {
             "uid": uid,
             "port": self.reach[1] if self.reach else None,

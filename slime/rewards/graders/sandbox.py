@@ -6,12 +6,15 @@ fresh namespaces; the first process of the PID namespace, so that with it everyt
 one's child is the program. Nothing of a program ever runs in the supervisor: it only forks, kills and reports.
 Assertions are run by a checker, held as the program is, with three processes of its own; a socket connects the two.
 
-What holds the program:
-- namespaces: no network, no other process to see or signal, and a scratch disk of `SCRATCH_BYTES`;
-- Landlock: files outside the scratch folder are not written, and none but Python's and the system's libraries are read;
-- limits: CPU seconds, address space, size of a file (and of what it prints), processes. They hold on every kernel.
+What holds the program (`slime.core.confine`):
+- namespaces: no network, no other process to see or signal, Python's and the system's libraries alone in view, to read,
+  and a scratch disk of `SCRATCH_BYTES`;
+- Landlock: the same of files once more, and no signal to others;
+- seccomp: no socket but connected pairs, no shared memory that no limit counts, no namespace, no tracing;
+- limits: CPU seconds, address space, size of a file (and of what it prints), processes. They hold on every kernel. The
+  supervisor looks at the memory and the number of all processes together.
 
-The first two need a Linux of 2021 or newer that allows user namespaces. Where one of them is missing no program runs,
+The first three need a Linux of 2021 or newer that allows user namespaces. Where one of them is missing no program runs,
 unless the caller says that it may (`--allow-unconfined-code`).
 
 A program's time is its processor time, and time in which it sleeps. While it waits for a processor that others use, its
@@ -29,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import json
 import os
 import resource
@@ -41,11 +43,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Self
+
+if __name__ == "__main__":  # the supervisor runs this file without any package, and its forks see no folder of one
+    sys.path.append(str(Path(__file__).parents[3]))
+from slime.core import confine
+from slime.core.confine import CALLS, LANDLOCK, landlock, tree, view
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 """More than that, printed or written to one file, ends the program."""
@@ -57,26 +64,27 @@ WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
 """Clock of the program beside its CPU limit: a sleeping one must end."""
 PATIENCE = 5.0
 """By so much a busy machine may lengthen that."""
-LOOK_S = 0.1
-"""How often a running program is looked at."""
+LOOK_S, CROWD_LOOK_S = 0.1, 0.02
+"""How often a running program is looked at; one of several processes, whose memory the kernel does not sum up."""
 BEGIN_S = 30.0
 """For a program's processes to be made."""
 PROBE_S = 20.0
 """For an empty program, however busy the machine is."""
 SUPERVISOR_S = 10.0
 """Longer than this beyond the program's deadline no supervisor takes."""
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
-CAPABILITY_VERSION_3 = 0x20080522
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
-PR_SET_CHILD_SUBREAPER = 36
+MAX_SCRATCH_FILES = 10_000
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ROOT, SCRATCH = "root", "/scratch"
+"""Folder of a sandbox in which the view is built, and where in the view a program may write."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 PROGRAM, CHECKER = "program", "checker"
 Limits = tuple[float, int]
 """Seconds, and bytes of memory."""
-NAMESPACES, LANDLOCK = "namespaces", "Landlock"
+NAMESPACES = "namespaces"
 WHAT_FOR = {
     NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
     LANDLOCK: "no file outside of its folder",
+    CALLS: "no call that passes these limits",
 }
 """What holds a program -> what for."""
 
@@ -130,6 +138,7 @@ class Sandbox:
         self._program, self._allow_unconfined = program, allow_unconfined
         self._reply_limit_s = PATIENCE * (time_limit_s * WALL_FACTOR + WALL_EXTRA_S) + BEGIN_S + SUPERVISOR_S
         self._limits = [str(time_limit_s), str(memory_bytes)]
+        self._user = confine.any_user() if os.getuid() == 0 else os.getuid()
         self._num_runs = 0
 
     def __enter__(self) -> Self:
@@ -138,6 +147,9 @@ class Sandbox:
         environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
         command = [sys.executable, "-I", "-S", "-X", "utf8", __file__, self._folder.name, *self._limits]
         command += [str(os.getpid()), sysconfig.get_path("purelib"), "any" if self._allow_unconfined else "held"]
+        command += [str(self._user)]
+        Path(self._folder.name, ROOT).mkdir()
+        self._give(Path(self._folder.name))
         with open(Path(self._folder.name, "problems"), "wb") as problems:
             self._supervisor = subprocess.Popen(
                 command,
@@ -177,6 +189,8 @@ class Sandbox:
         (scratch / "request").write_text(json.dumps(shown | {k: v for k, v in request.items() if k != "asserts"}))
         (scratch / "asserts").write_text(json.dumps(asserts))
         (scratch / "stdin").write_text(stdin)
+        for name in (".", "work", "request", "asserts", "stdin"):
+            self._give(scratch / name)
         verdict = self._ask(scratch.name)
         missing = tuple(verdict["missing"])
         if missing and not self._allow_unconfined:
@@ -193,6 +207,14 @@ class Sandbox:
         for name in ("request", "asserts", "stdin", "stdout", "result", "printed"):
             (scratch / name).unlink(missing_ok=True)  # many runs together must not fill the disk
         return Ended(verdict["code"], verdict["timed_out"], verdict["own_s"], output, result, missing)
+
+    def _give(self, path: Path) -> None:
+        """To the user that the supervisor becomes, if this one is root's and may."""
+        if self._user != os.getuid():
+            try:
+                os.chown(path, self._user, self._user)
+            except OSError:
+                self._user = os.getuid()
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
         """Its stdin and stdout."""
@@ -217,29 +239,20 @@ class Sandbox:
         return verdict
 
 
-def confine(scratch: Path) -> bool:
-    """Landlock: this process and its children use the files above and no TCP, and signal nobody else. False without."""
-    from slime.core import landlock  # the supervisor has imported it
-
-    devices = dict.fromkeys(DEVICES, landlock.ALL)
-    return landlock.confine(
-        landlock.readable_libraries([sys.argv[5]]) | devices | {str(scratch / "work"): landlock.ALL}
-    )
-
-
-def give_up_rights(libc: Any) -> None:
-    """Drops what the user namespace gave: a program must not change the network that the runs after it share."""
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    libc.capset(header, (ctypes.c_uint32 * 6)())
+def readable() -> list[str]:
+    """Where Python and its packages are, beside what a view has of the system."""
+    paths = [path for found in (sys.prefix, sys.base_prefix, sys.argv[5]) for path in (found, os.path.realpath(found))]
+    kept: list[str] = []
+    for path in sorted(set(paths), key=len):
+        kept += [] if any(Path(path).is_relative_to(other) for other in (*view.SYSTEM, *kept)) else [path]
+    return kept
 
 
-def become(
-    role: str, scratch: Path, limits: Limits, libc: Any, *, missing: Sequence[str], report: int, channel: int
-) -> int:
+def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
     """The process of the program, or of its checker: takes its limits, then does its work; the exit status.
 
-    `missing`: what does not hold it already; with what else does not it goes to the pipe `report`, before its work
-    begins, which never sees that pipe. `channel`: to the other one.
+    `alone`: namespaces hold it; what does not goes to the pipe `report`, before its work begins, which never sees that
+    pipe. `channel`: to the other one.
     """
     os.setsid()
     request = json.loads((scratch / ("request" if role == PROGRAM else "asserts")).read_text())
@@ -250,17 +263,18 @@ def become(
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     # Of a program that is checked only the checker has a place for the verdict.
     result = os.open(os.devnull if checked else scratch / "result", os.O_WRONLY | os.O_CREAT, 0o600)
-    os.chdir(scratch / "work")
-    take_limits(*limits)
-    unheld = [*missing, *([] if confine(scratch) else [LANDLOCK])]
-    give_up_rights(libc)
+    alone = alone and enter_view(scratch.parent / ROOT)
+    own = SCRATCH if alone else str(scratch / "work")
+    os.chdir(f"{SCRATCH}/work" if alone else own)
+    used = landlock.readable_libraries([sys.argv[5]]) | dict.fromkeys(DEVICES, landlock.ALL) | {own: landlock.ALL}
+    bounds, user = bounds_of(*limits), int(sys.argv[7]) if alone else None
+    unheld = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
+    unheld = (*([] if alone else [NAMESPACES]), *unheld)
     os.write(report, json.dumps(unheld).encode() + b"\n")
-    kept = sorted({result, channel} if channel >= 0 else {result})
-    for begin, end in itertools.pairwise([2, *kept, MAX_FILES]):
-        os.closerange(begin + 1, end)  # the pipes of the supervisor among them
+    confine.close_all_but({result, channel} if channel >= 0 else {result})  # the pipes of the supervisor among them
     if unheld and sys.argv[6] != "any":
         return 1
-    sys.path.append(sys.argv[5])
+    sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parents[3])), sys.argv[5]]
     sys.argv = ["solution.py"]
     try:
         if role == CHECKER:
@@ -277,19 +291,27 @@ def become(
     return code & 0xFF
 
 
-def take_limits(time_limit_s: float, memory_bytes: int) -> None:
-    """Of this process and those that it starts."""
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, max(1, round(time_limit_s + 0.5))),
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
-        (resource.RLIMIT_NPROC, MAX_PROCESSES),
-        (resource.RLIMIT_NOFILE, MAX_FILES),
-    ):
-        hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+def bounds_of(time_limit_s: float, memory_bytes: int) -> dict[int, int]:
+    """RLIMIT -> value, of a process and those that it starts."""
+    return {
+        resource.RLIMIT_CPU: max(1, round(time_limit_s + 0.5)),
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,
+        resource.RLIMIT_NPROC: MAX_PROCESSES,
+        resource.RLIMIT_NOFILE: MAX_FILES,
+    }
+
+
+def enter_view(root: Path) -> bool:
+    """Makes the view that the supervisor built the root, with a scratch disk in it that is this process's alone."""
+    try:
+        view.writable(f"{root}{SCRATCH}", SCRATCH_BYTES, MAX_SCRATCH_FILES)
+        for name in ("work", "tmp", "shm"):
+            os.mkdir(f"{root}{SCRATCH}/{name}")
+        view.enter(str(root))
+    except OSError:
+        return False
+    return True
 
 
 def run_program(request: dict[str, Any], result: int, channel: int) -> None:
@@ -318,16 +340,11 @@ def first_process(
     role: str, scratch: Path, limits: Limits, libc: Any, *, alone: bool, report: int, channel: int
 ) -> int:
     """The first process of the namespace: starts the program and answers its exit status; with it all others end."""
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
-    if alone:
-        disk = f"size={SCRATCH_BYTES},mode=700".encode()
-        alone = libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        alone = alone and libc.mount(b"tmpfs", bytes(scratch / "work"), b"tmpfs", 0, disk) == 0
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
     program = os.fork()
     if program == 0:
-        missing = [] if alone else [NAMESPACES]
         try:
-            os._exit(become(role, scratch, limits, libc, missing=missing, report=report, channel=channel))
+            os._exit(become(role, scratch, limits, alone=alone, report=report, channel=channel))
         finally:
             os._exit(1)
     os.close(report)
@@ -352,9 +369,9 @@ def end_descendants() -> None:
 
 def keep(role: str, scratch: Path, limits: Limits, libc: Any, *, held: bool, report: int, channel: int) -> int:
     """The keeper: the program's exit status. `held`: the supervisor has left the network, so namespaces can be made."""
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    alone = held and libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID) == 0
+    alone = held and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
     first = os.fork()
     if first == 0:
         try:
@@ -382,14 +399,17 @@ class _Clock:
     def __init__(self, keepers: Sequence[int]) -> None:
         self._keepers, self._began = keepers, time.monotonic()
         self._waited_s, self._crowd = 0.0, False
+        self.several = False
+        """More than one process was seen of the program, or of its checker."""
 
     def look(self) -> None:
         """Has to be done often enough to see processes that are started and gone."""
         mains = []
         for keeper in self._keepers:
-            for first in children_of(keeper):
-                (main, *others) = children_of(first) or [0]
-                self._crowd |= bool(others or children_of(main)) or num_threads(main) > 1
+            for first in tree.children_of(keeper):
+                (main, *others) = tree.children_of(first) or [0]
+                self.several |= bool(others or tree.children_of(main))
+                self._crowd |= self.several or num_threads(main) > 1
                 mains.append(main)
         waited_s = sum(map(waited_for_processor_s, mains))
         self._waited_s = 0.0 if self._crowd else max(self._waited_s, waited_s)
@@ -403,12 +423,10 @@ class _Clock:
         return self.machine_s() - self._waited_s
 
 
-def children_of(pid: int) -> list[int]:
-    """None of a process that is gone."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
+    """Whether a program or a checker has more memory in all its processes than one may have, or too many of them."""
+    held = [tree.descendants_of(tree.children_of(keeper)) for keeper in keepers]
+    return any(len(pids) > MAX_PROCESSES or tree.exceeds(pids, memory_bytes) for pids in held)
 
 
 def num_threads(pid: int) -> int:
@@ -468,13 +486,14 @@ def run_once(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *
     keepers, told = start(roles, scratch, (time_limit_s, memory_bytes), libc, held=held)
     reports = read_reports(told)
     limit_s, clock = time_limit_s * WALL_FACTOR + WALL_EXTRA_S, _Clock(keepers)
-    ended, status = 0, int(signal.SIGKILL)
-    while not ended and clock.own_s() < limit_s and clock.machine_s() < PATIENCE * limit_s:
+    ended, status, fat = 0, int(signal.SIGKILL), False
+    while not ended and not fat and clock.own_s() < limit_s and clock.machine_s() < PATIENCE * limit_s:
         ended, given = os.waitpid(keepers[-1], os.WNOHANG)  # the checker's, if there is one
         status = given if ended else status
         if not ended:
-            signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+            signal.sigtimedwait({signal.SIGCHLD}, CROWD_LOOK_S if clock.several else LOOK_S)
             clock.look()
+            fat = clock.several and too_much(keepers, memory_bytes)
     own_s, slow = clock.own_s(), clock.own_s() >= limit_s
     end_descendants()
     code = status_of(status)
@@ -482,36 +501,44 @@ def run_once(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *
     problem = ""
     if len(reports) < len(roles):
         problem = f"the sandbox could not start a program (status {code}); look at load, free memory and processes"
-    elif not ended and not slow and used_s < time_limit_s:
+    elif not (ended or slow or fat) and used_s < time_limit_s:
         problem = f"a program got {used_s:.1f} s of a processor in {clock.machine_s():.0f} s; the machine is overloaded"
     for name in ("stdout", "result"):
         (scratch / name).touch()
     missing = [name for name in WHAT_FOR if any(name in one for one in reports)]
-    timed_out = not ended or (code != 0 and used_s >= time_limit_s)
+    timed_out = not (ended or fat) or (code != 0 and used_s >= time_limit_s)
     return {"code": code, "timed_out": timed_out, "own_s": own_s, "missing": missing, "problem": problem}
 
 
 def main() -> None:
-    """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any`.
+    """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
 
     For each line on stdin, the name of a folder in SCRATCH, it runs what stands there and prints a line: the verdict.
     """
-    sys.path.append(str(Path(__file__).parents[3]))
-    from slime.core import landlock  # noqa: F401  (here, because its forks may not read the folder of the package)
     from slime.core.lifeline import die_with_parent
-    from slime.rewards import assertions  # noqa: F401  (as above)
-    from slime.rewards.environment import leave_network
+    from slime.rewards import assertions  # noqa: F401  (here, because its forks see no folder of the package)
 
-    sys.path.pop()
     scratch, time_limit_s, memory_bytes = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(int(sys.argv[4]))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    shown = confine.leave(confine.NEW_NETWORK | confine.NEW_MOUNTS, int(sys.argv[7]), keep=readable())
+    held = shown is not None and build_view(scratch / ROOT, shown)
+    die_with_parent(int(sys.argv[4]))  # a change of user would take that back
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    held = leave_network()
     while name := os.read(0, 64).decode().strip():  # one at a time: the next is written when this one is answered
         verdict = run_once(scratch / name, time_limit_s, memory_bytes, libc, held=held)
         os.write(1, json.dumps(verdict).encode() + b"\n")
+
+
+def build_view(root: Path, shown: Mapping[str, int]) -> bool:
+    """What programs see, where each mounts its scratch disk; False where that cannot be."""
+    try:
+        view.build(str(root), readable=shown, places={SCRATCH.strip("/"): None})
+        os.symlink(f"{SCRATCH}/tmp", root / "tmp")
+        os.symlink(f"{SCRATCH}/shm", root / "dev/shm")
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -27,14 +27,18 @@ from torch import Tensor
 from slime.core.errors import CheckpointError
 from slime.core.text import one_line
 from slime.rewards.environment import grader_environment
-from slime.training.foreign.reader import FILES, HEADER, NETWORK
+from slime.training.foreign.reader import FILES, HEADER, NETWORK, SYSTEM
 from slime.training.state.tensor_file import DTYPES
 
 LIMIT_S = 600.0
 """The longest silence: opening a large `.metadata`, reading the largest tensor from a slow disk."""
 MAX_REPLY_BYTES = 1 << 30
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-_WHAT = {NETWORK: "the network (no user namespaces)", FILES: "other files (no Landlock)"}
+_WHAT = {
+    NETWORK: "the network (no user namespaces)",
+    FILES: "other files (no Landlock)",
+    SYSTEM: "other programs (no seccomp)",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ class Confined:
     content: dict[str, Any]
     """What the process says of the whole path, once the block is entered."""
     lacks: tuple[str, ...]
-    """From what this machine cannot hold the process: of `NETWORK`, `FILES`."""
+    """From what this machine cannot hold the process: of `NETWORK`, `FILES`, `SYSTEM`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()

@@ -4,7 +4,8 @@ Consumes: requests of `confined.Confined`, a line of JSON each, from stdin. Prod
 lengths, JSON, and for a tensor its bytes. Waits for: the next request. Is woken by: a line, or the end of stdin.
 
 Invariants
-1. It has left the network, and confined itself to the one path and to libraries, before a byte of the path is read.
+1. It has left the network, and confined itself to the one path and to libraries, before a byte of the path is read. It
+   starts no program, opens no socket and sees no other process.
 2. Nothing that a pickle names is imported or called (`inert`); no file is written; memory is bounded.
 3. Every request gets a reply; what is wrong with a file is a reply, too.
 """
@@ -20,10 +21,13 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from slime.core.lifeline import die_with_parent
+
 HEADER = struct.Struct("<QQ")
 """Lengths of the JSON and of the bytes behind it."""
-NETWORK, FILES = "network", "files"
-"""What it is held from; a name is missing in its first reply where the kernel does not give it."""
+NETWORK, FILES, SYSTEM = "network", "files", "system"
+"""What it is held from, programs and sockets with the last; a name is missing in its first reply where the kernel does
+not give it."""
 SPARE_BYTES = 4 << 30
 """Address space beside what the libraries take and what the files are."""
 _METADATA, _CHUNKS_HELD = ".metadata", 2
@@ -161,22 +165,18 @@ class Server:
         return {"held": self._held, "content": self._opened.describe()}, None
 
 
-def limit_resources(path: Path) -> None:
-    """No core, no file, few open at a time, no more memory than the largest file explains."""
+def limits_of(path: Path) -> dict[int, int]:
+    """No file, few open at a time, no process, no more memory than the largest file explains."""
     files = list(path.iterdir()) if path.is_dir() else [path]
     largest = max((file.stat().st_size for file in files), default=0)
     with open("/proc/self/statm") as file:
         own = int(file.read().split()[0]) * resource.getpagesize()
     factor = 4 if path.is_dir() else 32  # numbers of a pickle are objects
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_AS, own + SPARE_BYTES + factor * largest),
-    ):
-        hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+    return {
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_AS: own + SPARE_BYTES + factor * largest,
+    }
 
 
 def serve(requests: BinaryIO, replies: BinaryIO, server: Server) -> None:
@@ -202,24 +202,40 @@ def _bytes_of(tensor: Any) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
+def shut_in(path: Path) -> list[str]:
+    """Gives up all but the path and libraries, while there is one thread; from what it is held then.
+
+    It goes on in a child, whose end and status are those of this process.
+    """
+    from slime.core import confine
+    from slime.core.confine import landlock
+
+    left = confine.leave(confine.NEW_NETWORK | confine.NEW_IPC | confine.NEW_PROCESSES) is not None
+    if left and (child := os.fork()):  # which is the first of the new namespace of processes
+        os.closerange(0, 64)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    if left:
+        die_with_parent(None)
+    from slime.training.foreign import inert  # noqa: F401  (its libraries, before the limits)
+
+    here = [str(Path(entry)) for entry in sys.path if entry]
+    files = {**landlock.readable_libraries(here), str(path): landlock.READ}
+    calls = confine.Calls(programs=False)
+    missing = confine.give_up(limits=limits_of(path), calls=calls, user=None, files=files)
+    held = {NETWORK: left, FILES: confine.LANDLOCK not in missing, SYSTEM: confine.CALLS not in missing}
+    return [name for name, is_so in held.items() if is_so]
+
+
 def main() -> None:
     """Entry of `python -m slime.training.foreign.reader PARENT_PID PATH`."""
-    from slime.core.landlock import READ, confine, readable_libraries
-    from slime.core.lifeline import die_with_parent
-    from slime.rewards.environment import leave_network
-
     die_with_parent(int(sys.argv[1]))
     path = Path(sys.argv[2])
-    held = [NETWORK] if leave_network() else []  # while there is one thread
     replies, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    from slime.training.foreign import inert  # noqa: F401  (its libraries, before the limits)
-
-    limit_resources(path)
-    here = [str(Path(entry)) for entry in sys.path if entry]
-    held += [FILES] if confine({**readable_libraries(here), str(path): READ}) else []
+    os.close(null)
+    held = shut_in(path)
     serve(requests, replies, Server(path, held))
 
 

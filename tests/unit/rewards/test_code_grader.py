@@ -229,7 +229,7 @@ def test_a_slow_program_fails_and_is_not_asked_again() -> None:
         "x = 'a' * (8 << 30)",
         "open('/etc/passwd')",
         "import os; os.listdir('/proc/1')",
-        "open('/tmp/slime-code-escaped', 'w')",
+        "open('/tmp/slime-code-escaped', 'w'); print(1 / 0)",
         "import os; os.kill(os.getppid(), 9); print(1 / 0)",
         "import ctypes; assert ctypes.CDLL(None).unshare(0x40000000) == 0",
         "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
@@ -261,15 +261,15 @@ def another():
     return child
 until_refused(lambda: os.open("/dev/null", 0), 128)
 until_refused(lambda: bytearray(1 << 28), 8)
-if os.getuid(): until_refused(another, 64)
+until_refused(another, 64)
 """
 """A program that takes of each thing twice what it may have, and says where it was refused."""
 
 
 def test_a_program_has_so_much_of_everything_and_no_more() -> None:
-    """Law: the kernel itself says so; of processes it refuses root none, whose limit it knows all the same."""
+    """Law: the kernel itself says so, of processes too, for no program is root's."""
     limits = {"CORE": 0, "CPU": 4, "AS": 1 << 30, "FSIZE": 4 << 20, "NPROC": 32, "NOFILE": 64}
-    refused = ["OSError True", "MemoryError True", *["BlockingIOError True"] * bool(os.getuid())]
+    refused = ["OSError True", "MemoryError True", "BlockingIOError True"]
     lines = ended(BOUNDS, 3.0).output.splitlines()
     assert lines == [str({name: (value, value) for name, value in limits.items()}), *refused]
 
@@ -310,9 +310,12 @@ ctypes.CDLL(None).shmget(1234, 4096, 0o1600)
 ready, tell = os.pipe()
 if os.fork() == 0:
     os.setsid()
-    server = socket.socket(socket.AF_UNIX)
-    server.bind("\\0slime-test")
-    server.listen()
+    try:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("\\0slime-test")
+        server.listen()
+    except OSError:
+        pass
     os.write(tell, b"x")
     while True:
         time.sleep(0.01)

@@ -450,7 +450,7 @@ def test_the_environment_of_a_grader_is_a_short_list() -> None:
 
 
 def test_built_in_graders_have_no_network_where_the_kernel_permits() -> None:
-    code = "from slime.rewards.environment import leave_network; print(leave_network())"
+    code = "from slime.core import confine; print(confine.leave(confine.NEW_NETWORK) is not None)"
     permitted = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
     async def work(pool: GraderPool) -> None:

@@ -334,10 +334,12 @@ def test_the_process_has_no_network_and_writes_no_file(tmp_path: Path) -> None:
     """Law: where the kernel permits, what opens pickles has no network; everywhere it cannot fill a disk."""
     _dump(tmp_path / "5.pt", _fields())
     with Confined(tmp_path / "5.pt") as confined:
-        pid = confined._process.pid
+        starter = confined._process.pid
+        pid = int(Path(f"/proc/{starter}/task/{starter}/children").read_text() or starter)
         networks = [os.readlink(f"/proc/{number}/ns/net") for number in (pid, os.getpid())]
-        limits = Path(f"/proc/{pid}/limits").read_text()
+        limits, threads = Path(f"/proc/{pid}/limits").read_text(), len(os.listdir(f"/proc/{pid}/task"))
     assert (networks[0] != networks[1]) == (NETWORK not in confined.lacks)
+    assert threads == 1, "Landlock holds the thread that asks for it"
     assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max file size")] == ["0"]
 
 

@@ -1,4 +1,4 @@
-"""Landlock: a process that gives up files, TCP and signals for good. Standard library only; Linux since 5.13."""
+"""Landlock: a process that gives up files, TCP, sockets with names and signals for good. Linux since 5.13."""
 
 from __future__ import annotations
 
