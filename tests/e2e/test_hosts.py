@@ -335,10 +335,14 @@ def test_a_run_outlives_hosts_that_die_or_freeze(shared: Path, flags: Flags) -> 
         print(*mended, sep="\n")
 
 
-def test_colocated_run_joins_a_cluster_of_one_host(shared: Path, flags: Flags) -> None:
-    """Law: on one host a run meets on loopback, whoever started Ray."""
-    with ray_cluster(shared, [2]) as cluster:
-        with HostedRun(cluster, shared / "colocated", [*flags, "--colocate", "--num-gpus-per-node", "1"]) as run:
+@pytest.mark.parametrize("token", [True, False], ids=["token", "no token"])
+def test_colocated_run_joins_a_cluster_of_one_host(shared: Path, flags: Flags, token: bool) -> None:
+    """Law: on one host a run meets on loopback, whoever started Ray; that it asks for no token is said."""
+    more = ["--colocate", "--num-gpus-per-node", "1"]
+    with ray_cluster(shared, [2], token=token) as cluster:
+        with HostedRun(cluster, shared / f"colocated-{token}", [*flags, *more]) as run:
             finished(run)
         assert "--host 127.0.0.1 " in command_of(run, 0)
-        assert "listen on" not in (run.run_dir / "logs" / "driver.log").read_text()
+        log = (run.run_dir / "logs" / "driver.log").read_text()
+        assert "listen on" not in log
+        assert ("asks for no token, so whoever reaches it can run code as you" in log) is not token

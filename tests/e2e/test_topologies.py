@@ -79,6 +79,7 @@ def test_the_file_alone_is_served(runs: Path, tiny_qwen3: Path, judge: Path) -> 
         key = (run.run_dir / "router_key").read_text()
         answers = [ask(url, key) for url in found.groups()]
         assert answers[0]["output_ids"] == answers[1]["output_ids"], "the same checkpoint answers the same"
+        run.require_closed()
         assert run.interrupt() == 130, run.tail
         assert run.left() == []
 

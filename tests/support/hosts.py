@@ -178,9 +178,14 @@ LATE_PORT = 44217
 
 
 @contextmanager
-def ray_cluster(shared: Path, cpus: Sequence[int]) -> Iterator[FakeCluster]:
-    """One host for each number of CPUs, the first with Ray's head. `shared`: the folder that all of them see."""
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
+def ray_cluster(shared: Path, cpus: Sequence[int], *, token: bool = True) -> Iterator[FakeCluster]:
+    """One host for each number of CPUs, the first with Ray's head. `shared`: the folder that all of them see; `token`:
+    whether the cluster asks for one.
+    """
+    auth = (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if token else {"RAY_AUTH_MODE": "disabled"}
+    )
+    variables = {**auth, "RAY_worker_niceness": "0"}
     # The daemons lack what the driver's environment says: whatever a process of a run needs has to reach it by name.
     with ExitStack() as stack:
         hosts = stack.enter_context(network_of_hosts(shared, len(cpus)))

@@ -80,8 +80,20 @@ def one_key(args: Args) -> str | None:
     return "got a --router-api-key and another --sglang-api-key: requests carry one key for both; give one of them"
 
 
+def keys_need_one_front_door(args: Args) -> str | None:
+    """SGLang 0.5.16 asks for keys in one process of the server alone, and does not start with both."""
+    num_workers = args.sglang.get("tokenizer_worker_num") or 1
+    if num_workers == 1 or args.debug_train_only:
+        return None
+    return (
+        f"got --sglang-tokenizer-worker-num {num_workers}, with which SGLang knows no keys, and engines always ask for "
+        "one; leave it out"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     strangers_need_a_key,
     an_existing_router_is_named_whole,
     one_key,
+    keys_need_one_front_door,
 )

@@ -34,6 +34,7 @@ REFUSALS = [
     ("--max-restarts 1 --save a --load a --save-interval 1 --finetune", "back to the same step"),
     ("--router-host 0.0.0.0", "without --router-api-key"),
     ("--router-api-key a --sglang-api-key b", "one key for both"),
+    ("--sglang-tokenizer-worker-num 2", "SGLang knows no keys"),
     ("--device cuda --update-weight-transport tensor", "without --colocate"),
     ("--rollout-num-gpus-per-engine 2 --sglang-pp-size 4", "which does not divide it"),
     ("--rollout-num-gpus-per-engine 2 --sglang-dp-size 2", "--sglang-enable-dp-attention"),
