@@ -14,7 +14,8 @@ Invariants
 1. Imported under its own name, this module does nothing.
 2. Server, router and their children get SIGKILL when the process of slime that started them ends, for whatever reason.
    A server that somebody started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
-3. The token comes from the environment and is in no log.
+3. Keys come from the environment, and are in no log, no answer and no child (`slime.serving.secret`). Every route but
+   the health checks asks for one, and for the other one where it changes something (`slime.compat.sglang_closed`).
 4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place and
    by what is registered with transformers (`sglang_config_names`).
 """
