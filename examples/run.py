@@ -29,8 +29,9 @@ def main(name: str, flags: list[str]) -> None:
     write_jsonl(data, example.rows())
     if "--hf-checkpoint" not in flags:
         model = unpack(ROOT / "assets" / "smollm2-135m-instruct")
-        flags = ["--hf-checkpoint", str(model), "--chat-template", "examples/tools.jinja", *flags]
-    command = ["train.py", *FLAGS.split(), *example.FLAGS.split(), "--prompt-data", str(data), *flags]
+        flags = ["--hf-checkpoint", str(model), "--chat-template", "examples/tools.jinja", "--override", *flags]
+    own = ["--override", *example.FLAGS.split(), "--prompt-data", str(data)]
+    command = ["train.py", *FLAGS.split(), *own, "--override", *flags]
     os.chdir(ROOT)
     os.execv(sys.executable, [sys.executable, *command])
 

@@ -23,4 +23,4 @@ exec "$PY" -m slime train "${TASK[@]}" "${TRAINING[@]}" \
   --n-samples-per-eval-prompt 8 --eval-max-response-len 30720 \
   \
   --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --use-tis \
-  "$@"
+  --override "$@"

@@ -26,7 +26,7 @@ RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
   --advantage-estimator grpo --eps-clip 0.2 \
   --lr 5e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
   "$DTYPE" \
-  "$@"
+  --override "$@"
 
 cat "$RUN_DIR/report.md"
 echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"

@@ -7,4 +7,4 @@ RUN_DIR=${RUN_DIR:-runs/game-$(date +%Y%m%d-%H%M%S)} exec bash "$(dirname "$0")/
   --no-apply-chat-template \
   --custom-generate-function-path slime.cli.recipes.game.play:generate --reward-key solved \
   --custom-eval-rollout-log-function-path slime.cli.recipes.game.play:log_eval \
-  --rollout-max-response-len 8 --eval-max-response-len 8 --rollout-temperature 1.0 "$@"
+  --rollout-max-response-len 8 --eval-max-response-len 8 --rollout-temperature 1.0 --override "$@"

@@ -23,4 +23,4 @@ exec "$PY" -m slime train "${TASK[@]}" "${TRAINING[@]}" \
   --n-samples-per-eval-prompt 8 --eval-max-response-len 30720 \
   \
   --advantage-estimator gspo --eps-clip 1e-4 --eps-clip-high 2e-4 --use-tis \
-  "$@"
+  --override "$@"

@@ -3,4 +3,4 @@
 # environment as in recipes/demo/run.sh.
 set -euo pipefail
 RUN_DIR=${RUN_DIR:-runs/lora-$(date +%Y%m%d-%H%M%S)} exec bash "$(dirname "$0")/../demo/run.sh" \
-  --lora-rank 16 --lr 5e-4 "$@"
+  --lora-rank 16 --lr 5e-4 --override "$@"

@@ -18,4 +18,4 @@ exec "$PY" -m slime train "${TASK[@]}" "${TRAINING[@]}" \
   \
   --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --use-tis \
   --use-rollout-routing-replay \
-  "$@"
+  --override "$@"

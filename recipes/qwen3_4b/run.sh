@@ -15,4 +15,4 @@ exec "$PY" -m slime train "${TASK[@]}" "${TRAINING[@]}" \
   --n-samples-per-eval-prompt 16 --eval-max-response-len 16384 \
   \
   --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 \
-  "$@"
+  --override "$@"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from slime.cli import (
     convert,
@@ -63,12 +64,27 @@ COMMANDS = (
 """Every command, in the order of `slime --help`."""
 
 
+class _Once(argparse._StoreAction):
+    """Refuses a second value of a flag, of which argparse would ignore the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given: dict[str, Any] = namespace.__dict__.setdefault("given", {})
+        if self.dest in given and given[self.dest] != values:
+            raise argparse.ArgumentError(self, f"got {given[self.dest]} and {values}; keep one")
+        given[self.dest] = values
+        super().__call__(parser, namespace, values, option)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their flags."""
     parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
+        for action in ("store", None):
+            own.register("action", action, _Once)
         command.add_flags(own)
     return parser
 
@@ -85,6 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlimeError as error:
         print(f"slime {command.name}: {visible(str(error))}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if command.words != "own":  # those of a run do not say that the user named a wrong file
+            raise
+        reason = error.strerror or str(error)
+        told = f"got {error.filename}, which cannot be used ({reason}); name another" if error.filename else reason
+        print(f"slime {command.name}: {visible(told)}", file=sys.stderr)
+        return 1
 
 
 def _options(command: Command, words: list[str]) -> argparse.Namespace:

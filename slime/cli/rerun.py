@@ -21,7 +21,13 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.hidden import HIDDEN
 from slime.observability.start_record import OUTPUTS
 from slime.settings.command_words import flag_value, groups, name_of, without
+from slime.settings.flags import OVERRIDE
 
+_RECORDED = {
+    **{"command": list, "cwd": str, "time": str, "code": list, "files": list},
+    **{"environment": dict, "versions": dict, "host": dict},
+}
+"""What a start's record says, and of which type."""
 LOOPS = {"train": True, "train-async": False}
 """Command -> whether its loop is the synchronous one."""
 
@@ -62,7 +68,6 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
 
     start = recorded_start(folder, number)
     _, loop, *recorded = start["command"]
-    assert loop in LOOPS, f"a start of {loop!r} was recorded"
     if not Path(start["cwd"]).is_dir():
         raise DataError(f"got {folder}, which was started in {start['cwd']}; that folder is not there any more")
     chosen = flag_value(given, "run_dir")
@@ -75,8 +80,11 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     goes_on = number > 0 and resumes_itself(kept) and flag_value(given, "load") is None
     place = resumed_from(folder, number, kept, given) if goes_on else []
     own = moved(without(kept, "load") if place else kept, given, folder, target)
-    words = [*own, *place, "--run-dir", str(target), *without(given, "run_dir")]
-    settings = json.loads((folder / "starts" / str(number) / "args.json").read_text())
+    more = without(given, "run_dir")
+    words = [*own, *place, "--run-dir", str(target), *([OVERRIDE, *more] if more else [])]
+    settings = _json_object(folder / "starts" / str(number) / "args.json")
+    if not isinstance(settings.get("run_dir"), str):
+        raise DataError(f"got {folder}, whose args.json of start {number} names no run_dir; restore it from a copy")
     told = differences(start, settings, words, synchronous=LOOPS[loop])
     told += [f"{flag} was a secret and is not recorded; give it again if the run needs it" for flag in dropped]
     heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
@@ -102,8 +110,14 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
     if not 0 <= number < len(starts):
         raise DataError(f"got --start {number} for {folder}, which has the starts 0 to {len(starts) - 1}")
     start = starts[number]
-    if "cwd" not in start or start["command"][:1] != ["slime"]:
-        raise DataError(f"got {folder}, whose run.json is of an earlier release; start it by its command line")
+    if missing := [name for name, kind in _RECORDED.items() if not isinstance(start.get(name), kind)]:
+        raise DataError(
+            f"got {folder}, whose run.json does not say the {missing[0]} of start {number}: it is damaged, or of an "
+            "earlier release; start the run by its command line"
+        )
+    words = [str(word) for word in start["command"]]
+    if words[:1] != ["slime"] or not LOOPS.keys() & {*words[1:2]}:
+        raise DataError(f"got {folder}, whose run.json names no command of slime; start the run by its command line")
     return start
 
 
@@ -111,7 +125,22 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     record = folder / "run.json"
     if not record.is_file():
         raise DataError(f"got {folder}, which holds no run.json; name the folder of a run")
-    found: list[dict[str, Any]] = json.loads(record.read_text())["starts"]
+    found = _json_object(record).get("starts")
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise DataError(
+            f"got {record}, which holds no list of starts; restore it, or start the run by its command line"
+        )
+    return found
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Raises `DataError` for a file that holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"got {path}, which cannot be read as JSON ({error}); restore it from a copy") from error
+    if not isinstance(found, dict):
+        raise DataError(f"got {path}, which holds no JSON object; restore it from a copy")
     return found
 
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import argparse
 
+from slime.settings.command_words import flag_value
+from slime.settings.flags import OVERRIDE
+from slime.settings.ranges import PORT
+
 DEFAULT_PORT = 30000
 """SGLang's own."""
 CHECKPOINT = "--hf-checkpoint"
@@ -18,19 +22,26 @@ ONLY_SERVES = ("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-si
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Where to listen; a first word without dashes is a file, further flags are for the loop."""
     parser.usage = "slime serve [TOPOLOGY.yaml] [--port N] [--host ADDRESS] [flags of the loop]"
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"where clients reach the router (default {DEFAULT_PORT})"
-    )
+    parser.add_argument("--port", type=_port, help=f"where clients reach the router (default {DEFAULT_PORT})")
     parser.add_argument("--host", help="address to listen on (default loopback); others need --router-api-key")
 
 
+def _port(text: str) -> int:
+    """Raises `argparse.ArgumentTypeError` for what is none."""
+    if not text.isdecimal() or PORT.problem(int(text)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, and a port is a number of at least 1 and at most 65535")
+    return int(text)
+
+
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The flags of the loop; those that make it serve alone come last, so that no other flag turns them off."""
-    host = ["--router-host", options.host] if options.host is not None else []
+    """The flags of the loop; those that make it serve alone replace what a command line of a training run says."""
     words: list[str] = options.words
     if words and not words[0].startswith("-"):
         words = [*_of_topology(words[0], words[1:]), *words[1:]]
-    return ["--router-port", str(options.port), *host, *words, *ONLY_SERVES]
+    port = DEFAULT_PORT if options.port is None and flag_value(words, "router_port") is None else options.port
+    own = {"--router-port": port, "--router-host": options.host}
+    where = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
+    return [*where, *words, OVERRIDE, *ONLY_SERVES]
 
 
 def _of_topology(file: str, words: list[str]) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from slime.core.errors import ConfigError
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
@@ -16,6 +18,8 @@ def run(options: argparse.Namespace) -> int:
     from slime.core.tokenizer_files import FAST
     from slime.data.tiktoken_files import KEPT, write_fast
 
+    if not options.folder.is_dir():
+        raise ConfigError(f"got {options.folder}, which is not a folder; give a released folder of Kimi-K2")
     num_ids = write_fast(options.folder)
     print(f"{options.folder / FAST}: {num_ids} ids; the released configuration is kept as {KEPT}")
     return 0

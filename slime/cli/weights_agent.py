@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     import threading
     from pathlib import Path
 
+    from slime.core.errors import ConfigError
     from slime.core.layout import ONE_RANK
     from slime.core.lifeline import die_with_parent
     from slime.observability.logs import setup_logging
@@ -43,7 +44,14 @@ def run(options: argparse.Namespace) -> int:
     from slime.serving.process import OWNER_ENV
     from slime.serving.weights_agent import WeightsAgent
     from slime.settings.hooks import load_hook
+    from slime.settings.ranges import SECONDS
 
+    if not options.engine.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"got --engine {options.engine}, which does not begin with http:// or https://; give http://HOST:PORT"
+        )
+    if problem := SECONDS.problem(options.limit_s):
+        raise ConfigError(f"got --limit-s {options.limit_s}, {problem}; give seconds")
     if owner := os.environ.get(OWNER_ENV):
         die_with_parent(int(owner))
     setup_logging(None)

@@ -6,23 +6,32 @@ These are not rules of the settings: what is wrong here may be right on another 
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.core.text import shorten
 from slime.core.topology import PAIRED
 from slime.rewards.preflight import code_problems
 from slime.rollout.preflight import data_problems
 from slime.serving.transfer import pair_problem
 from slime.settings import Args
 from slime.settings.engine_layout import settings_of_group
-from slime.settings.groups.cluster import gpus_here
+from slime.settings.groups.cluster import gpus_here, ray_address_in_words, split_address
 from slime.settings.problems import refuse
 from slime.settings.topology import topology_of
+
+EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""A frame of HTTP/2 (RFC 9113, 6.5): length, type, flags, stream."""
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
+CONNECT_LIMIT_S = 5.0
+"""Of the head of a Ray cluster: in one network it answers in milliseconds."""
 
 
 def preflight(args: Args) -> None:
     """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
-    found = [*_of_machine(args), *_of_pairs(args), *_of_run_folder(args)]
+    found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args)]
     refuse([*found, *data_problems(args), *code_problems(args)])
 
 
@@ -69,6 +78,9 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
 
 def _of_run_folder(args: Args) -> Iterator[str]:
     """Metrics of two runs in one file would be the metrics of neither. A start that logged nothing leaves no trace."""
+    if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
+        yield f"got run_dir {shorten(args.run_dir, 300)}, {problem}; name another --run-dir"
+        return
     metrics = Path(args.run_dir) / "metrics.jsonl"
     resumes = not args.origins.get("load", "default").startswith("default")  # given, if dropped as still empty
     if resumes or not metrics.is_file() or not metrics.stat().st_size:
@@ -77,3 +89,54 @@ def _of_run_folder(args: Args) -> Iterator[str]:
         f"got run_dir {args.run_dir}, which holds the metrics of an earlier run; name a new folder, or go on with that "
         "run: --load its --save folder"
     )
+
+
+def _cannot_be_made(folder: Path) -> str | None:
+    """Why this folder cannot be the run's, after a comma; None if it can."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return f"which cannot be a folder ({error.strerror})"
+    if not there.is_dir():
+        return f"because {there} is a file" if there == folder.absolute() else f"which lies below the file {there}"
+    if not os.access(there, os.W_OK | os.X_OK) or not _takes_folders(there):
+        return f"because nothing can be written in {there}"
+    return None
+
+
+def _takes_folders(folder: Path) -> bool:
+    """Tried: a file system such as /proc lets root write, and makes nothing."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=folder))
+    except OSError:
+        return False
+    return True
+
+
+def cluster_problems(args: Args) -> Iterator[str]:
+    """A server of Ray's kind answers where the cluster is said to be: Ray itself tries for long, and says it in C++."""
+    if args.ray_address in (None, "auto"):
+        return
+    host, port = split_address(args.ray_address)
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as connection:
+            reason = None if os.environ.get("RAY_USE_TLS") else _is_other_server(connection)
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
+    if reason is not None:
+        yield (
+            f"got {ray_address_in_words(args)}, where no Ray cluster can be reached from here ({reason}); give "
+            "HOST:PORT as `ray start --head` printed it, and start the driver on a host of the cluster"
+        )
+
+
+def _is_other_server(connection: socket.socket) -> str | None:
+    """Why this is not the gRPC server that the head of a cluster is; such a one begins with its settings of HTTP/2."""
+    connection.sendall(HTTP2_GREETING)
+    begun = b""
+    while len(begun) < len(EMPTY_SETTINGS):
+        found = connection.recv(len(EMPTY_SETTINGS) - len(begun))
+        if not found:
+            break
+        begun += found
+    return None if begun[3:4] == EMPTY_SETTINGS[3:4] else "another server listens there"

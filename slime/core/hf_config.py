@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hub_names import download_hint
+from slime.core.user_files import read_json
 
 HfConfig = Mapping[str, Any]
 """A `config.json` as `read_hf_config` gives it."""
@@ -23,13 +24,7 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
     if not path.is_file():
         what_to_do = download_hint(hf_checkpoint) or "give a local folder in HF format"
         raise ConfigError(f"got --hf-checkpoint {hf_checkpoint}, but {path} does not exist; {what_to_do}")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"got {path}, which is not JSON ({error}); fetch the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"got {path}, which does not hold a JSON object; fetch the checkpoint again")
-    config = text_config(config)
+    config = text_config(read_json(path, "--hf-checkpoint", "checkpoint, fetched again"))
     if "wrapper_type" in config and num_experts_of(config):
         config["_stacked_experts"], config["_stacked_mtp_experts"] = _stacks_experts(path.parent, config)
     return config

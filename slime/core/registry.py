@@ -33,7 +33,6 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import pkgutil
@@ -43,6 +42,7 @@ from typing import Any, Generic, TypeVar
 
 from slime.core.errors import ConfigError
 from slime.core.loading import LoadingFailed, load_module, load_object
+from slime.core.text import nearest
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -102,8 +102,8 @@ class Registry(Generic[T]):
         if name in self._entries:
             return self._entries[name]
         if "." not in name and ":" not in name:
-            near = difflib.get_close_matches(name, self._entries, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = nearest(name, self._entries)
+            hint = f"did you mean {near}? " if near else ""
             known = ", ".join(sorted(self._entries))
             raise ConfigError(f"got {self.flag} {name}, which names no {self.what}; {hint}known are {known}")
         return self._of_path(name)

@@ -6,7 +6,9 @@ Text of a model, of a tool or of a dataset also comes inside an exception; whate
 
 from __future__ import annotations
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
@@ -48,3 +50,9 @@ def ends_whole(path: Path) -> bool:
             return True
         file.seek(-1, 2)
         return file.read(1) == b"\n"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is a slip of; None if nothing is so near: nobody who writes `mamba` means `llama`."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
+    return near[0] if near else None

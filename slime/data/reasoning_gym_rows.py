@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.text import nearest
 
 HELD_OUT_OF = 4
 """One of so many questions is held out."""
@@ -81,8 +82,8 @@ def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     out = {}
     for name, value in given.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = nearest(name, fields)
+            hint = f"did you mean {near}? " if near else ""
             raise ConfigError(f"but the task has no setting {name!r}; {hint}it has {', '.join(fields)}")
         out[name] = tuple(value) if isinstance(value, list) and isinstance(fields[name].default, tuple) else value
     return out

@@ -147,11 +147,15 @@ class RunFolder:
 
     def _make(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         partial = self.path.with_name(f".{self.path.name}.{self.run_id}")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir(mode=0o700)
-        for name in SUBFOLDERS:
-            (partial / name).mkdir()
-        _write_start(partial, [start], own)
+        try:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir(mode=0o700)
+            for name in SUBFOLDERS:
+                (partial / name).mkdir()
+            _write_start(partial, [start], own)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ConfigError(f"got --run-dir {self.path}, which cannot be made ({error}); name another") from error
         try:
             partial.rename(self.path)  # also replaces an empty folder
         except OSError as error:
@@ -167,7 +171,16 @@ class RunFolder:
             )
         for name in SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        _write_start(self.path, [*json.loads(record.read_text())["starts"], start], own)
+        try:
+            starts = json.loads(record.read_text())["starts"]
+            earlier = [*starts] if isinstance(starts, list) else None
+        except (ValueError, KeyError, TypeError):
+            earlier = None
+        if earlier is None:
+            raise ConfigError(
+                f"got --run-dir {self.path}, whose run.json is damaged, so nobody knows its starts; name another"
+            )
+        _write_start(self.path, [*earlier, start], own)
 
 
 def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:

@@ -118,7 +118,7 @@ def read_samples(path: Path) -> list[ShownSample]:
         try:
             row = json.loads(line)
             sample, stamp = ShownSample.from_dict(row), row.get("time")
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             continue
         key = (sample.kind, sample.step, sample.dataset)
         if key in steps and steps[key][0] != stamp:

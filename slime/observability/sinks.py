@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from slime.core.errors import ConfigError, DeadlineExceeded
+from slime.core.errors import ConfigError, DataError, DeadlineExceeded
 from slime.core.text import ends_whole
 from slime.observability import sample_views
 from slime.observability.logs import FILE_ONLY
@@ -103,13 +103,21 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, non-finite values restored; lines that a kill left half done are left out."""
+    """The rows of a metrics file, non-finite values restored; lines that a kill left half done are left out.
+
+    Raises `DataError` for a line that is whole and no row.
+    """
     rows = []
-    for line in path.read_text().splitlines():
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            rows.append({k: float(v) for k, v in json.loads(line).items()})
+            row = {k: float(v) for k, v in json.loads(line).items()}
         except json.JSONDecodeError:
             continue
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"got line {number} of {path}, which does not hold metrics; take it out") from error
+        if not all(math.isfinite(row.get(axis, 0.0)) for axis in AXES.values()):
+            raise DataError(f"got line {number} of {path}, whose step is not a number; take it out")
+        rows.append(row)
     return rows
 
 

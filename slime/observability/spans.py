@@ -135,9 +135,9 @@ def collect() -> dict[str, float]:
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of one trace file, ended or not; a last line that a kill truncated is left out."""
     events = []
-    for line in path.read_text().splitlines()[1:]:
+    for line in path.read_bytes().splitlines()[1:]:
         try:
-            events.append(json.loads(line.rstrip().rstrip(",")))
-        except json.JSONDecodeError:
+            events.append(json.loads(line.rstrip().rstrip(b",")))
+        except (ValueError, RecursionError):
             break
     return events

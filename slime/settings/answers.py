@@ -26,6 +26,8 @@ _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
   --help public                                     what differs from the public slime, flag by flag
   --explain                                         print every resolved value and where it came from, then exit
   --version                                         print versions, then exit
+  --override                                        flags behind it replace those before it; without it, a setting that
+                                                    is given twice has one value
 """
 
 

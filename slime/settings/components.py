@@ -24,6 +24,7 @@ from slime.core.loading import load_object
 from slime.core.registry import Registry
 from slime.settings.fields import ChosenBy, declared, field_docs, flags_of, own_fields
 from slime.settings.flags import Flag
+from slime.settings.ranges import ANY
 
 Fields = dict[str, dataclasses.Field[Any]]
 
@@ -141,12 +142,20 @@ class Components:
                 labels = ", ".join(dict.fromkeys(reader.label for reader in readers))
                 docs[name] = f"{docs.get(name, '')} Read by {labels}.".strip()
             heading = f"{registry.what.capitalize()}: settings of the entries of {registry.flag}"
-            out += [flag for flag in flags_of(root, heading=heading, docs=docs) if flag.dest == name]
+            out += [
+                dataclasses.replace(flag, limits=ANY)
+                for flag in flags_of(root, heading=heading, docs=docs)
+                if flag.dest == name
+            ]
         return sorted(out, key=lambda flag: flag.group)
 
     @staticmethod
     def _choices(chooser: Chooser, settings: Any) -> Iterator[Choice]:
         for name in chooser.names(settings):
+            if chooser.chosen_by is not None and name not in chooser.registry:
+                known = ", ".join(chooser.registry.names())
+                what = chooser.registry.what
+                raise ConfigError(f"got {chooser.what} {name}, which names no {what}; known are {known}")
             yield Choice(chooser, name, chooser.registry.get(name))
 
     def _add(self, chooser: Chooser, entry: type, label: str) -> None:
@@ -168,9 +177,9 @@ class Components:
 
 def named(value: Any) -> tuple[str, ...]:
     """The names in the value of a setting that names entries: none, one or several."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return () if value is None else (value,)
 
 
 def entries_named_on(words: Sequence[str], components: Components) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.settings import free_keys, length_rules, model_folders
@@ -23,6 +23,7 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
 from slime.settings.groups.data import reads_prompt_data
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.settings.ranges import EXECUTIONS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -37,6 +38,17 @@ def batch_divides(args: Args) -> str | None:
         f"got rollout_batch_size {args.rollout_batch_size} * n_samples_per_prompt {args.n_samples_per_prompt} = "
         f"{executions} executions, which global_batch_size {args.global_batch_size} does not divide; "
         "some would never be trained: change one of the three"
+    )
+
+
+def a_step_is_finite(settings: Any) -> str | None:
+    """Each of the two factors is bounded by its declaration. Asked before anything is derived from the product."""
+    prompts, samples, most = settings.rollout_batch_size, settings.n_samples_per_prompt, int(EXECUTIONS.le or 0)
+    if prompts * samples <= most:
+        return None
+    return (
+        f"got rollout_batch_size {prompts} * n_samples_per_prompt {samples} = {prompts * samples} executions, and a "
+        f"step has at most {most}; lower one of the two"
     )
 
 
@@ -140,7 +152,23 @@ def prompts_exist(args: Args) -> str | None:
 def files_exist(args: Args) -> str | None:
     """Files of data are there, and what a scheme is asked for exists."""
     data = [] if args.prompt_data is None else [("prompt_data", args.prompt_data, False)]
-    data += [(f"evaluation data {d.name}", d.path, True) for d in eval_datasets(args)]
+    return _missing([*data, *_held_out(args)])
+
+
+def held_out_files_exist(settings: Any) -> str | None:
+    """So are those that nothing would evaluate: whoever names a file means one that is there."""
+    try:
+        return _missing(_held_out(settings))
+    except ConfigError as error:
+        return str(error)
+
+
+def _held_out(settings: Any) -> list[tuple[str, str, bool]]:
+    return [(f"evaluation data {d.name}", d.path, True) for d in eval_datasets(settings)]
+
+
+def _missing(data: list[tuple[str, str, bool]]) -> str | None:
+    """`data`: what they are, where, and whether they are held out."""
     for name, spec, held_out in data:
         try:
             check_data(spec, held_out=held_out)
@@ -154,8 +182,6 @@ def one_first_step(args: Args) -> str | None:
     """A checkpoint says which step follows it."""
     if args.start_rollout_id is None:
         return None
-    if args.start_rollout_id < 0:
-        return f"got start_rollout_id {args.start_rollout_id}; steps count from 0"
     if args.load is None or args.finetune:
         return None
     return (
@@ -171,7 +197,7 @@ def export_replaces_nothing_else(args: Args) -> str | None:
     try:
         exports = _export_folders(args.save_hf)
     except (KeyError, IndexError, ValueError) as error:
-        return f"got save_hf {args.save_hf}, whose braces name something else ({error!r}); only {{rollout_id}} is known"
+        return f"got save_hf {args.save_hf}, whose braces name something else ({error}); only {{rollout_id}} is known"
     for name, path in _in_use(args):
         if exports.fullmatch(os.path.realpath(path)):
             return (

@@ -8,10 +8,10 @@ read it (`free_keys_have_a_reader`); it is listed when the run starts, because i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.user_files import read_yaml
 from slime.settings.flags import FlagTable, coerce, shown
 from slime.settings.foreign_names import FOREIGN_NAMES
 from slime.settings.problems import refuse
@@ -21,6 +21,8 @@ _FLAG = "--custom-config-path"
 
 FREE = "custom."
 """Before the user's own settings, where they are listed."""
+NEAR = "; a setting of a similar name is "
+"""Before the setting that such a one may be meant for."""
 
 Given = dict[tuple[str, str], Any]
 """(owner, dest) -> value, as the user gave it."""
@@ -48,6 +50,7 @@ def merge_config(
     if not isinstance(custom, dict):
         raise ConfigError(f"{path}: got custom: {custom!r}, which is not a mapping; write names and values below it")
     merged, own, problems = dict(given), dict(custom), []
+    seen: dict[tuple[str, str], str] = {}
     for key, value in content.items():
         if key == "custom":
             continue
@@ -60,6 +63,8 @@ def merge_config(
         except ConfigError as error:
             problems.append(str(error))
             continue
+        if (other := seen.setdefault((owner, dest), str(key))) != str(key):
+            problems.append(f"{path}: got {other} and {key}, which are one setting; keep one")
         merged[owner, dest] = typed
         origins[owner, dest] = f"{path}"
     refuse(problems)
@@ -74,7 +79,7 @@ def is_free(table: FlagTable, key: str) -> bool:
 
 def _near(table: FlagTable, key: str) -> str:
     near = table.nearest("--" + key.replace("_", "-"))
-    return f"; the setting {near[2:].replace('-', '_')} has a similar name" if near else ""
+    return f"{NEAR}{near[2:].replace('-', '_')}" if near else ""
 
 
 def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
@@ -96,20 +101,3 @@ def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: s
             "give it in one place"
         )
     return where_given, typed
-
-
-def read_yaml(path: str, flag: str) -> dict[str, Any]:
-    """The mapping in the file that `flag` names. Raises `ConfigError`."""
-    import yaml
-
-    if not Path(path).is_file():
-        raise ConfigError(f"got {flag} {path}, which does not exist; give a YAML file")
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"got {path}, which is not YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"got {path}, which is not a mapping; write `name: value` lines")
-    return content

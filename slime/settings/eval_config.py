@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
+from slime.core.user_files import read_yaml
 from slime.settings.data_files import grader_of_data
 from slime.settings.fields import flags_of
-from slime.settings.flags import FlagTable, coerce
+from slime.settings.flags import Flag, FlagTable, coerce
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -142,18 +143,12 @@ def _grader_of(path: str, args: Args) -> str | None:
 
 def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Defaults and datasets of the file, each value of its field's type. Raises `ConfigError`."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(file).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"got --eval-config {file}, which cannot be read as YAML: {error}") from error
-    top = _typed(content, {"eval"}, file).get("eval") if isinstance(content, dict) else None
+    top = _typed(read_yaml(file, "--eval-config"), {"eval"}, file).get("eval")
     top = _typed(top, {"defaults", "datasets"}, f"{file}: eval")
     known = {field.name for field in dataclasses.fields(EvalDatasetConfig)}
     datasets = top.get("datasets") or []
     if isinstance(datasets, dict):
-        datasets = [{"name": name, **(entry or {})} for name, entry in datasets.items()]
+        datasets = [{"name": name, **_entry(one, f"{file}: eval.datasets.{name}")} for name, one in datasets.items()]
     if not isinstance(datasets, list) or not datasets:
         raise ConfigError(f"{file}: got no eval.datasets; give a list of entries with name and path")
     entries = [_typed(entry, known, f"{file}: eval.datasets[{i}]") for i, entry in enumerate(datasets)]
@@ -164,11 +159,30 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return defaults, entries
 
 
+def _entry(found: Any, where: str) -> Mapping[str, Any]:
+    """What stands below a data set's name. Raises `ConfigError` for what is not a mapping."""
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigError(f"{where}: got {found!r}, which is not a mapping; write path: FILE below it")
+    return found or {}
+
+
+@cache
+def _flags() -> tuple[Flag, ...]:
+    """The fields as flags; a number may be what that setting may be whose place it takes."""
+    from slime.settings.table import own_flags  # the groups, which ask for data sets
+
+    limits = {field: flag.limits for flag in own_flags() for field, name in _SETTINGS.items() if name == flag.dest}
+    return tuple(
+        dataclasses.replace(flag, limits=limits.get(flag.dest, flag.limits))
+        for flag in flags_of(EvalDatasetConfig, heading="")
+    )
+
+
 def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     """A copy with values of the fields' types. Raises `ConfigError` on another shape, key or type."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: got {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
-    table = FlagTable(flags_of(EvalDatasetConfig, heading=""))
+    table = FlagTable(_flags())
     flags = {flag.dest: flag for flag in table.flags}
     for key in mapping:
         if key not in known:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import math
 import textwrap
 import types
 import typing
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Final, Literal, ParamSpec
 
 from slime.settings.flags import Flag
+from slime.settings.ranges import Range
 
 P = ParamSpec("P")
 Compute = Callable[[Any], Any]
@@ -63,34 +63,6 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Range:
-    """What a number may be; None means unbounded. With any bound the number has to be finite."""
-
-    gt: float | None = None
-    ge: float | None = None
-    lt: float | None = None
-    le: float | None = None
-
-    def holds(self, value: float) -> bool:
-        """Whether `value` is finite and inside; not-a-number is outside of everything."""
-        if self == Range():
-            return True
-        return (
-            math.isfinite(value)
-            and (self.gt is None or value > self.gt)
-            and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
-            and (self.le is None or value <= self.le)
-        )
-
-    def text(self) -> str:
-        """The range in words, after "must be"."""
-        low = f"> {self.gt:g}" if self.gt is not None else f"at least {self.ge:g}" if self.ge is not None else ""
-        high = f"< {self.lt:g}" if self.lt is not None else f"at most {self.le:g}" if self.le is not None else ""
-        return " and ".join(part for part in (low, high) if part)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Adjusted:
     """A value that other settings put in place of a given or derived one."""
 
@@ -124,6 +96,8 @@ class Declared:
     """Masked wherever it is written."""
     append: bool = False
     """A tuple to which each occurrence of the flag adds one entry."""
+    within: Range | None = None
+    """What a number may be, as one of the kinds of `slime.settings.ranges`; or by its bounds:"""
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
@@ -152,7 +126,7 @@ class Declared:
     @property
     def range(self) -> Range:
         """What a number may be."""
-        return Range(self.gt, self.ge, self.lt, self.le)
+        return self.within or Range(self.gt, self.ge, self.lt, self.le)
 
     @property
     def conditions(self) -> tuple[Need, ...]:
@@ -234,6 +208,12 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
     return simple[hint], None, None, optional
 
 
+def _holds_strings(hint: Any) -> bool:
+    """Whether a mapping, or one that may be None, has strings for values."""
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return any(typing.get_args(member) == (str, str) for member in members)
+
+
 def own_fields(cls: type) -> list[dataclasses.Field[Any]]:
     """The settings that a dataclass declares itself, its bases' left out."""
     own = inspect.get_annotations(cls)
@@ -269,6 +249,8 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
         nargs=None if says.append else nargs,
         append=says.append,
         choices=says.choices or choices,
+        limits=says.range,
+        of_strings=kind == "json" and _holds_strings(hint),
         optional=optional,
         required=bool(says.required),
         derived=says.compute is not None and default is None,

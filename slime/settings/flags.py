@@ -3,15 +3,16 @@
 Invariants
 1. A flag is known by its whole name; there are no prefix abbreviations, an unknown one is an error with a suggestion.
 2. A value is converted and checked the same way whether it comes from the command line or from YAML.
-3. The last occurrence of a flag wins, as in every shell script that ends in "$@".
+3. A setting that is given twice, in whatever spelling, has the same value both times. Flags behind the word
+   `--override` replace those before it: a script ends in `--override "$@"`.
 4. A secret may be given as @FILE, which is read: a command line is for everybody on the host to see.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
+import shlex
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,13 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hidden import HIDDEN
+from slime.core.text import nearest, shorten
+from slime.core.user_files import Doubled, parse_json
 from slime.settings.problems import refuse
+from slime.settings.ranges import ANY, Range
 
+OVERRIDE = "--override"
+"""Before flags that replace earlier ones."""
 KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
 """How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also takes a list."""
 
@@ -62,6 +68,10 @@ class Flag:
     append: bool = False
     """Each occurrence adds one entry."""
     choices: tuple[Any, ...] | None = None
+    limits: Range = ANY
+    """What a number may be. Of an entry's setting the entries that are chosen say it, when all is known."""
+    of_strings: bool = False
+    """A JSON object whose values are strings."""
     optional: bool = False
     """`none` is a value."""
     required: bool = False
@@ -86,10 +96,12 @@ FILE_MARK = "@"
 
 def shown(flag: Flag, value: Any) -> str:
     """A value in a message."""
-    return HIDDEN if flag.secret else repr(value)
+    return HIDDEN if flag.secret else shorten(repr(value), 200)
 
 
 def _number(kind: str, text: str) -> Any:
+    if kind in ("int", "float") and (not text.isascii() or "_" in text):  # Python reads 1_0 as ten
+        raise ValueError(text)
     if kind == "int":
         return int(text)
     if kind == "float":
@@ -108,7 +120,7 @@ def _one(flag: Flag, text: str) -> Any:
     if flag.kind == "str":
         return text
     if flag.kind == "json":
-        value = json.loads(text)
+        value = parse_json(text)
         if not isinstance(value, dict):
             raise ValueError(f"not an object: {text}")
         return value
@@ -131,16 +143,27 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
     """One word of the command line as a value of `flag`. Raises `ConfigError`."""
     if flag.optional and text.lower() == "none":
         return None
+    if "\0" in text:
+        raise ConfigError(f"{where}: got {shown(flag, text)}, which holds a character of code 0; leave that out")
     if flag.secret and text.startswith(FILE_MARK):
         text = _read_secret(text.removeprefix(FILE_MARK), where=where)
     try:
         value = _one(flag, text)
-    except (ValueError, KeyError):
-        expected = {"dtype": f"one of {sorted(set(DTYPES.values()))}", "json": "a JSON object"}.get(
-            flag.kind, flag.kind
-        )
+    except Doubled as error:
+        raise ConfigError(f"{where}: got {shown(flag, text)}, in which {error}; keep one") from None
+    except (ValueError, KeyError, RecursionError):
+        expected = {
+            "dtype": f"one of {sorted(set(DTYPES.values()))}",
+            "json": "a JSON object",
+            "human_int": "a whole number, such as 4096 or 4k",
+            **{f"{base}_or_json": f"{base} or a JSON list" for base in ("int", "float", "str")},
+        }.get(flag.kind, flag.kind)
         raise ConfigError(f"{where}: got {shown(flag, text)}, expected {expected}; correct the value") from None
     check_choice(flag, value, where=where)
+    check_strings(flag, value, where=where)
+    numbers = [*value] if isinstance(value, list) else [value]
+    if problem := next((found for number in numbers if (found := flag.limits.problem(number))), None):
+        raise ConfigError(f"{where}: got {shown(flag, value)}, {problem}; correct it or leave it out")
     return value
 
 
@@ -157,11 +180,19 @@ def _read_secret(name: str, *, where: str) -> str:
 def check_choice(flag: Flag, value: Any, *, where: str) -> None:
     """Raises `ConfigError` if the flag has choices and `value` is none of them."""
     if flag.choices is not None and value not in flag.choices:
-        near = difflib.get_close_matches(str(value), [str(c) for c in flag.choices], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(str(value), map(str, flag.choices))
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(
             f"{where}: got {shown(flag, value)}, which is not one of {', '.join(map(str, flag.choices))}{hint}"
         )
+
+
+def check_strings(flag: Flag, value: Any, *, where: str) -> None:
+    """Raises `ConfigError` if the flag is a mapping of strings and `value` holds something else."""
+    for name, one in value.items() if flag.of_strings and isinstance(value, dict) else ():
+        if not isinstance(name, str) or not isinstance(one, str):
+            wrong, good = (one, f'{json.dumps(str(name))}: "{one}"') if isinstance(name, str) else (name, '"NAME": ...')
+            raise ConfigError(f"{where}: got {shorten(repr(wrong), 80)} of {name}, which is not a string; write {good}")
 
 
 def coerce(flag: Flag, value: Any, *, where: str) -> Any:
@@ -183,6 +214,7 @@ def coerce(flag: Flag, value: Any, *, where: str) -> Any:
 
 def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
     if flag.kind == "json" and isinstance(value, dict):
+        check_strings(flag, value, where=where)
         return value
     if flag.kind.endswith("_or_json") and isinstance(value, list):
         return value
@@ -210,8 +242,7 @@ class FlagTable:
 
     def nearest(self, name: str) -> str | None:
         """The known spelling most like `name`; none if nothing is alike."""
-        near = difflib.get_close_matches(name, self.by_name, 1, cutoff=0.75)
-        return near[0] if near else None
+        return nearest(name, self.by_name)
 
     def unknown(self, name: str, elsewhere: Mapping[str, str]) -> str:
         """What is said about an unknown flag. `elsewhere`: names of other programs -> what to write here."""
@@ -241,6 +272,17 @@ class FlagTable:
         """
         out: dict[tuple[str, str], Any] = {}
         problems: list[str] = []
+        for part in _parts(argv):
+            out |= self._parse_part(part, owned, elsewhere, problems)
+        refuse(problems)
+        return out
+
+    def _parse_part(
+        self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
+    ) -> dict[tuple[str, str], Any]:
+        """Values of words among which none replaces another; what is wrong goes into `problems`."""
+        out: dict[tuple[str, str], Any] = {}
+        spelled: dict[tuple[str, str], str] = {}
         position = 0
         while position < len(argv):
             word = argv[position]
@@ -256,8 +298,14 @@ class FlagTable:
             if name in self.by_name and name not in owned:
                 flag, on = self.by_name[name]
                 position += 0 if has_value else self._num_taken(flag, words)
+                if flag.kind == "bool" and not has_value and words and words[0].lower() in (*_YES, *_NO):
+                    problems.append(_about_switch(flag, name, words[0], on=on))
+                    position += 1
+                    continue
                 try:
-                    self._store(out, flag, name, words, on=on, inline=bool(has_value))
+                    value = self._value(flag, name, words, on=on, inline=bool(has_value))
+                    taken = words[: self._num_taken(flag, words)]
+                    _keep(out, spelled, flag, shlex.join([name, *taken]), value)
                 except ConfigError as error:
                     problems.append(str(error))
                 continue
@@ -266,7 +314,6 @@ class FlagTable:
                 problems.append(f"got {name}, which slime sets itself; {owned[name]}")
             else:
                 problems.append(self.unknown(name, elsewhere))
-        refuse(problems)
         return out
 
     def _values(self, argv: Sequence[str], position: int) -> list[str]:
@@ -283,24 +330,62 @@ class FlagTable:
         return len(words) if flag.is_list else min(1, len(words))
 
     @staticmethod
-    def _store(
-        out: dict[tuple[str, str], Any], flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool
-    ) -> None:
-        key = (flag.owner, flag.dest)
+    def _value(flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool) -> Any:
+        """What one occurrence of a flag says."""
         if flag.kind == "bool":
             if inline:
-                raise ConfigError(f"{name}: got a value {words[0]!r}, but it is a switch; write {name} alone")
-            out[key] = on
-            return
+                raise ConfigError(_about_switch(flag, name, words[0], on=on))
+            return on
         words = words if flag.is_list else words[:1]
         if not words and flag.nargs not in ("*", "?"):
             raise ConfigError(f"{name}: got no value; write {name} <{flag.kind}>")
         if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
             raise ConfigError(f"{name}: got {len(words)} values, it takes {flag.nargs}")
         values: Any = tuple(convert(flag, w, where=name) for w in words)
-        if not flag.is_list:
-            values = values[0] if values else True
-        out[key] = (*out.get(key, ()), values) if flag.append else values
+        if flag.is_list:
+            return values
+        return values[0] if values else True
+
+
+def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
+    """The words between `OVERRIDE`s."""
+    part: list[str] = []
+    for word in argv:
+        if word == OVERRIDE:
+            yield part
+            part = []
+        else:
+            part.append(word)
+    yield part
+
+
+def _keep(
+    out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
+) -> None:
+    """Stores one occurrence of a flag, `said` so. Raises `ConfigError` if an earlier one says something else."""
+    key = (flag.owner, flag.dest)
+    if flag.append:
+        out[key] = (*out.get(key, ()), value)
+        return
+    earlier = spelled.setdefault(key, said)
+    if out.setdefault(key, value) != value:
+        both = f"two values for {flag.names[0]}" if flag.secret else f"{shorten(earlier, 200)} and {shorten(said, 200)}"
+        raise ConfigError(
+            f"got {both}, of which one would be ignored; keep one, or write {OVERRIDE} before the flags that are to win"
+        )
+
+
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+"""Words with which other programs turn a switch on and off."""
+
+
+def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
+    """What is said about a value behind a switch."""
+    said = f"{name}: got a value {word!r}, but it is a switch"
+    other = next(iter(flag.off_names if on else flag.names), None)
+    if word.lower() in _NO and other is not None:
+        return f"{said}; write {other} to switch it {'off' if on else 'on'}"
+    return f"{said}; leave it out" if word.lower() in _NO else f"{said}; write {name} alone"
 
 
 def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.settings.custom_yaml import FREE
+from slime.settings.custom_yaml import FREE, NEAR
 from slime.settings.hook_contracts import CONTRACTS
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ def free_keys_have_a_reader(args: Args) -> str | None:
     if not found or _has_functions(args):
         return None
     name, text = next(iter(found.items()))
+    got, _, near = text.partition(NEAR)
+    hint = f"did you mean {near}? " if near else ""
     return (
-        f"got {name}: {text} in {args.custom_config_path}, and the run has none; correct it, or put your own settings "
-        "below `custom`"
+        f"got {name}: {got} in {args.custom_config_path}, and the run has none; {hint}correct it, or put your own "
+        "settings below `custom`"
     )
 
 

@@ -6,9 +6,10 @@ Holds what belongs to Megatron, SGLang, the router, the chosen entries of regist
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from slime.core.text import nearest
 
 
 class Passthrough(Mapping[str, Any]):
@@ -24,8 +25,8 @@ class Passthrough(Mapping[str, Any]):
         try:
             return self._values[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._values, 1)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
+            near = nearest(name, self._values)
+            hint = f"; the nearest is {near!r}" if near else ""
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
     def __contains__(self, name: object) -> bool:

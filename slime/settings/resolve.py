@@ -8,16 +8,18 @@ from typing import Any
 from slime.settings.architecture import take_architecture
 from slime.settings.args import Args
 from slime.settings.components import Components, entries_named_in
+from slime.settings.cross_rules import a_step_is_finite, held_out_files_exist
 from slime.settings.custom_yaml import FREE, Given
 from slime.settings.effects import engine_settings_without_effect, own_settings_without_effect
 from slime.settings.group import Passed
 from slime.settings.groups import GROUPS
 from slime.settings.megatron_defaults import SLIME_DEFAULTS
 from slime.settings.passthrough import Passthrough
+from slime.settings.problems import refuse
 from slime.settings.resolver import Resolver
 from slime.settings.schema import flags_of_owner
 from slime.settings.table import components as slime_components
-from slime.settings.validation import check_required, validate
+from slime.settings.validation import check_required, given_out_of_range, validate
 
 
 def resolve(
@@ -38,7 +40,11 @@ def resolve(
     resolver = resolver_of(components, values, where)
     check_required(resolver, components)
     list(components.chosen(resolver))  # a name that no entry has is an error, whether it would act or not
+    too_many = a_step_is_finite(resolver)
+    refuse([*given_out_of_range(resolver, components), *([too_many] if too_many else [])])  # before what follows
     args, idle, problems = _without_idle(components, values, where)
+    if idle.keys() & {"eval_prompt_data", "eval_config"} and (missing := held_out_files_exist(resolver)):
+        problems = [*problems, missing]
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
     args = args.replace(
         router=Passthrough("router", router),

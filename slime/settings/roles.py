@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.user_files import read_yaml
 from slime.settings.args import Args
 from slime.settings.conditions import ADVANTAGES, CRITIC
-from slime.settings.custom_yaml import Given, read_yaml, setting_of
+from slime.settings.custom_yaml import Given, setting_of
 from slime.settings.flags import FlagTable, shown
 from slime.settings.passthrough import Passthrough
 from slime.settings.problems import refuse

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.settings.flags import Flag
+from slime.settings.ranges import range_of
 
 SCHEMA_DIR = Path(__file__).parent / "schemas"
 
@@ -89,6 +90,7 @@ def flags_of_owner(owner: str) -> tuple[Flag, ...]:
                 nargs=entry.get("nargs"),
                 append=entry.get("append", False),
                 choices=tuple(choices) if choices else None,
+                limits=range_of(owner, entry["dest"], entry["kind"]),
                 optional=entry.get("optional", entry["default"] is None),
                 secret=entry["dest"] in SECRETS,
                 configs=tuple(entry.get("configs", ())),

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.topology import DEFAULT_NAME, PAIRED, EngineGroup, ServedModel, Topology, Worker
+from slime.core.user_files import parse_yaml, read_text
 from slime.settings.flags import Flag, coerce
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
+_FLAG = "--sglang-config"
 _MODEL_KEYS = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
 _GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 _OF_ALL = {
@@ -69,7 +70,7 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
     Raises `ConfigError` with the place in the file.
     """
-    return _meant(_text(file), file, hf_checkpoint, num_gpus_per_engine, trains)
+    return _meant(read_text(file, _FLAG, "YAML file"), file, hf_checkpoint, num_gpus_per_engine, trains)
 
 
 @lru_cache(maxsize=16)
@@ -93,7 +94,7 @@ def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, t
 
 def first_path(file: str) -> str:
     """The first checkpoint that a file names. Raises `ConfigError` if it names none."""
-    entries = _entries(_text(file), file)
+    entries = _entries(read_text(file, _FLAG, "YAML file"), file)
     paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
         raise ConfigError(
@@ -102,22 +103,9 @@ def first_path(file: str) -> str:
     return str(paths[0])
 
 
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"got --sglang-config {file}, which cannot be read: {error}") from error
-
-
 def _entries(text: str, file: str) -> list[Any]:
     """The models of a file, as YAML has them."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"got --sglang-config {file}, which cannot be read as YAML: {error}") from error
-    top = _known(content, {"sglang"}, f"{file}").get("sglang")
+    top = _known(parse_yaml(text, f"{_FLAG} {file}"), {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
         raise ConfigError(f"{file}: got no list of models under `sglang`; give entries with name and server_groups")
     return top

@@ -17,8 +17,8 @@ from slime.settings.fields import declared
 from slime.settings.group import Rule
 from slime.settings.groups import GROUPS
 from slime.settings.loop_rules import async_rules, sync_rules
-from slime.settings.megatron_ranges import RANGES
 from slime.settings.problems import refuse
+from slime.settings.ranges import ANY
 
 
 def check_required(settings: Any, components: Components) -> None:
@@ -35,7 +35,7 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
     rules += [*cross_rules.RULES, *(sync_rules() if synchronous else async_rules())]
     checks: list[Callable[[], Iterable[str | None]]] = [
         lambda: problems,
-        lambda: out_of_range(args, components),
+        lambda: derived_out_of_range(args, components),
         *(lambda rule=rule: [rule(args)] for rule in rules),
         lambda: of_chosen_entries(args, components),
         lambda: without_effect(args),
@@ -57,18 +57,28 @@ def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
             yield from choice.problems(args)
 
 
-def out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Numbers that are given, or act, outside of the range of their declaration."""
+def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
+    """Numbers that the user gave to entries, outside of the range that the chosen ones declare."""
+    for name in components.of_entries():
+        if settings.was_given(name) and (problem := _problem_of(name, settings, components)) is not None:
+            where = settings.origins[name]
+            where = "--" + name.replace("_", "-") if where == "command line" else f"{where}: {name}"
+            yield f"{where}: got {getattr(settings, name)}, {problem}; correct it or leave it out"
+
+
+def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]:
+    """Derived numbers that act and are outside of the range of their declaration, with what made them."""
     for name in (*components.own, *components.of_entries()):
-        limits, value = declared(components.field_of(name, settings)).range, getattr(settings, name)
-        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)) or limits.holds(value):
-            continue
-        if settings.was_given(name) or what_is_missing(name, settings, components) is None:
-            yield f"got {name} {value}, which must be {limits.text()} (see --help); correct it or leave it out"
-    for name, limits in RANGES.items():
-        value = settings.megatron.get(name)
-        if settings.was_given(f"megatron.{name}") and value is not None and not limits.holds(value):
-            yield f"got {name} {value}, which must be {limits.text()} (see --help megatron); correct it or leave it out"
+        problem = None if settings.was_given(name) else _problem_of(name, settings, components)
+        if problem is not None and what_is_missing(name, settings, components) is None:
+            reason = settings.origins[name].removeprefix("derived: ")
+            do = f"give --{name.replace('_', '-')}, or change that"
+            yield f"got {name} {getattr(settings, name)}, derived from {reason}, {problem}; {do}"
+
+
+def _problem_of(name: str, settings: Any, components: Components) -> str | None:
+    limits = declared(components.field_of(name, settings)).range
+    return None if limits == ANY else limits.problem(getattr(settings, name))
 
 
 def without_effect(args: Args) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from slime.core.errors import ConfigError
 from slime.settings import Args, parse_args
+from slime.settings.command_words import groups, name_of
+from slime.settings.flags import OVERRIDE
+from slime.settings.table import flag_table
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -35,7 +39,7 @@ QWEN3_VL = {
 
 
 def complete(folder: Path) -> list[str]:
-    """The flags of a run on files that it writes into `folder`."""
+    """The flags of a run on files that it writes into `folder`; what a test adds goes before them."""
     model = folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(QWEN3))
@@ -44,7 +48,19 @@ def complete(folder: Path) -> list[str]:
     return [
         *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--run-dir", str(folder / "run")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
+        OVERRIDE,
     ]
+
+
+def last_of_each(words: Iterable[object]) -> list[str]:
+    """The words of a test's base and of what the test adds to it, where the last value of a setting is meant."""
+    table, kept = flag_table(), {}
+    for number, group in enumerate(groups([str(word) for word in words])):
+        flag, _ = table.by_name.get("--" + name_of(group).replace("_", "-"), (None, True))
+        key = number if flag is None or flag.append else (flag.owner, flag.dest)
+        kept.pop(key, None)
+        kept[key] = group
+    return [word for group in kept.values() for word in group]
 
 
 def refused(argv: list[str], **kwargs: bool) -> str:

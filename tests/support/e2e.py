@@ -34,6 +34,7 @@ from slime.observability.sinks import AXES, read_jsonl
 from slime.rollout.debug_data import load_rollout
 from slime.serving.proctree import ProcessId, all_processes, has_mark
 from slime.serving.shm import shm_inodes_of
+from tests.support.command_line import last_of_each
 from tests.support.openness import Openness, keys_in, listening, open_to_others, sockets_of
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ class RealRun:
         self.clean_s = 0.0
         """From the first question whether anything is left to the answer."""
         interpreter = "bash" if script.endswith(".sh") else sys.executable
-        command = [interpreter, script, "--device", "cpu", *map(str, flags), "--run-dir", str(run_dir)]
+        command = [interpreter, script, "--device", "cpu", *last_of_each(flags), "--run-dir", str(run_dir)]
         with self._output.open("wb") as output:
             self._driver = subprocess.Popen(
                 command,

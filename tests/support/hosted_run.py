@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.observability.sinks import AXES, read_jsonl
+from tests.support.command_line import last_of_each
 from tests.support.e2e import MARKERS, ROOT, Flags, Metrics, environment, wait_until
 from tests.support.hosts import FakeCluster, FakeHost, child_of
 
@@ -32,7 +33,7 @@ class HostedRun:
         """From the first question whether anything is left to the answer."""
         self._output = run_dir.with_name(f"{run_dir.name}.out")
         joined = [] if by_variable else ["--ray-address", cluster.address]
-        words = [sys.executable, str(ROOT / script), "--device", "cpu", *joined, *map(str, flags)]
+        words = [sys.executable, str(ROOT / script), "--device", "cpu", *joined, *last_of_each(flags)]
         env = {**environment(), **cluster.environment} | ({"RAY_ADDRESS": cluster.address} if by_variable else {})
         with self._output.open("wb") as output:
             self._enter = subprocess.Popen(

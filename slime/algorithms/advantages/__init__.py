@@ -99,7 +99,7 @@ class CriticEstimator(AdvantageEstimator):
 
     needs_critic: ClassVar[bool] = True
 
-    value_clip: float = opt(0.2, gt=0)
+    value_clip: float = opt(0.2, gt=0, le=1e9)
     """Range of a value's change per update (PPO)."""
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

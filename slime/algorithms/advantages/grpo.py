@@ -54,8 +54,9 @@ class GroupRelative(GroupEstimator):
     --disable-grpo-std-normalization."""
     advantage_epsilon: float = opt(
         STD_EPSILON,
-        ge=0,
         needs=(*_COMPARES, Need(lambda s: s.advantage_scale != "none", "advantage_scale group or batch")),
+        ge=0,
+        le=1_000,
     )
     """Added to that standard deviation."""
 

@@ -22,6 +22,7 @@ class ConstantLength(Aggregation):
         lambda s: s.rollout_max_total_response_len or s.rollout_max_response_len,
         lambda s: f"rollout_max_{'total_' if s.rollout_max_total_response_len else ''}response_len",
         gt=0,
+        le=100_000_000,
     )
     """Divisor of every execution with constant_length (Dr. GRPO, arXiv:2503.20783). Default:
     --rollout-max-total-response-len if that is given, else --rollout-max-response-len."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.algorithms.off_policy import CORRECTIONS, Correction, OffPolicyTokens
 from slime.settings.fields import opt
+from slime.settings.ranges import BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ class OffPolicySequenceMasking(Correction):
     place: ClassVar[int] = 40
     needs_rollout_log_probs: ClassVar[bool] = False
 
-    opsm_delta: float = opt(1e-4, ge=0)
+    opsm_delta: float = opt(1e-4, within=BOUND)
     """Largest mean of old minus current log-prob of such a sequence."""
 
     @classmethod

@@ -14,6 +14,7 @@ from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPoli
 from slime.algorithms.off_policy.levels import mismatch_log_ratio
 from slime.settings.fields import opt
 from slime.settings.groups.off_policy import Level
+from slime.settings.ranges import BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +32,11 @@ class Rejection(MismatchCorrection):
     asked_by: ClassVar[str] = "rejection_level"
     place: ClassVar[int] = 30
 
-    rejection_low: float = opt(0.5, ge=0)
+    rejection_low: float = opt(0.5, within=BOUND)
     """Lower bound of an accepted w."""
-    rejection_high: float = opt(2.0, ge=0)
+    rejection_high: float = opt(2.0, within=BOUND)
     """Upper bound of an accepted w."""
-    rejection_veto: float | None = opt(None, ge=0)
+    rejection_veto: float | None = opt(None, within=BOUND)
     """Leaves out a sequence if the w of any of its tokens is below this."""
 
     @classmethod

@@ -16,6 +16,7 @@ from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPoli
 from slime.algorithms.off_policy.levels import mismatch_log_ratio
 from slime.settings.fields import opt
 from slime.settings.groups.off_policy import Level
+from slime.settings.ranges import BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +31,9 @@ Mode = Literal["truncate", "mask"]
 class Weighing(MismatchCorrection):
     """How the weights are made; of those that act and of those that are only reported."""
 
-    tis_clip: float = opt(2.0, ge=0)
+    tis_clip: float = opt(2.0, within=BOUND)
     """Upper bound of the weight."""
-    tis_clip_low: float = opt(0.0, ge=0)
+    tis_clip_low: float = opt(0.0, within=BOUND)
     """Lower bound of the weight."""
     tis_level: Level = "token"
     """The weight of a token is its own, the product over its sequence, or the geometric mean of it."""

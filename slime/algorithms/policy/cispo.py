@@ -13,6 +13,7 @@ from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmas
 from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
 from slime.algorithms.policy.clip import ClipRange
 from slime.settings.fields import Need, derived, opt
+from slime.settings.ranges import BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,12 +44,16 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
     )
     """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
     eps_clip_high: float = derived(
-        lambda s: s.eps_clip, "eps_clip", gt=0, needs=Need(lambda s: not _has_own_high(s), _OWN_BOUNDS)
+        lambda s: s.eps_clip,
+        "eps_clip",
+        needs=Need(lambda s: not _has_own_high(s), _OWN_BOUNDS),
+        gt=0,
+        le=1e9,
     )
     """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
-    cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip", ge=0)
+    cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip", within=BOUND)
     """Lower bound of the CISPO weight itself; 0 is none. Default: 1 - eps_clip."""
-    cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high", ge=0)
+    cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high", within=BOUND)
     """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:

@@ -21,7 +21,7 @@ class ClipRange:
 
     eps_clip: float = opt(0.2, gt=0, le=1)
     """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
-    eps_clip_high: float = derived(lambda s: s.eps_clip, "eps_clip", gt=0)
+    eps_clip_high: float = derived(lambda s: s.eps_clip, "eps_clip", gt=0, le=1e9)
     """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
 
 
@@ -29,7 +29,7 @@ class ClipRange:
 class ClipSettings(ClipRange):
     """The range of a ratio, and the bound of the dual clip."""
 
-    eps_clip_c: float | None = opt(None, gt=1)
+    eps_clip_c: float | None = opt(None, gt=1, le=1e9)
     """Dual clip bound for negative advantages, > 1 (arXiv:1912.09729)."""
 
 

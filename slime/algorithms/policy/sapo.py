@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class SoftAdaptivePolicyLoss(PolicyLoss):
     """A gate that closes smoothly."""
 
-    sapo_tau_positive: float = opt(1.0, gt=0)
+    sapo_tau_positive: float = opt(1.0, gt=0, le=1_000)
     """Steepness of SAPO's gate for advantages > 0."""
-    sapo_tau_negative: float = opt(1.05, gt=0)
+    sapo_tau_negative: float = opt(1.05, gt=0, le=1_000)
     """Steepness of SAPO's gate for the others."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:

@@ -80,7 +80,7 @@ def read_run(path: Path) -> RunRecord:
     if not rows:
         raise DataError(f"got no step in {metrics}, so there is nothing to report; name the folder of a run")
     settings = _json_dict(path / "args.json")
-    starts = _starts(_json_dict(path / "run.json").get("starts") or [], rows)
+    starts = _starts(_facts_of_starts(_json_dict(path / "run.json")), rows)
     return RunRecord(
         path=path,
         rows=standing_rows(rows, starts),
@@ -95,9 +95,15 @@ def read_run(path: Path) -> RunRecord:
 def _json_dict(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _facts_of_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a damaged `run.json` those that can be read."""
+    found = record.get("starts")
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
 def report_title(settings: Mapping[str, Any]) -> str:
@@ -131,7 +137,8 @@ def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[S
     if not any("train/step" in row for row in rows):
         generated = any("rollout/step" in row for row in rows)
         return RunKind.GENERATION if generated else RunKind.EVALUATION
-    command = (starts[-1].facts.get("command") or ())[:2] if starts else ()
+    found = starts[-1].facts.get("command") if starts else ()
+    command = found[:2] if isinstance(found, (list, tuple)) else ()
     is_async = any(Path(str(word)).name in ("train-async", "train_async.py") for word in command)
     return RunKind.ASYNC if is_async or settings.get("fully_async") else RunKind.SYNC
 
@@ -182,7 +189,8 @@ def _unix_time(text: object) -> float | None:
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """(name, value, where it came from) of every setting, those that the user gave first, then the others by name."""
-    origins = settings.get("origins") or {}
+    origins = settings.get("origins")
+    origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
     flat: dict[str, Any] = {k: v for k, v in settings.items() if k not in (*owners, "idle", "origins", "format")}
     for owner in owners:

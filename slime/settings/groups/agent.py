@@ -11,6 +11,7 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Need, opt
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.settings.ranges import COUNT, SECONDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -42,9 +43,9 @@ class AgentSettings:
     agent_sampling: bool = opt(False, needs=_AGENTS)
     """Let agents choose temperature, top-p and top-k. Answers that were sampled otherwise than the run does are context
     then, not trained: log-probs are computed under the run's. Default: the run's hold, whatever an agent asks for."""
-    agent_max_turns: int | None = opt(None, ge=1, needs=_AGENTS)
+    agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
     """Most answers in one execution; further requests are refused, and the execution is truncated."""
-    agent_time_limit_s: float | None = opt(None, gt=0, needs=_AGENTS)
+    agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)
     """Longest execution, in seconds; after it requests end and are refused, and the execution is truncated."""
     agent_host: str = opt("127.0.0.1", needs=_AGENTS)
     """Address at which the adapter listens. Agents outside this host need another than the default, and a network where

@@ -21,6 +21,7 @@ from slime.settings.conditions import (
     minimises_policy_loss,
 )
 from slime.settings.fields import Need, derived, is_not_zero, opt
+from slime.settings.ranges import COEFFICIENT
 
 AGGREGATIONS = "slime.algorithms.aggregation:AGGREGATIONS"
 """The registry of loss aggregations, which stands above the settings."""
@@ -73,20 +74,20 @@ class AlgorithmSettings:
     """The public name of --loss-aggregation token_mean (DAPO, arXiv:2503.14476)."""
     drop_masked_executions: bool = opt(False, needs=_COUNTS_EXECUTIONS)
     """Executions without a trained token leave the denominator. Default: they stay, with a loss of zero."""
-    log_ratio_limit: float = opt(20.0, ge=0, needs=_RATIOS)
+    log_ratio_limit: float = opt(20.0, needs=_RATIOS, ge=0, le=88)
     """Log-ratios are clamped to +- this, and the clamped ones counted; 0 switches it off."""
     use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS)
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
-    kl_loss_coef: float = opt(0.0, ge=0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero)
+    kl_loss_coef: float = opt(0.0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero, within=COEFFICIENT)
     """Weight of the KL loss."""
     kl_loss_type: str = opt("low_var_kl", chosen_from="slime.algorithms.kl:KL_ESTIMATORS", needs=KL)
     """KL estimator (http://joschu.net/blog/kl-approx.html), of the loss and of --kl-coef; low_var_kl is k3 clamped. As
     a loss, k1 needs --use-unbiased-kl: without it its expected gradient is zero."""
     use_unbiased_kl: bool = opt(False, needs=(POLICY_LOSS, KL_LOSS))
     """Multiply the KL loss by the ratio to the sampling policy, so that its gradient is that of the KL."""
-    kl_coef: float = opt(0.0, ge=0, needs=ADVANTAGES, asks=is_not_zero)
+    kl_coef: float = opt(0.0, needs=ADVANTAGES, asks=is_not_zero, within=COEFFICIENT)
     """Weight of the KL to the reference in the reward; every estimator applies it."""
-    entropy_coef: float = opt(0.0, ge=0, needs=POLICY_LOSS, asks=is_not_zero)
+    entropy_coef: float = opt(0.0, needs=POLICY_LOSS, asks=is_not_zero, within=COEFFICIENT)
     """Weight of the entropy bonus."""
     compute_advantages_and_returns: bool = derived(
         lambda s: False if fine_tunes(s) else None,

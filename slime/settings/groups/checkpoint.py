@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slime.settings.fields import Adjusted, Need, internal, opt
 from slime.settings.group import Rule
 from slime.settings.model_folders import has_hf_model, has_megatron_checkpoint, what_to_give
+from slime.settings.ranges import COUNT, STEPS, STEPS_OR_NONE
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -54,17 +55,17 @@ class CheckpointSettings:
     in Hugging Face format, from whose weights the trainer starts in place of those of --ref-load or --hf-checkpoint."""
     initial_weights: str = internal(_start, "--load in Hugging Face format, else --ref-load, else --hf-checkpoint")
     """Where the policy's weights come from, unless a checkpoint is resumed."""
-    ckpt_step: int | None = opt(None, needs=_RESUMES)
+    ckpt_step: int | None = opt(None, needs=_RESUMES, within=STEPS_OR_NONE)
     """The step to load of --load. Default: the latest."""
     save: str | None = None
     """Checkpoint folder."""
-    save_interval: int | None = opt(None, ge=1)
+    save_interval: int | None = opt(None, within=STEPS)
     """Steps between checkpoints; the last step is always saved when --save is given."""
     async_save: bool = opt(False, needs=_SAVES)
     """Copy the state to host memory and write it while training goes on; the next save waits for the one before."""
-    save_keep_last: int | None = opt(None, ge=1, needs=_SAVES)
+    save_keep_last: int | None = opt(None, needs=_SAVES, within=COUNT)
     """Checkpoints to keep below --save; older ones are removed after a new one is complete. Default: all."""
-    save_retain_interval: int | None = opt(None, ge=1, needs=(_SAVES, _REMOVES))
+    save_retain_interval: int | None = opt(None, needs=(_SAVES, _REMOVES), within=STEPS)
     """Of those that --save-keep-last would remove, keep each that ends a multiple of this many steps."""
     save_hf: str | None = None
     """Also save in HF format here; {rollout_id} in the path is replaced."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime.core.ids import new_run_id
 from slime.settings.fields import UNSET, Adjusted, Need, derived, internal, opt
 from slime.settings.group import Rule
+from slime.settings.ranges import COUNT, COUNT_OR_NONE, PORT
 from slime.settings.topology import topology_of
 
 if TYPE_CHECKING:
@@ -103,16 +104,16 @@ class ClusterSettings:
     forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
     """Names of variables that all processes of the run take from the driver's environment, beside those of NCCL, gloo,
     SGLang, torch, Hugging Face and OpenMP. Ray shows their values to whoever may look at the cluster."""
-    actor_num_nodes: int = opt(1, ge=1)
+    actor_num_nodes: int = opt(1, within=COUNT)
     """Number of training hosts; more than one needs a Ray cluster of several."""
-    actor_num_gpus_per_node: int = opt(1, ge=1)
+    actor_num_gpus_per_node: int = opt(1, within=COUNT)
     """Training GPUs (on a CPU: ranks) per host."""
-    num_gpus_per_node: int | None = opt(None, ge=1, needs=_JOINED)
+    num_gpus_per_node: int | None = opt(None, needs=_JOINED, within=COUNT)
     """Most GPUs (on a CPU: slots) of one host that the run takes. Default: all that are free."""
-    rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES)
+    rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE)
     """Inference GPUs in all. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
     engine. More than there are for training, with --colocate: the others are the engines' own."""
-    rollout_num_gpus_per_engine: int = opt(1, ge=1, needs=_OWN_ENGINES)
+    rollout_num_gpus_per_engine: int = opt(1, needs=_OWN_ENGINES, within=COUNT)
     """GPUs of one SGLang engine: its tensor-parallel ranks, times --sglang-pp-size pipeline stages."""
     colocate: bool = opt(False, adjust=_without_trainer)
     """Training and inference share the same GPUs and take turns."""
@@ -124,8 +125,49 @@ class ClusterSettings:
     """Inference leaves the GPU while training runs. Default: on under --colocate on cuda."""
     train_env_vars: dict[str, str] = opt({})
     """Extra environment variables of the training processes, a JSON object."""
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: int = opt(10, ge=1, le=43_200)
     """Limit of every collective of the training ranks, in minutes."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; a host with colons stands in brackets. Raises `ValueError` for anything else."""
+    host, colon, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not host or "/" in host or not port.isdecimal() or PORT.problem(int(port)):
+        raise ValueError(address)
+    return host, int(port)
+
+
+def ray_address_in_words(args: Args) -> str:
+    """The address, and where it was given."""
+    given = args.was_given("ray_address")
+    return f"ray_address {args.ray_address}" if given else f"RAY_ADDRESS={args.ray_address} in the environment"
+
+
+def ray_address_is_one(args: Args) -> str | None:
+    """A driver talks to the cluster itself, not through a gate."""
+    address = args.ray_address
+    if address in (None, "auto"):
+        return None
+    said = f"got {ray_address_in_words(args)}"
+    if address.startswith("ray://"):
+        return (
+            f"{said}, an address of Ray Client, which starts the driver elsewhere; give the HOST:PORT "
+            "that `ray start --head` printed (6379 unless you chose another), on a host of the cluster"
+        )
+    try:
+        split_address(address)
+    except ValueError:
+        return f"{said}, which is not HOST:PORT; give it as `ray start --head` printed it, or local"
+    return None
+
+
+def variables_can_be_set(args: Args) -> str | None:
+    """As the operating system has them."""
+    for name, value in args.train_env_vars.items():
+        if not name or "=" in name or "\0" in name + value:
+            return f"got train_env_vars with {name!r}: a name is not empty and has no `=` in it; correct it"
+    return None
 
 
 def engines_divide(args: Args) -> str | None:
@@ -151,4 +193,4 @@ def several_hosts_need_a_cluster(args: Args) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (engines_divide, several_hosts_need_a_cluster)
+RULES: tuple[Rule, ...] = (ray_address_is_one, variables_can_be_set, engines_divide, several_hosts_need_a_cluster)

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.settings.conditions import ADVANTAGES, CRITIC, estimator_of
 from slime.settings.fields import derived, is_not_zero, opt
+from slime.settings.ranges import STEPS_OR_NONE
 
 _NEEDS = (ADVANTAGES, CRITIC)
 
@@ -21,7 +22,7 @@ class CriticSettings:
 
     critic_load: str | None = derived(_initial, "the critic starts from the policy's weights", needs=_NEEDS)
     """HF folder that the critic starts from. Default: that of the policy. Its value head starts at zero."""
-    critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", gt=0, needs=_NEEDS)
+    critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", needs=_NEEDS, gt=0, le=100)
     """Learning rate of the critic. Default: --lr."""
-    num_critic_only_steps: int = opt(0, ge=0, needs=_NEEDS, asks=is_not_zero)
+    num_critic_only_steps: int = opt(0, needs=_NEEDS, asks=is_not_zero, within=STEPS_OR_NONE)
     """First steps that train the critic alone."""

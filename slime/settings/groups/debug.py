@@ -79,7 +79,7 @@ class DebugSettings:
     load_debug_rollout_data: str | None = opt(None, adjust=_as(_RECORD))
     """Replay rollouts written by --save-debug-rollout-data, with the same path, instead of generating; implies
     --debug-train-only."""
-    load_debug_rollout_data_subsample: float | None = None
+    load_debug_rollout_data_subsample: float | None = opt(None, gt=0, le=1)
     """Replay only this part of each rollout's groups, half from its head and half from its tail."""
 
 

@@ -10,6 +10,7 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
 from slime.settings.held_out import samples_evaluations
+from slime.settings.ranges import COUNT, FRACTION, STEPS, TOKENS, TOKENS_OR_NONE, Range
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -43,16 +44,16 @@ _SAMPLES = (
 )
 
 
-def _same_as(name: str, *, ge: float | None = None, needs: Need | tuple[Need, ...] = _SAMPLES) -> Any:
+def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need, ...] = _SAMPLES) -> Any:
     """A setting of evaluation that is the rollout's unless it is given."""
-    return derived(lambda s: getattr(s, name), f"same as {name}", ge=ge, needs=needs)
+    return derived(lambda s: getattr(s, name), f"same as {name}", within=within, needs=needs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
     """Evaluation; every setting that is left out is the rollout's."""
 
-    eval_interval: int | None = opt(None, ge=1)
+    eval_interval: int | None = opt(None, within=STEPS)
     """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
@@ -68,17 +69,17 @@ class EvalSettings:
     """Column with the tools. Default: tool_key."""
     eval_reward_key: str | None = _same_as("reward_key")
     """Key of a dict reward. Default: reward_key."""
-    n_samples_per_eval_prompt: int = opt(1, ge=1, needs=_SAMPLES)
+    n_samples_per_eval_prompt: int = opt(1, needs=_SAMPLES, within=COUNT)
     """Samples per evaluation prompt."""
-    eval_temperature: float = _same_as("rollout_temperature")
+    eval_temperature: float = _same_as("rollout_temperature", within=Range(ge=0, le=1_000))
     """Temperature; 0 is greedy. Default: rollout_temperature."""
-    eval_top_p: float = _same_as("rollout_top_p")
+    eval_top_p: float = _same_as("rollout_top_p", within=FRACTION)
     """Top-p sampling. Default: rollout_top_p."""
-    eval_top_k: int = _same_as("rollout_top_k")
+    eval_top_k: int = _same_as("rollout_top_k", within=Range(ge=-1, le=100_000_000))
     """Top-k sampling. Default: rollout_top_k."""
-    eval_max_response_len: int = _same_as("rollout_max_response_len", ge=1)
+    eval_max_response_len: int = _same_as("rollout_max_response_len", within=TOKENS)
     """Most tokens of one answer. Default: rollout_max_response_len."""
-    eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", ge=1)
+    eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", within=TOKENS)
     """Most tokens that one execution samples, over all of its answers. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
         lambda s: s.eval_max_context_len - 1 if s.was_given("eval_max_context_len") else s.rollout_max_prompt_len,
@@ -86,32 +87,20 @@ class EvalSettings:
             "eval_max_context_len - 1" if s.was_given("eval_max_context_len") else "same as rollout_max_prompt_len"
         ),
         needs=_EVALUATES,
+        within=TOKENS,
     )
     """Longer prompts are filtered out. Default: eval_max_context_len - 1 if that is given, else
     rollout_max_prompt_len."""
-    eval_max_context_len: int | None = _same_as("rollout_max_context_len", ge=2, needs=_EVALUATES)
+    eval_max_context_len: int | None = _same_as(
+        "rollout_max_context_len", within=Range(ge=2, le=100_000_000), needs=_EVALUATES
+    )
     """Most tokens of a conversation. Default: rollout_max_context_len."""
-    eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES)
+    eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES, within=TOKENS_OR_NONE)
     """Fewest tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
     """Share of each dataset's samples, rounded up, that may fail for good (engine, tool, your function), each after
     three tries (one that stood still: one), before the run ends. They are counted and have no part in any score; a
     dataset of which all failed has none."""
-
-
-def evaluation_can_be_sampled(args: Args) -> str | None:
-    """A temperature of zero is greedy; a negative one is refused."""
-    lengths = {"max_response_len": 1, "max_total_response_len": 1, "max_context_len": 2}
-    least = {"temperature": 0, "n_samples_per_eval_prompt": 1, **lengths}
-    wrong = [] if args.eval_temperature >= 0 else [f"eval_temperature {args.eval_temperature}"]
-    wrong += [
-        f"{n} {getattr(d, n)} for evaluation on {d.name}"
-        for d in eval_datasets(args)
-        for n, low in least.items()
-        if getattr(d, n) is not None and getattr(d, n) < low
-    ]
-    least_text = "a temperature is 0 (greedy) or more, a count 1 or more, a context 2 or more"
-    return f"got {'; '.join(wrong)}: {least_text}" if wrong else None
 
 
 def evaluation_has_data(args: Args) -> str | None:
@@ -144,4 +133,4 @@ def lengths_fit(args: Args) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (evaluation_can_be_sampled, evaluation_has_data, lengths_fit)
+RULES: tuple[Rule, ...] = (evaluation_has_data, lengths_fit)

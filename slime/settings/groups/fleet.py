@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from slime.settings.fields import derived, opt
 from slime.settings.group import Rule
+from slime.settings.ranges import COUNT_OR_NONE, SECONDS, SECONDS_OR_NONE
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -20,18 +21,18 @@ class FleetSettings:
     use_fault_tolerance: bool = True
     """An engine that ends, hangs or fails a weight sync alone is started again, gets the current weights, verified, and
     serves again, while the run goes on with the others. --no-use-fault-tolerance: the run ends."""
-    rollout_health_check_interval: float = opt(5.0, gt=0)
+    rollout_health_check_interval: float = opt(5.0, within=SECONDS)
     """Seconds between two questions to an engine's scheduler. Its processes are looked at every second."""
-    rollout_health_check_timeout: float = opt(30.0, gt=0)
+    rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
     """Seconds for which a scheduler may be silent, beside one interval, before its engine counts as hung."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
         "on a GPU the first requests compile kernels, and the scheduler answers nobody meanwhile",
         default=0.0,
-        ge=0,
+        within=SECONDS_OR_NONE,
     )
     """Seconds before the first question to an engine that has just started. Default: 180 on cuda, else 0."""
-    max_restarts: int = opt(0, ge=0)
+    max_restarts: int = opt(0, within=COUNT_OR_NONE)
     """How often a run that a fault ended (a process or a host that is gone) starts again by itself, from its newest
     checkpoint; it needs --save, the same folder as --load, and --save-interval."""
 

@@ -14,6 +14,7 @@ from slime.settings.families import has_output_norms
 from slime.settings.fields import Need, opt
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC, SFT_ROLLOUT
+from slime.settings.ranges import COUNT, FRACTION, TOKENS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -72,11 +73,11 @@ class LaunchScriptSettings:
     """A norm on the output of the MLP; the family says it."""
     freeze_indexer: bool = False
     """Leave the indexer of sparse attention as it is, which the trainer does in any case."""
-    make_vocab_size_divisible_by: int | None = opt(None, ge=1, needs=_PADDING)
+    make_vocab_size_divisible_by: int | None = opt(None, needs=_PADDING, within=TOKENS)
     """Padding of the vocabulary."""
-    padded_vocab_size: int | None = opt(None, ge=1, needs=_PADDING)
+    padded_vocab_size: int | None = opt(None, needs=_PADDING, within=TOKENS)
     """Size of the padded vocabulary."""
-    data_pad_size_multiplier: int | None = opt(None, ge=1, needs=_ROWS)
+    data_pad_size_multiplier: int | None = opt(None, needs=_ROWS, within=TOKENS)
     """Padding of packed rows."""
     enable_experimental: bool = opt(False, needs=_without("Megatron-LM's launcher; its parts are enabled where needed"))
     """Experimental parts of Megatron."""
@@ -102,11 +103,11 @@ class LaunchScriptSettings:
     """Log turns of multi-turn samples."""
     wandb_always_use_train_step: bool = opt(False, needs=_without(f"{_ALWAYS}a metric is logged under its own step"))
     """Log everything under the number of optimizer steps."""
-    ref_micro_batch_size: int | None = opt(None, needs=_UNREAD)
+    ref_micro_batch_size: int | None = opt(None, needs=_UNREAD, within=COUNT)
     """Samples per forward pass of the reference."""
-    log_probs_max_tokens_per_gpu: int | None = opt(None, needs=_UNREAD)
+    log_probs_max_tokens_per_gpu: int | None = opt(None, needs=_UNREAD, within=TOKENS)
     """Most tokens in a forward pass that only computes log-probs."""
-    min_batch_collection_ratio: float | None = opt(None, needs=_UNREAD)
+    min_batch_collection_ratio: float | None = opt(None, needs=_UNREAD, within=FRACTION)
     """Part of a batch that has to be there."""
     http_proxy: str | None = opt(None, needs=_UNREAD)
     """Proxy of requests."""
@@ -114,7 +115,7 @@ class LaunchScriptSettings:
     """Address of a rollout buffer: args.rollout_buffer_url of your rollout function."""
     rollout_task_type: str = opt("math", needs=_OWN_FUNCTION)
     """Kind of its tasks: args.rollout_task_type."""
-    fetch_trajectory_retry_times: int = opt(-1, needs=_OWN_FUNCTION)
+    fetch_trajectory_retry_times: int = opt(-1, needs=_OWN_FUNCTION, ge=-1, le=1_000_000)
     """How often it asks again: args.fetch_trajectory_retry_times."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.settings.fields import Need, always, opt
+from slime.settings.ranges import COUNT_OR_NONE, STEPS_OR_NONE
 
 _TENSORBOARD = Need(lambda s: s.use_tensorboard, "--use-tensorboard")
 _WANDB = Need(lambda s: s.use_wandb, "--use-wandb")
@@ -16,12 +17,12 @@ _SAMPLES = Need(lambda s: s.log_samples > 0, "--log-samples")
 class LoggingSettings:
     """Samples for people to read, TensorBoard, Weights & Biases."""
 
-    log_samples: int = opt(3, ge=0)
+    log_samples: int = opt(3, within=COUNT_OR_NONE)
     """Samples of each step, and of each dataset of an evaluation, that samples.jsonl keeps: the best, the worst, others
     at random. 0: none."""
-    log_samples_max_chars: int = opt(4000, ge=10, needs=_SAMPLES)
+    log_samples_max_chars: int = opt(4000, needs=_SAMPLES, ge=10, le=100_000_000)
     """Characters of a prompt or a response that are kept; the middle of a longer one is left out."""
-    log_samples_interval: int | None = opt(None, ge=0, needs=_SAMPLES)
+    log_samples_interval: int | None = opt(None, needs=_SAMPLES, within=STEPS_OR_NONE)
     """Steps between those whose best and worst sample the console shows; 0: never. Default: after steps 1, 2, 4, 8 and
     so on."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slime.settings.conditions import REFERENCE, fine_tunes
 from slime.settings.fields import Need, opt
 from slime.settings.group import Rule
+from slime.settings.ranges import COUNT, STEPS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -35,15 +36,15 @@ class ParameterSettings:
     """Train the parameters that one of these patterns matches, and freeze all others."""
     freeze_params_name_list: tuple[str, ...] | None = None
     """Freeze the parameters that one of these patterns matches."""
-    lora_rank: int | None = opt(None, ge=1)
+    lora_rank: int | None = opt(None, within=COUNT)
     """Freeze the model and train adapters of this rank on its linear layers (LoRA, arXiv:2106.09685). Exports and the
     weight sync merge them."""
-    lora_alpha: float | None = opt(None, gt=0, needs=_ADAPTERS)
+    lora_alpha: float | None = opt(None, needs=_ADAPTERS, gt=0, le=1_000_000)
     """Adapters are scaled by lora_alpha / lora_rank. Default: twice the rank, so by 2 whatever the rank is."""
     lora_target_modules: tuple[str, ...] | None = opt(None, needs=_ADAPTERS)
     """Linear layers that get an adapter. Default: all of attention and MLP, experts included. The routed experts of a
     layer get one each as soon as one of them matches."""
-    ref_update_interval: int | None = opt(None, ge=1, needs=REFERENCE)
+    ref_update_interval: int | None = opt(None, needs=REFERENCE, within=STEPS)
     """Copy the policy into the reference every N rollouts. Default: the reference stays as it is."""
     keep_old_actor: bool = opt(False, needs=_OLD_ACTOR)
     """Old log-probs come from a copy of the weights that the batch was sampled under, which train_async.py has left

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.settings.fields import Need, opt
 from slime.settings.group import Rule
+from slime.settings.ranges import COUNT, COUNT_OR_NONE, STEPS, STEPS_OR_NONE
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -44,18 +45,18 @@ class ProfilingSettings:
 
     use_pytorch_profiler: bool = opt(False, needs=(_IN_THE_RUN, _SOME_PART))
     """Trace the steps from --profile-step-start on with torch's profiler."""
-    profile_step_start: int = opt(10, ge=0, needs=_PROFILES)
+    profile_step_start: int = opt(10, needs=_PROFILES, within=STEPS_OR_NONE)
     """First step that is traced."""
-    profile_step_end: int = opt(12, ge=1, needs=_PROFILES)
+    profile_step_end: int = opt(12, needs=_PROFILES, within=STEPS)
     """The step before which tracing ends."""
-    profile_ranks: tuple[int, ...] = opt((0,), needs=_PROFILES)
+    profile_ranks: tuple[int, ...] = opt((0,), needs=_PROFILES, within=COUNT_OR_NONE)
     """Training ranks that write a trace."""
     profile_target: tuple[str, ...] = opt(
         ("train_overall",), choices=("train_overall", "train_actor", "train_log_probs", ROLLOUT), needs=_PROFILES
     )
     """What a trace is of: all of a training step (the other two are marked in it), the policy's update, the passes
     before it, or the engines while they generate."""
-    profile_engine_passes: int = opt(10, ge=1, needs=(_PROFILES, _ENGINES))
+    profile_engine_passes: int = opt(10, needs=(_PROFILES, _ENGINES), within=COUNT)
     """Forward passes of each engine that its trace has."""
     pytorch_profiler_collect_shapes: bool = opt(False, needs=_PROFILES)
     """Traces have the shapes of what operations get."""
@@ -66,7 +67,7 @@ class ProfilingSettings:
     --memory-snapshot-num-steps. CUDA alone."""
     memory_recorder: str = opt("torch", choices=("torch", "memray"), needs=_RECORDS)
     """Who records: torch."""
-    memory_snapshot_num_steps: int | None = opt(None, ge=1, needs=(_RECORDS, _STEPS))
+    memory_snapshot_num_steps: int | None = opt(None, needs=(_RECORDS, _STEPS), within=STEPS)
     """Write the history after this many training steps of the process, and stop recording. Default: only when memory
     runs out."""
     memory_snapshot_dir: str | None = opt(None, needs=_RECORDS)

@@ -15,6 +15,7 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import teacher_of_reward
+from slime.settings.ranges import COUNT, SECONDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -85,7 +86,7 @@ class RewardSettings:
     the one that comes with the data (rg:NAME), unless a function grades."""
     rm_url: str | None = opt(None, needs=_SERVICE)
     """Address of the grader of --rm-type remote_rm."""
-    rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one)
+    rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one, within=COUNT)
     """Most samples in one request to --rm-url: 1 sends an object for each, more a list of objects."""
     allow_unconfined_code: bool = opt(False, needs=_CODE)
     """Let a grader run programs that a model wrote also where the machine cannot hold them: without user namespaces
@@ -94,17 +95,17 @@ class RewardSettings:
     """Which entry of a dict reward is the number to train on."""
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
-    reward_timeout_s: float = opt(30.0, gt=0)
+    reward_timeout_s: float = opt(30.0, within=SECONDS)
     """Limit of one grading, in seconds from when the grader begins: of processor time for a built-in grader that only
     computes, else by the clock; after that the sample is unscored, not zero."""
     ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
     """What becomes of an answer on which a built-in grader that only computes runs out of processor time, memory or
     stack, or raises: the reward of a wrong answer, or none. Failures of services and machines never are a reward."""
-    reward_num_workers: int = derived(_num_workers, "one for each usable core, at least 4, at most 64", ge=1)
+    reward_num_workers: int = derived(_num_workers, "one for each usable core, at least 4, at most 64", within=COUNT)
     """Grader processes, started when needed: so many calls of a function that blocks (a judge behind HTTP) run at a
     time, and 128 of one that is async. Those that only compute use no more than there are cores. Default: the number of
     usable cores, but 4 to 64."""
-    reward_memory_limit_mb: int = 2048
+    reward_memory_limit_mb: int = opt(2048, ge=16, le=100_000_000)
     """Address space of one grader process, in MiB."""
 
 

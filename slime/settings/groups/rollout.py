@@ -14,6 +14,18 @@ from slime.settings.data_files import count_rows
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Passed, Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
+from slime.settings.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    FRACTION,
+    SECONDS,
+    SECONDS_OR_NONE,
+    SEED,
+    STEPS,
+    STEPS_OR_NONE,
+    TOKENS,
+    TOKENS_OR_NONE,
+)
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -120,45 +132,51 @@ class RolloutSettings:
     hf_checkpoint: str = opt("", required="--hf-checkpoint DIR names the model")
     """HF model folder: architecture, initial weights, tokenizer. Required."""
     num_rollout: int = derived(
-        _rows_of_epochs, _why_rows, required="--num-rollout N (or --num-epoch N) is the length of the run"
+        _rows_of_epochs,
+        _why_rows,
+        required="--num-rollout N (or --num-epoch N) is the length of the run",
+        within=STEPS_OR_NONE,
     )
     """Number of steps of the loop; 0 evaluates only. Required unless --num-epoch is given."""
-    num_epoch: int | None = opt(None, ge=1)
+    num_epoch: int | None = opt(None, within=COUNT)
     """Passes over the prompt data; gives num_rollout = num_epoch * (rows // rollout_batch_size)."""
-    start_rollout_id: int | None = None
+    start_rollout_id: int | None = opt(None, within=STEPS_OR_NONE)
     """First step of the loop. Default: the one after the loaded checkpoint, else 0."""
     rollout_batch_size: int = derived(
         lambda s: 1 if s.given("num_rollout") == 0 else None,
         "--num-rollout 0 generates no step",
-        ge=1,
         required="--rollout-batch-size N is the number of prompts per step",
+        within=COUNT,
     )
     """Prompts per step. Required."""
-    n_samples_per_prompt: int = opt(1, ge=1)
+    n_samples_per_prompt: int = opt(1, within=COUNT)
     """Executions (samples) per prompt."""
-    over_sampling_batch_size: int = derived(lambda s: s.rollout_batch_size, "rollout_batch_size")
+    over_sampling_batch_size: int = derived(lambda s: s.rollout_batch_size, "rollout_batch_size", within=COUNT)
     """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. When fewer than the batch
     are finished or under way, what is missing is issued in the same proportion."""
-    rollout_temperature: float = 1.0
+    rollout_temperature: float = opt(1.0, ge=0, le=1_000)
     """Sampling temperature; the trainer divides the logits by the same number."""
-    rollout_top_p: float = 1.0
+    rollout_top_p: float = opt(1.0, within=FRACTION)
     """Top-p sampling. The trainer's log-probs are then those of the set of tokens that was sampled from; what would
     compare them with those of the whole vocabulary is refused."""
-    rollout_top_k: int = -1
+    rollout_top_k: int = opt(-1, ge=-1, le=100_000_000)
     """Top-k sampling, -1 is off. The trainer's log-probs are as with --rollout-top-p."""
-    rollout_max_response_len: int = derived(_half_of_context, "half of the model's context", default=RESPONSE_LEN, ge=1)
+    rollout_max_response_len: int = derived(
+        _half_of_context, "half of the model's context", default=RESPONSE_LEN, within=TOKENS
+    )
     """Most tokens of one answer of the model: of each turn, where an execution has several. Default: 1024, or half of
     the context of a model that has no more."""
-    rollout_max_total_response_len: int | None = opt(None, ge=1)
+    rollout_max_total_response_len: int | None = opt(None, within=TOKENS)
     """Most tokens that one execution samples, over all of its answers: turns with tools, the conversations of an agent.
     What tools and templates say does not count. Answers that are sampled side by side may each use what is left when
     they begin. Default: no limit."""
-    rollout_max_context_len: int | None = opt(None, ge=1)
+    rollout_max_context_len: int | None = opt(None, ge=2, le=100_000_000)
     """Most tokens of a conversation: a prompt and all that follows, tool results included. An answer that gets there
     ends. Default: the context of the model, where engines end."""
     rollout_max_prompt_len: int | None = derived(
         lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",
+        within=TOKENS,
     )
     """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is
     given; none with loss_type sft_loss, where prompts are conversations that are rendered later."""
@@ -166,11 +184,11 @@ class RolloutSettings:
     """Leave special tokens out of the response text (never out of the trained ids)."""
     rollout_stop: tuple[str, ...] | None = None
     """Strings that end a response."""
-    rollout_stop_token_ids: tuple[int, ...] | None = None
+    rollout_stop_token_ids: tuple[int, ...] | None = opt(None, within=TOKENS_OR_NONE)
     """Token ids that end a response."""
     rollout_shuffle: bool = False
     """Shuffle the prompts again in each epoch, seeded by rollout_seed + epoch."""
-    rollout_seed: int = 42
+    rollout_seed: int = opt(42, within=SEED)
     """Seed of the shuffle and, where the engine samples by seed, of sampling."""
     partial_rollout: bool = derived(
         lambda s: True if s.fully_async else None,
@@ -180,7 +198,7 @@ class RolloutSettings:
     """Keep the tokens of samples that the end of a step interrupts, and continue them later."""
     mask_offpolicy_in_partial_rollout: bool = opt(False, needs=_CONTINUES)
     """Train only the tokens that the newest weights sampled in a continued sample."""
-    update_weights_interval: int = opt(1, ge=1)
+    update_weights_interval: int = opt(1, within=STEPS)
     """Steps between weight syncs (train_async.py only)."""
     rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
     """When groups are started, and which are trained. step: each step generates what it trains. fully_async: a worker
@@ -195,10 +213,13 @@ class RolloutSettings:
         lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
         lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",
         needs=_WORKER,
+        within=COUNT,
     )
     """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
     rollout_batch_size, half of that if max_weight_staleness is 0."""
-    max_weight_staleness: int | None = derived(lambda s: 2 if s.fully_async else None, "--fully-async")
+    max_weight_staleness: int | None = derived(
+        lambda s: 2 if s.fully_async else None, "--fully-async", within=STEPS_OR_NONE
+    )
     """How many versions (trained steps) the weights that sampled a token may be older than those that are trained;
     groups with older tokens start over. Finished groups beyond a batch are kept for the next step. Default: 2 with
     --fully-async; otherwise a step trains what was sampled in it, and what --partial-rollout continues."""
@@ -207,7 +228,7 @@ class RolloutSettings:
     tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
     with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
     their tokens."""
-    execution_timeout_s: float = opt(1800.0, ge=0)
+    execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
     """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
     and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
     slime.rollout.progress; while an engine or a sandbox works for it, their own limits hold. The length of an execution
@@ -215,12 +236,12 @@ class RolloutSettings:
     function may be without progress of its executions as long; the run then ends. A function may keep the event loop
     from turning as long: it is then broken off, or else its process ends, which is the run's without workers
     (--rollout-num-workers). 0: no limit."""
-    rollout_num_workers: int = derived(_num_workers, _why_num_workers, ge=0, needs=_GROUPS)
+    rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
     """Processes that work on samples beside the rollout's own, on the driver's host: each asks the engines itself and
     has a tokenizer, its part of the graders, and a copy of your generate function, filters and sample hooks with what
     they keep in their modules. 0: the rollout's own process does it all. Default: one for each 1024 samples at a time,
     but at most a quarter of the usable cores, and one with --agent-port."""
-    rollout_global_timeout_s: float | None = None
+    rollout_global_timeout_s: float | None = opt(None, within=SECONDS)
     """Limit of one whole generation phase, in seconds."""
 
 

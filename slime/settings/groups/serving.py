@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from slime.core.addresses import is_loopback
 from slime.settings.fields import Need, internal, opt
 from slime.settings.group import Rule
+from slime.settings.ranges import COUNT, PORT, SECONDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -24,25 +25,25 @@ _OWN_ROUTER = Need(
 class ServingSettings:
     """Limits of the inference side."""
 
-    sglang_server_concurrency: int = opt(512, ge=1)
+    sglang_server_concurrency: int = opt(512, within=COUNT)
     """Most requests in flight per engine."""
-    engine_start_timeout_s: float = opt(600.0, gt=0)
+    engine_start_timeout_s: float = opt(600.0, within=SECONDS)
     """Limit of one engine's start, in seconds."""
-    request_timeout_s: float = opt(600.0, gt=0)
+    request_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a generate request may be without progress: without a new token, and not queueing in an engine that
     makes progress with others. The length of an answer has no limit in seconds."""
-    engine_wait_s: float = opt(900.0, gt=0)
+    engine_wait_s: float = opt(900.0, within=SECONDS)
     """Seconds that requests wait while no engine can be reached, as when the only one is started again."""
     router_host: str = opt("127.0.0.1", needs=_OWN_ROUTER)
     """Address that the router listens on; it is not that of the engines. Requests carry --router-api-key (@FILE reads
     it from a file) as their bearer token; without one the run makes a key of its own, and others than loopback are
     refused."""
-    router_port: int | None = opt(None, ge=1, le=65535, needs=_OWN_ROUTER)
+    router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
     """Port of the router. Default: a free one."""
     sglang_router_ip: str | None = opt(None, needs=_ENGINES)
     """Host of a router that runs already, which then serves the policy in place of one that the run starts; its key is
     --router-api-key. Without it set when the policy's router has started."""
-    sglang_router_port: int | None = opt(None, ge=1, le=65535, needs=_ENGINES)
+    sglang_router_port: int | None = opt(None, needs=_ENGINES, within=PORT)
     """Port of the router of --sglang-router-ip. Without it set when the policy's router has started."""
     sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
     """By model, host and port of its router; set when they have started."""

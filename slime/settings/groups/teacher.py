@@ -9,6 +9,7 @@ from slime.settings.conditions import ADVANTAGES
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import teacher_of_reward
+from slime.settings.ranges import COEFFICIENT
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -32,7 +33,7 @@ class TeacherSettings:
     """SGLang server or router of the teacher, which reads the student's token ids. Rewards are then optional."""
     opd_teacher_api_key: str | None = opt(None, secret=True, needs=_SERVER)
     """Bearer token that the server asks for."""
-    opd_kl_coef: float = opt(1.0, ge=0, needs=(ADVANTAGES, _TEACHER))
+    opd_kl_coef: float = opt(1.0, needs=(ADVANTAGES, _TEACHER), within=COEFFICIENT)
     """Weight of the term."""
     opd_teacher_load: str | None = opt(None, needs=(ADVANTAGES, _TEACHER))
     """HF folder of the teacher, of the student's family and size."""

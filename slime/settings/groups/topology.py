@@ -12,6 +12,7 @@ from slime.core.errors import ConfigError
 from slime.settings.external import read_addresses
 from slime.settings.fields import Need, is_not_zero, opt
 from slime.settings.group import Passed, Rule
+from slime.settings.ranges import COUNT
 from slime.settings.topology import topology_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class TopologySettings:
     sglang_config: str | None = opt(None, needs=_ENGINES)
     """YAML file with models (the policy, and others that stay as they are) and the groups of engines that serve each.
     Hooks ask one by its name: `current().models["judge"]`."""
-    prefill_num_servers: int | None = opt(None, ge=1, needs=_ENGINES)
+    prefill_num_servers: int | None = opt(None, needs=_ENGINES, within=COUNT)
     """So many of the engines read prompts, and hand keys and values to the others, which sample."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
     """HOST:PORT of SGLang servers that run already and serve the policy; the run starts none of its own. Or @FILE, with

@@ -10,6 +10,7 @@ from slime.settings.families import model_type_of
 from slime.settings.fields import ChosenBy, Need, derived, opt
 from slime.settings.group import Passed
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT
+from slime.settings.ranges import BOUND, COUNT, EXECUTIONS, SEED, TOKENS
 
 
 def _executions(s: Any) -> int:
@@ -77,16 +78,18 @@ _COUNTED = Need(lambda s: not s.use_dynamic_batch_size, "--no-use-dynamic-batch-
 class TrainingSettings:
     """Batching, seed and the trainer's self-checks. Model, optimizer and schedule are Megatron's own flags."""
 
-    global_batch_size: int = derived(lambda s: _executions(s) // (_num_given_steps(s) or 1), _why_batch, ge=1)
+    global_batch_size: int = derived(
+        lambda s: _executions(s) // (_num_given_steps(s) or 1), _why_batch, within=EXECUTIONS
+    )
     """Executions (prompts x samples) per optimizer step. Default: those of a
     rollout // num_steps_per_rollout."""
     num_steps_per_rollout: int = derived(
         lambda s: max(_executions(s) // max(s.global_batch_size, 1), 1),
         lambda s: f"{_executions(s)} executions // {max(s.global_batch_size, 1)}",
-        ge=1,
+        within=COUNT,
     )
     """Optimizer steps per generated batch. Default: 1, or what global_batch_size implies."""
-    micro_batch_size: int = opt(1, ge=1, needs=_COUNTED)
+    micro_batch_size: int = opt(1, needs=_COUNTED, within=COUNT)
     """Samples per forward pass, packed without padding, where micro-batches are not filled by tokens."""
     use_dynamic_batch_size: bool = derived(
         _fills_by_tokens, "neither --micro-batch-size nor pipeline stages", default=False
@@ -96,8 +99,8 @@ class TrainingSettings:
     max_tokens_per_gpu: int | None = derived(
         _room,
         lambda s: f"the longest sample that the limits allow, {longest_sample(s)} tokens, and at least {LEAST_ROOM}",
-        ge=1,
         needs=_DYNAMIC,
+        within=TOKENS,
     )
     """Most tokens in a micro-batch that is filled by tokens; a longer sample is one by itself. Default: the tokens of
     the longest sample (rollout_max_context_len, else prompt and response limit) on each context-parallel rank, and
@@ -119,13 +122,13 @@ class TrainingSettings:
     """Compute tokens with which samples of a prompt begin alike, the prompt and common turns, once in a micro-batch;
     log-probs, loss weights and gradient are the same. max_tokens_per_gpu counts such tokens once. Models whose layers
     carry a state along the sequence (Qwen3-Next, Qwen3.5) and sparse attention (GLM-5) are refused."""
-    log_probs_chunk_size: int = 1024
+    log_probs_chunk_size: int = opt(1024, ge=-1, le=100_000_000)
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     kernels: Literal["auto", "reference", "fused"] = "auto"
     """Which implementation of norms, rotary embedding, activations and attention trains: auto takes the kernels of a
     GPU where they can run, reference plain PyTorch everywhere, for comparisons; fused is refused where one cannot run.
     The log of rank 0 and slime doctor say what was chosen, and why."""
-    seed: int = 1234
+    seed: int = opt(1234, within=SEED)
     """Seed of initialisation and dropout."""
     model_family: str | None = opt(
         None,
@@ -134,7 +137,7 @@ class TrainingSettings:
     )
     """A model family of your own, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
     pkg.module:ClassName. None: slime's own families."""
-    mismatch_limit: float | None = opt(None, names=("--logprob-gap-limit",))
+    mismatch_limit: float | None = opt(None, names=("--logprob-gap-limit",), within=BOUND)
     """Largest accepted difference between trainer and engine log-probs; none takes the limit of the dtype."""
 
 

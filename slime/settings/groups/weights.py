@@ -9,6 +9,7 @@ from slime.core.loading import load_object
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.settings.fields import UNSET, Need, derived, opt
 from slime.settings.group import Rule
+from slime.settings.ranges import SECONDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -101,9 +102,10 @@ class WeightSyncSettings:
         "little else is on the GPU during a weight sync, and each bucket costs time",
         default=512 * 1024**2,
         ge=1,
+        le=1024**4,
     )
     """Bytes per bucket."""
-    weight_sync_timeout_s: float = opt(300.0, gt=0)
+    weight_sync_timeout_s: float = opt(300.0, within=SECONDS)
     """Limit of each call to an engine in a weight sync, in seconds: to pause, to join, to take a bucket, to load."""
 
 

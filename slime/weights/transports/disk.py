@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.file_mode import open_to_readers
 from slime.settings.fields import Need, derived, opt
+from slime.settings.ranges import COUNT
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 from slime.weights.version_folder import add_assets, folder_of, write_index, written_as
@@ -50,7 +51,7 @@ class DiskTransport(Transport):
     """xor: what changed elements changed by, which is small; overwrite: what they are now."""
     update_weight_delta_checksum: str = opt("xxh3-128", choices=("xxh3-128", "blake3", "adler32"), needs=_DELTA)
     """Of each patch, and of each tensor that it leads to. blake3 needs its package."""
-    update_weight_full_interval: int = opt(20, ge=1, needs=_DELTA)
+    update_weight_full_interval: int = opt(20, needs=_DELTA, within=COUNT)
     """A version is full at least every so many weight syncs; older ones are then removed."""
 
     def check(self, args: Args) -> str | None:

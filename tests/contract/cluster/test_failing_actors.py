@@ -12,8 +12,9 @@ import pytest
 from slime.core.ids import RUN_ID_ENV, new_run_id
 
 DRIVER = """
-import json, os, signal, sys
+import json, os, signal, sys, types
 from pathlib import Path
+from slime.cluster.preflight import cluster_problems
 from slime.cluster.environment import prepare_environment
 
 run_id, folder = sys.argv[1], Path(sys.argv[2])
@@ -54,6 +55,10 @@ with guardian, RaySession(run_id, num_cpus=1, num_gpus=0):
     out["gone"] = told(actor.pid.remote())
     out["peek"] = peek(actor.pid.remote())
     out["refused"] = told(TrainActor.remote(True).pid.remote())
+    head = types.SimpleNamespace(
+        ray_address=ray.get_runtime_context().gcs_address, was_given=lambda name: True
+    )
+    out["cluster"] = list(cluster_problems(head))
 print(json.dumps(out))
 """
 HOOKS = """
@@ -100,3 +105,7 @@ def test_a_process_that_was_killed_is_named(told: dict[str, list[str]]) -> None:
         )
         assert message.endswith(": it was killed, or it crashed"), message
     assert told["peek"] is None
+
+
+def test_the_head_of_a_cluster_is_known_from_another_server(told: dict[str, list[str]]) -> None:
+    assert told["cluster"] == []

@@ -1,6 +1,6 @@
 """Plausible mistakes of a first day, as a table: the flags that differ from a command line that works, and the remedy.
 
-`{name}` in a flag is a file or folder that `write_mistakes` makes. A flag that stands twice counts as it stands last.
+`{name}` in a flag is a file or folder that `write_mistakes` makes. They go before those of the command line that works.
 """
 
 from __future__ import annotations

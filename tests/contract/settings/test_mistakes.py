@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from slime.cli.main import main
+from slime.cluster.preflight import preflight
+from slime.core.errors import SlimeError
+from slime.settings import check_hooks
+from slime.settings.flags import OVERRIDE
+from slime.settings.parse import main_args, report_and_exit
 from tests.contract.settings.mistakes import MISTAKES, Mistake, write_mistakes
+from tests.contract.settings.wrong_lines import LINES, write_files
 
 ROOT = Path(__file__).parents[3]
 MOST_MODULES = 1_000
@@ -89,7 +96,7 @@ def rows() -> list[object]:
 @pytest.mark.parametrize("mistake", rows())
 def test_a_mistake_is_answered_at_once_with_its_remedy(mistake: Mistake, paths: dict[str, str], tmp_path: Path) -> None:
     flags = [word.format(**paths) for word in mistake.flags.split()]
-    answer = ask(mistake.script, [*right(paths), *flags], tmp_path)
+    answer = ask(mistake.script, [*right(paths), OVERRIDE, *flags], tmp_path)
     assert answer.code == 2, answer.said
     assert answer.said.startswith(("ConfigError: ", "HookError: ")) and "Traceback" not in answer.said, answer.said
     assert [remedy for remedy in mistake.remedies if remedy not in answer.said] == [], answer.said
@@ -99,5 +106,54 @@ def test_a_mistake_is_answered_at_once_with_its_remedy(mistake: Mistake, paths: 
     assert answer.modules < MOST_MODULES, f"{answer.modules} modules were loaded"
 
 
+@pytest.fixture(scope="module")
+def files(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return paths | write_files(tmp_path_factory.mktemp("lines"))
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[0][:60])
+def test_a_wrong_command_line_ends_with_one_message(
+    line: tuple[str, ...],
+    files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command's own function in this process: a second for each interpreter would be minutes."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RAY_ADDRESS", "PYTHONPATH"):
+        monkeypatch.setenv(name, "")
+    words = [word.format(**files) for word in line[0].split()]
+    if words[0] != "slime":
+        words = ["slime", "train", *right(files), OVERRIDE, *words]
+    elif words[1] == "train-async":
+        words = ["slime", "train-async", *right(files), OVERRIDE, *words[2:]]
+    with pytest.raises(SystemExit) as end:
+        raise SystemExit(end_of(words[1:]))
+    said = capsys.readouterr().err
+    assert end.value.code in (1, 2), said
+    assert "Traceback" not in said and said.count("\n") <= 4, said
+    assert [part for part in line[1:] if part.format(**files) not in said] == [], said
+    assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+def end_of(words: list[str]) -> int:
+    """The exit status of `slime WORDS`, whose loop would come after the look at machine, folder and data."""
+    loops = {"train": True, "train-async": False}
+    if words[0] not in loops:
+        return main(words)
+    try:
+        args = main_args(words[1:], synchronous=loops[words[0]])
+        check_hooks(args)
+        preflight(args)
+    except SlimeError as error:
+        try:
+            report_and_exit(error, None)
+        except SystemExit as end:
+            return int(str(end.code))
+    return 0
+
+
 def test_there_are_as_many_as_were_promised() -> None:
     assert len({m.what for m in MISTAKES}) == len(MISTAKES) >= 25
+    assert len({line[0] for line in LINES}) == len(LINES) >= 100

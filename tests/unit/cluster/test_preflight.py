@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from slime.cluster import preflight as module
 from slime.cluster.preflight import preflight
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
+from slime.settings.flags import OVERRIDE
 from slime.settings.groups import cluster
 from tests.support.fake_mooncake import write_mooncake
 
@@ -27,7 +30,7 @@ def words(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda *more: [
         *("--hf-checkpoint", str(tiny_qwen3), "--prompt-data", str(data), "--run-dir", str(tmp_path / "run")),
         *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
-        *("--label-key", "label", "--rollout-max-response-len", "8", "--device", "cpu", *more),
+        *("--label-key", "label", "--rollout-max-response-len", "8", "--device", "cpu", OVERRIDE, *more),
     ]
 
 
@@ -38,6 +41,34 @@ def told(words: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+class OtherServer:
+    """Listens, and says `answer` to whoever greets it."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._socket, self._answer = socket.create_server(("127.0.0.1", 0)), answer
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        connection, _ = self._socket.accept()
+        with self._socket, connection:
+            connection.recv(100)
+            connection.sendall(self._answer)
+            connection.recv(100)
+
+
+def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
+    words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would try for minutes, and print lines of C++. Its real head is in tests/contract/cluster."""
+    monkeypatch.setattr(module, "CONNECT_LIMIT_S", 0.2)
+    for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", "another server listens there"), (b"", "no answer")):
+        address = OtherServer(answer).address
+        said = told(words("--ray-address", address))
+        assert f"got ray_address {address}, where no Ray cluster can be reached from here ({reason})" in said
+    assert told(words("--ray-address", OtherServer(b"\0\0\0\4\0\0\0\0\0").address)) == ""
 
 
 def test_what_may_work_passes(words: Words) -> None:
@@ -95,7 +126,7 @@ def test_gpus_are_counted(
     monkeypatch.setattr(module, "gpus_here", lambda: gpus)
     found = told(words(*flags, "--device", "cuda"))
     assert said in found and bool(said) == bool(found)
-    monkeypatch.setenv("RAY_ADDRESS", "elsewhere")
+    monkeypatch.setenv("RAY_ADDRESS", OtherServer(b"\0\0\0\4\0\0\0\0\0").address)
     assert told(words(*flags, "--device", "cuda")) == "", "the processes run on other machines"
 
 

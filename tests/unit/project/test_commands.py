@@ -22,6 +22,7 @@ from slime.observability import start_record
 from slime.observability.run_folder import RunFolder
 from slime.observability.start_record import checkouts, environment, hide_secrets, input_files
 from slime.settings import Args, parse_args
+from slime.settings.flags import OVERRIDE
 from tests.support.command_line import complete
 
 REWARD = "def reward(args, sample, **kwargs):\n    return 1.0\n"
@@ -61,7 +62,7 @@ def test_a_rerun_has_the_settings_of_the_run(synchronous: bool, tmp_path: Path, 
     found = again(tmp_path / "run")
     now = parse_args(found.words, synchronous=synchronous)
     assert Path(now.run_dir) == tmp_path / "run-rerun" and now.run_id != args.run_id
-    here_again = parse_args([*found.words, "--run-dir", args.run_dir], synchronous=synchronous)
+    here_again = parse_args([*found.words, OVERRIDE, "--run-dir", args.run_dir], synchronous=synchronous)
     assert here_again.replace(run_id=args.run_id) == args
     told = [line for line in found.told if not line.startswith("code ")]  # someone may edit the checkout meanwhile
     assert told == [] and found.loop == ("train" if synchronous else "train-async")
@@ -101,7 +102,7 @@ def test_outputs_of_the_run_are_not_written_again(tmp_path: Path) -> None:
 def test_another_start_of_a_resumed_run(tmp_path: Path) -> None:
     flags = complete(tmp_path)
     started(flags)
-    started([*flags, "--num-rollout", "5"])
+    started([*flags, OVERRIDE, "--num-rollout", "5"])
     assert parse_args(again(tmp_path / "run").words).num_rollout == 3
     assert parse_args(again(tmp_path / "run", start=1).words).num_rollout == 5
     with pytest.raises(DataError, match="starts 0 to 1"):
@@ -117,7 +118,7 @@ def test_a_start_that_resumed_loads_what_it_loaded(tmp_path: Path) -> None:
     for step in (1, 4):
         (run / "save" / f"step_{step:06d}").mkdir(parents=True)
         (run / "save" / f"step_{step:06d}" / "manifest.json").write_text("{}")
-    started([*flags, "--num-rollout", "9"])
+    started([*flags, OVERRIDE, "--num-rollout", "9"])
     with pytest.raises(DataError, match=r"not recorded; name it: --load \S+/run/save --ckpt-step N"):
         again(run, start=1)
     named = parse_args(again(run, "--ckpt-step", "4", start=1).words)
@@ -238,11 +239,11 @@ def test_serve_is_the_loop_that_only_serves() -> None:
     add_flags(parser)
     options, options_more = parser.parse_known_args(["--hf-checkpoint", "m", "--port", "8123"])
     options.words = options_more
-    assert words_of(options) == ["--router-port", "8123", "--hf-checkpoint", "m", *ONLY_SERVES]
+    assert words_of(options) == ["--router-port", "8123", "--hf-checkpoint", "m", OVERRIDE, *ONLY_SERVES]
 
 
 def test_no_flag_makes_serve_train(tmp_path: Path) -> None:
-    options = argparse.Namespace(port=8123, host=None, words=[*complete(tmp_path), "--num-rollout", "5"])
+    options = argparse.Namespace(port=8123, host=None, words=complete(tmp_path))
     args = parse_args(words_of(options))
     assert args.debug_rollout_only and args.num_rollout == 0
 
@@ -264,3 +265,26 @@ def test_serving_needs_no_data(tmp_path: Path) -> None:
     flags = complete(tmp_path)
     args = parse_args([*ONLY_SERVES, *flags[:2]])
     assert args.debug_rollout_only and args.num_rollout == 0 and not args.prompt_data
+
+
+BROKEN = (
+    *(b"\xff\xfe\x00", b"[]", b'"x"', b"3", b"null", b"{", b"[" * 100_000, b'{"starts": {}}', b'{"starts": [1]}'),
+    *(b'{"starts": [{"command": 3}]}', b'{"train/step": {}}', b'{"train/step": "x"}', b'{"train/step": Infinity}'),
+)
+"""What may stand in a file of a run folder after a disk, an editor or another program had it."""
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=lambda content: content[:30].decode("latin-1"))
+@pytest.mark.parametrize("file", ["run.json", "starts/0/args.json", "metrics.jsonl", "samples.jsonl"])
+def test_a_broken_record_ends_a_command_with_a_sentence(
+    tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes
+) -> None:
+    run = tmp_path / "run"
+    (run / "starts" / "0").mkdir(parents=True)
+    start = {"command": ["slime", "train"], "cwd": str(tmp_path), "time": "now", "code": [], "files": []}
+    (run / "run.json").write_text(json.dumps({"starts": [{**start, "environment": {}, "versions": {}, "host": {}}]}))
+    (run / file).write_bytes(content)
+    command = {"metrics.jsonl": "report", "samples.jsonl": "samples"}.get(file, "rerun")
+    assert main([command, str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"slime {command}: got ") and said.count("\n") == 1

@@ -26,8 +26,8 @@ SECTION = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
 MAKE = re.compile(r"(?:`|^)make ([a-z-]+)", re.M)
 COMMAND = re.compile(r"`slime ([a-z][a-z-]*)(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
-OF_LOOPS = {"--help", "--version", "--explain"}
-OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps", "--local-dir", "--repo-type"}
+OF_LOOPS = {"--help", "--version", "--explain", "--override"}
+OF_OTHERS = {*OF_LOOPS, "--name", "--no-name", "--no-deps", "--local-dir", "--repo-type"}
 """Placeholders, what argparse brings, and flags of pip and hf."""
 OF_SERVERS = {
     *("--model-path", "--tp-size", "--incremental-streaming-output", "--disable-shared-experts-fusion"),
@@ -116,7 +116,7 @@ def test_commands_are_accepted(document: Path, tmp_path: Path, monkeypatch: pyte
 
 def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
     """The flags of a documented command, with files that are there in place of those that it names."""
-    own = dict(zip(base[::2], base[1::2], strict=True))
+    own = dict(zip(base[:-1:2], base[1::2], strict=True))
     chats = folder / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n' * 40)
     checkpoints, config = folder / "checkpoints", folder / "config.yaml"

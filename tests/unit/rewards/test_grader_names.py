@@ -42,7 +42,7 @@ def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
         ("--rm-type dapo", "pick one of score, acc"),
         ("--rm-type boxed_ifbench", "without --reward-key"),
         ("--rm-type remote_rm --rm-batch-size 4", "--rm-url"),
-        ("--rm-type remote_rm --rm-url http://x --rm-batch-size 0", "1 or more"),
+        ("--rm-type remote_rm --rm-url http://x --rm-batch-size 0", "at least 1"),
     ],
 )
 def test_a_grader_that_could_not_be_used_is_refused(tmp_path: Path, flags: str, said: str) -> None:

@@ -90,7 +90,7 @@ def a_step(args: Any, engine: FakeEngine | None = None, step: int = 0) -> tuple[
 
 def plugin_args(tmp_path: Path, *flags: str) -> Any:
     own = ("--custom-generate-function-path", f"{PLUGIN}.generate")
-    return rollout_args(tmp_path, "--rm-type", "random", *own, *flags)
+    return rollout_args(tmp_path, *own, *flags)
 
 
 class RenewedEngine(FakeEngine):

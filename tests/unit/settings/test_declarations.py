@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,16 @@ def test_every_reason_is_told_in_one_of_the_runs(base: list[str]) -> None:
                 assert evaluated(f"why of {name}", why, settings), name
                 told.add(name)
     assert told == {name for name, _, _ in reasons}, "add a run in which it is derived"
+
+
+def test_every_number_on_the_command_line_has_two_bounds_that_hold_for_its_default() -> None:
+    """10^9 samples a prompt, a memory fraction of 7 and a limit of 1e-9 s are slips of the hand, whoever reads them."""
+    numbers = [flag for flag in flag_table().flags if flag.kind.startswith(("int", "float", "human_int"))]
+    entries = [(name, declared(r.field)) for name in components().of_entries() for r in components().readers(name)]
+    limits = {flag.names[0]: flag.limits for flag in numbers if flag.dest not in components().of_entries()}
+    hints = {name: typing.get_type_hints(components().readers(name)[0].entry)[name] for name, _ in entries}
+    limits |= {name: says.range for name, says in entries if hints[name] in (int, float, int | None, float | None)}
+    assert len(limits) > 300
+    assert [name for name, one in limits.items() if not one.is_closed] == []
+    defaults = [(f.names[0], f.limits, v) for f in numbers for v in (f.default if f.is_list else (f.default,)) or ()]
+    assert [name for name, one, value in defaults if one.problem(value) is not None] == []

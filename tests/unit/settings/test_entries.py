@@ -18,11 +18,11 @@ from slime.settings.args import Args
 from slime.settings.components import Components, entries_named_in, entries_named_on
 from slime.settings.effects import own_settings_without_effect
 from slime.settings.fields import derived
-from slime.settings.flags import FlagTable
+from slime.settings.flags import OVERRIDE, FlagTable
 from slime.settings.passthrough import Passthrough
 from slime.settings.resolver import Resolver
 from slime.settings.table import components as slime_components
-from slime.settings.validation import out_of_range
+from slime.settings.validation import derived_out_of_range, given_out_of_range
 from tests.support.command_line import refused
 from tests.support.toy_shapes import SHAPES, ToySettings
 from tests.support.toy_shapes.entries import Circle
@@ -96,8 +96,10 @@ def test_a_setting_of_an_entry_that_is_not_chosen_has_no_effect() -> None:
 
 def test_ranges_hold_where_a_setting_is_given_or_acts() -> None:
     known = components()
-    assert "line_width -1.0, which must be > 0" in next(out_of_range(resolved(known, line_width=-1.0), known))
-    assert not list(out_of_range(resolved(known, scale=-1.0), known)), "the derived radius is no square's"
+    assert "--line-width: got -1.0, which must be > 0" in next(
+        given_out_of_range(resolved(known, line_width=-1.0), known)
+    )
+    assert not list(derived_out_of_range(resolved(known, scale=-1.0), known)), "the derived radius is no square's"
 
 
 def test_a_chosen_entry_checks_itself() -> None:
@@ -116,7 +118,9 @@ def test_a_users_entry_is_known_once_it_is_named(star: str) -> None:
     settings = resolved(known, shape=star, num_points=7)
     assert settings.num_points == 7 and settings.line_width == 1.0
     assert idle(known, num_points=7)["num_points"].startswith("7, which needs shape ")
-    assert "num_points 2, which must be at least 3" in next(out_of_range(resolved(known, num_points=2), known))
+    assert "--num-points: got 2, which must be at least 3" in next(
+        given_out_of_range(resolved(known, num_points=2), known)
+    )
 
 
 def test_a_field_of_two_bases_is_refused(tmp_path: Path) -> None:
@@ -188,8 +192,8 @@ def test_a_users_entry_brings_flags_to_the_real_command_line(base: list[str], pi
     record = json.dumps(args.to_json_dict())
     assert '"num_pigeons": 4' in record and "hunter2" not in record
     assert "num_pigeons = 4    (command line)" in explain(args) and "hunter2" not in explain(args)
-    assert "num_pigeons 0, which must be at least 1" in refused([*words, "--num-pigeons", "0"])
-    assert "pigeon in a storm" in refused([*words, "--num-pigeons", "13"])
+    assert "--num-pigeons: got 0, which must be at least 1" in refused([*words, OVERRIDE, "--num-pigeons", "0"])
+    assert "pigeon in a storm" in refused([*words, OVERRIDE, "--num-pigeons", "13"])
     assert "unknown flag --num-pigeons" in refused([*base, "--num-pigeons", "4"])
     assert "unknown flag --num-pigeon;" in refused([*words, "--num-pigeon", "4"])
 

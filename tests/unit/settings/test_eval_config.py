@@ -52,7 +52,7 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("eval: [", "cannot be read as YAML"),
+        ("eval: [", "which is not YAML"),
         ({"datasets": []}, "unknown key 'datasets'"),
         ({"eval": {}}, "no eval.datasets"),
         ({"eval": {"datasets": [{"name": "a"}]}}, "no name or no path"),
@@ -62,9 +62,18 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
         ({"eval": {"defaults": {"path": "D"}, "datasets": [{"name": "a", "path": "D"}]}}, "unknown key 'path'"),
         ({"eval": {"datasets": [{"name": "a", "path": "missing.jsonl"}]}}, "does not exist"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "rm_type": "maths"}]}}, "maths"),
-        ({"eval": {"datasets": [{"name": "a", "path": "D", "temperature": -1}]}}, "temperature -1.0"),
-        ({"eval": {"datasets": [{"name": "a", "path": "D", "n_samples_per_eval_prompt": 0}]}}, "1 or more"),
-        ({"eval": {"datasets": [{"name": "a", "path": "D", "max_total_response_len": 0}]}}, "1 or more"),
+        (
+            {"eval": {"datasets": [{"name": "a", "path": "D", "temperature": -1}]}},
+            ".temperature: got -1.0, which must be at least 0",
+        ),
+        (
+            {"eval": {"datasets": [{"name": "a", "path": "D", "n_samples_per_eval_prompt": 0}]}},
+            "n_samples_per_eval_prompt: got 0, which must be at least 1",
+        ),
+        (
+            {"eval": {"datasets": [{"name": "a", "path": "D", "max_total_response_len": 0}]}},
+            "max_total_response_len: got 0, which must be at least 1",
+        ),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "max_context_len": 9, "max_prompt_len": 9}]}}, "no token"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "max_context_len": 5000}]}}, "at most 1024 tokens"),
     ],

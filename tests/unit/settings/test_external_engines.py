@@ -10,6 +10,7 @@ from slime.core.addresses import server_url
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
 from slime.settings.external import read_addresses
+from slime.settings.flags import OVERRIDE
 from slime.settings.topology import topology_of
 
 TWO = ["--rollout-external-engine-addrs", "127.0.0.1:31001", "http://other:31002"]
@@ -81,7 +82,7 @@ def test_their_key_may_come_from_the_environment(base: list[str], monkeypatch: p
 )
 def test_what_cannot_work_with_them_is_refused(base: list[str], more: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        parse_args([*base, *TWO, *more])
+        parse_args([*base, *TWO, OVERRIDE, *more])
 
 
 def test_a_file_of_topologies_starts_engines(base: list[str], tmp_path: Path) -> None:

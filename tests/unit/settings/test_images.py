@@ -13,6 +13,7 @@ import pytest
 from slime.core.hf_config import read_hf_config
 from slime.models import architecture, family_of, images_problem
 from slime.settings import parse_args
+from slime.settings.flags import OVERRIDE
 from tests.support.command_line import QWEN3_VL, complete, refused
 
 KEYS = ["--multimodal-keys", '{"image": "images"}', "--apply-chat-template"]
@@ -48,7 +49,7 @@ def test_engines_make_patches_as_the_trainer_does(tmp_path: Path) -> None:
 )
 def test_what_is_not_trained_with_images_is_refused_by_name(words: str, said: str, tmp_path: Path) -> None:
     ranks = ["--actor-num-gpus-per-node", "2"] if "parallel" in words else []
-    assert said in refused([*_base(tmp_path), *KEYS, *words.split(), *ranks])
+    assert said in refused([*_base(tmp_path), *KEYS, OVERRIDE, *words.split(), *ranks])
 
 
 def test_without_a_template_and_with_another_model_there_are_no_images(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sequence_parallel": 0}, "it is a switch; write true or false"),
     ({"bf16": False}, "a setting of the whole run"),
     ({"clip_grad": "much"}, "clip_grad"),
-    ({"adam_beta2": 2.0}, "with what"),
-    ({"weight_decay": -1}, "role critic: got weight_decay -1.0, which must be at least 0"),
+    ({"adam_beta2": 2.0}, "which must be at least 0 and < 1"),
+    ({"weight_decay": -1}, "got -1.0, which must be at least 0"),
     ({"optimizer_cpu_offload": "yes"}, "it is a switch; write true or false"),
 ]
 
