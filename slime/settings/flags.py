@@ -140,8 +140,8 @@ def _list_or_pattern(text: str) -> Any:
 
 
 def convert(flag: Flag, text: str, *, where: str) -> Any:
-    """One word of the command line as a value of `flag`. Raises `ConfigError`."""
-    if flag.optional and text.lower() == "none":
+    """One word of the command line as a value of `flag`, or of one of a list. Raises `ConfigError`."""
+    if flag.optional and not (flag.is_list or flag.append) and text.lower() == "none":
         return None
     if "\0" in text:
         raise ConfigError(f"{where}: got {shown(flag, text)}, which holds a character of code 0; leave that out")
@@ -218,7 +218,7 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
         return value
     if flag.kind.endswith("_or_json") and isinstance(value, list):
         return value
-    wrong = isinstance(value, (bool, list, dict))
+    wrong = value is None or isinstance(value, (bool, list, dict))
     wrong = wrong or (flag.kind == "str" and not isinstance(value, (str, int, float)))
     if wrong:
         raise ConfigError(f"{where}: got {shown(flag, value)}, expected {flag.kind}; correct the value")
@@ -341,6 +341,8 @@ class FlagTable:
             raise ConfigError(f"{name}: got no value; write {name} <{flag.kind}>")
         if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
             raise ConfigError(f"{name}: got {len(words)} values, it takes {flag.nargs}")
+        if flag.optional and flag.is_list and [w.lower() for w in words] == ["none"]:
+            return None
         values: Any = tuple(convert(flag, w, where=name) for w in words)
         if flag.is_list:
             return values

@@ -82,10 +82,8 @@ class EvalSettings:
     eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", within=TOKENS)
     """Most tokens that one execution samples, over all of its answers. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
-        lambda s: s.eval_max_context_len - 1 if s.was_given("eval_max_context_len") else s.rollout_max_prompt_len,
-        lambda s: (
-            "eval_max_context_len - 1" if s.was_given("eval_max_context_len") else "same as rollout_max_prompt_len"
-        ),
+        lambda s: s.eval_max_context_len - 1 if s.given("eval_max_context_len") else s.rollout_max_prompt_len,
+        lambda s: "eval_max_context_len - 1" if s.given("eval_max_context_len") else "same as rollout_max_prompt_len",
         needs=_EVALUATES,
         within=TOKENS,
     )

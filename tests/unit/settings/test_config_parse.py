@@ -356,3 +356,12 @@ def test_help_says_no_default_of_what_must_be_given_and_breaks_no_flag() -> None
     assert texts["--hf-checkpoint"].endswith("Required.")
     assert texts["--rollout-temperature"].endswith("[default 1.0]")
     assert not [line for line in lines if line.endswith("-")], "a flag is not broken at its hyphens"
+
+
+LISTS = ("--only-train-params-name-list", "--spec", "--eval-prompt-data", "--rollout-stop", "--rollout-stop-token-ids")
+
+
+@pytest.mark.parametrize("flag", [*LISTS, "--eval-max-context-len", "--sglang-cuda-graph-bs"])
+def test_none_is_as_if_a_setting_had_not_been_given(base: list[str], flag: str) -> None:
+    args = parse_args([*base, flag, "none"])
+    assert getattr(args, flag[2:].replace("-", "_"), None) is None and not args.idle
