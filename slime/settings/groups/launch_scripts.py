@@ -121,7 +121,7 @@ class LaunchScriptSettings:
 
 def spec_is_the_checkpoint_s(args: Args) -> str | None:
     """Layers are those of the checkpoint's family."""
-    if args.spec is None:
+    if not args.spec:
         return None
     words = " ".join(args.spec)
     config = read_hf_config(args.hf_checkpoint)

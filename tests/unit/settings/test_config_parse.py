@@ -365,3 +365,8 @@ LISTS = ("--only-train-params-name-list", "--spec", "--eval-prompt-data", "--rol
 def test_none_is_as_if_a_setting_had_not_been_given(base: list[str], flag: str) -> None:
     args = parse_args([*base, flag, "none"])
     assert getattr(args, flag[2:].replace("-", "_"), None) is None and not args.idle
+
+
+def test_an_empty_list_of_a_file_asks_for_nothing(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("spec: []\nonly_train_params_name_list: []\nrollout_stop: []\n")
+    assert not parse_args([*base, "--custom-config-path", str(tmp_path / "own.yaml")]).spec
