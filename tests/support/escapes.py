@@ -103,18 +103,18 @@ def call_fd(name, *given):
 def unix_socket_of_another():
     with socket.socket(socket.AF_UNIX) as one:
         one.connect(PATH_SOCKET)
-        return one.recv(9)
+        return "connected"
 def unix_datagrams_of_another():
     one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     return one.sendto(b"x", PATH_DATAGRAMS)
 def unix_pair_to_another():
     one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     one.connect(PATH_SOCKET)
-    return one.recv(9)
+    return "connected"
 def abstract_socket_of_another():
     with socket.socket(socket.AF_UNIX) as one:
         one.connect(ABSTRACT_SOCKET)
-        return one.recv(9)
+        return "connected"
 def vsock(): return socket.socket(40, socket.SOCK_STREAM)
 def packets(): return socket.socket(17, socket.SOCK_RAW)
 def crypto_socket(): return socket.socket(38, socket.SOCK_SEQPACKET)
@@ -126,8 +126,8 @@ def sctp_socket(): return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 132)
 def mptcp_socket(): return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)
 def any_other_family(): return first([lambda f=f: socket.socket(f, t) for f in range(3, 50) if f not in (10, 16)
     for t in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET)])
-def loopback_of_the_host(): return socket.create_connection(("127.0.0.1", PORT), 2).recv(9)
-def loopback_v6(): return socket.create_connection(("::1", PORT), 2).recv(9)
+def loopback_of_the_host(): return socket.create_connection(("127.0.0.1", PORT), 2)
+def loopback_v6(): return socket.create_connection(("::1", PORT), 2)
 def the_internet(): return socket.create_connection(("1.1.1.1", 53), 2)
 def listens_where_others_see(): return first([lambda: socket.create_server((a, 0)) and a for a in HOST_ADDRESSES])
 def asks_for_names(): return socket.getaddrinfo("example.com", 80)
@@ -364,7 +364,8 @@ class Outside:
             if not address.startswith("\0"):
                 os.chmod(address, 0o777)
         victim = subprocess.Popen(["sleep", "600"])
-        self._ends.callback(lambda: (victim.kill(), victim.wait()))
+        self._ends.callback(victim.wait)
+        self._ends.callback(victim.kill)
         return {
             "PORT": server.getsockname()[1],
             "PATH_SOCKET": f"{folder}/stream",

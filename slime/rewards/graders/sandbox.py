@@ -241,7 +241,10 @@ class Sandbox:
 
 def readable() -> list[str]:
     """Where Python and its packages are, beside what a view has of the system."""
-    paths = [path for found in (sys.prefix, sys.base_prefix, sys.argv[5]) for path in (found, os.path.realpath(found))]
+    places = [sys.prefix, sys.base_prefix, sys.argv[5]]
+    environment = Path(sys.executable).parents[1]
+    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # which `-S` keeps out of the prefix
+    paths = [path for found in places for path in (found, os.path.realpath(found))]
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         kept += [] if any(Path(path).is_relative_to(other) for other in (*view.SYSTEM, *kept)) else [path]
@@ -266,7 +269,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     alone = alone and enter_view(scratch.parent / ROOT)
     own = SCRATCH if alone else str(scratch / "work")
     os.chdir(f"{SCRATCH}/work" if alone else own)
-    used = landlock.readable_libraries([sys.argv[5]]) | dict.fromkeys(DEVICES, landlock.ALL) | {own: landlock.ALL}
+    used = landlock.readable_libraries(readable()) | dict.fromkeys(DEVICES, landlock.ALL) | {own: landlock.ALL}
     bounds, user = bounds_of(*limits), int(sys.argv[7]) if alone else None
     unheld = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
     unheld = (*([] if alone else [NAMESPACES]), *unheld)

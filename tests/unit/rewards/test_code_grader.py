@@ -246,6 +246,35 @@ def test_an_attack_reaches_nothing(attack: str) -> None:
     assert not Path("/tmp/slime-code-escaped").exists()
 
 
+HONEST = """
+import asyncio, subprocess, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pool, Process, Queue, shared_memory
+import numpy as np
+
+def put(queue):
+    queue.put(5)
+
+queue = Queue()
+process = Process(target=put, args=(queue,))
+process.start()
+with Pool(2) as pool, ThreadPoolExecutor(8) as threads, tempfile.NamedTemporaryFile() as file:
+    print(pool.map(abs, [-1, -2]), queue.get(), list(threads.map(abs, [-3])), file.write(b"x"))
+process.join()
+memory = shared_memory.SharedMemory(create=True, size=1 << 20)
+memory.buf[0] = 4
+print(memory.buf[0], asyncio.run(asyncio.sleep(0, 6)), int(np.eye(7).sum()))
+memory.close()
+memory.unlink()
+print(subprocess.run([sys.executable, "-c", "print(8)"], capture_output=True, text=True).stdout)
+"""
+
+
+def test_honest_programs_have_what_they_need() -> None:
+    """Law: threads, processes that share memory, temporary files and other programs work within the limits."""
+    assert ended(HONEST, 10.0).output.split() == ["[1,", "2]", "5", "[3]", "1", "4", "6", "7", "8"]
+
+
 BOUNDS = """
 import os, resource, signal
 names = ("CORE", "CPU", "AS", "FSIZE", "NPROC", "NOFILE")
