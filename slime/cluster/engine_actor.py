@@ -17,7 +17,7 @@ from pathlib import Path
 
 import ray
 
-from slime.core.addresses import LOOPBACK
+from slime.core.addresses import LOOPBACK, host_port
 from slime.core.errors import EngineError
 from slime.observability.logs import setup_logging
 from slime.serving.agent_process import AgentProcess, AgentSettings
@@ -37,7 +37,7 @@ class Node:
     rank: int
     """Of this host; the first one answers for the engine."""
     num_nodes: int
-    gpu_ids: tuple[int, ...] | None
+    gpu_ids: tuple[str, ...] | None
     """GPUs of its ranks here; None on a CPU."""
 
 
@@ -66,7 +66,7 @@ class EngineActor:
         if node is not None:
             if meeting_point is None:
                 self._meeting = lease_meeting_point()
-                meeting_point = f"{host}:{self._meeting.port}"
+                meeting_point = host_port(host, self._meeting.port)
             spec = dataclasses.replace(
                 spec,
                 num_nodes=node.num_nodes,

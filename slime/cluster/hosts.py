@@ -18,13 +18,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
-from slime.core.addresses import LOOPBACK
+from slime.core.addresses import LOOPBACK, ip_of
 from slime.core.errors import ConfigError
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
@@ -76,27 +76,38 @@ def nodes_of_cluster(args: Args) -> list[Host]:
     import ray
     from ray._private.state import available_resources_per_node  # the public state API tells totals alone (2.60)
 
-    unit = "GPU" if args.device == "cuda" else "CPU"
     free = available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
-    found = []
-    for node in (n for n in ray.nodes() if n["Alive"]):
-        node_id, has = node["NodeID"], node["Resources"]
-        num_slots = int(free.get(node_id, {}).get(unit, 0))
-        if unit == "GPU":  # a slot reserves a CPU, too
-            num_slots = min(num_slots, int(free.get(node_id, {}).get("CPU", 0)))
-        width = args.num_gpus_per_node or num_slots
-        cores = max(int(has.get("CPU", 1)), 1)
-        found.append(
-            Host(node["NodeManagerHostname"], node["NodeManagerAddress"], min(num_slots, width), cores, node_id)
-        )
-    return sorted(found, key=lambda host: (host.node_id != here, _by_number(host.address), host.node_id))
+    found = [
+        host_of_node(node, free.get(node["NodeID"], {}), device=args.device, most=args.num_gpus_per_node)
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(found, key=lambda host: (host.node_id != here, by_number(host.address), host.node_id))
 
 
-def _by_number(address: str) -> tuple[int, ...]:
-    """10.0.0.9 before 10.0.0.10."""
-    parts = address.split(".")
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: str, most: int | None) -> Host:
+    """What the plan may take of a node of Ray's. `free`: of its resources; `most`: slots of one host."""
+    num_cpus = num_slots = int(free.get("CPU", 0))
+    held_back = ""
+    if device == "cuda":
+        num_gpus = int(free.get("GPU", 0))
+        num_slots = min(num_gpus, num_cpus)
+        if num_gpus > num_cpus:  # a slot reserves a CPU, too
+            held_back = (
+                f"{num_gpus} GPUs are, but only {num_cpus} of the CPUs that Ray counts there, of which each slot takes "
+                f"one: start Ray there with --num-cpus {num_gpus} or more, or end what takes CPUs"
+            )
+    if most and most < num_slots:
+        num_slots, held_back = most, f"--num-gpus-per-node {most}"
+    cores = max(int(node["Resources"].get("CPU", 1)), 1)
+    return Host(node["NodeManagerHostname"], node["NodeManagerAddress"], num_slots, cores, node["NodeID"], held_back)
+
+
+def by_number(address: str) -> tuple[int, int]:
+    """10.0.0.9 before 10.0.0.10, IPv6 behind IPv4; what is no IP address first."""
+    ip = ip_of(address)
+    return (0, 0) if ip is None else (ip.version, int(ip))
 
 
 def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:

@@ -1,7 +1,8 @@
 """Which process gets which slot of which host: a pure plan, made before any process of the run is placed.
 
 A *slot* is one GPU, or on a host without GPUs one of the CPUs that Ray counts there. Training takes `num_nodes` hosts
-with `num_per_node` slots each. An engine takes slots of one host, or equal parts of several if it is wider than any.
+with `num_per_node` slots each. An engine takes slots of one host, or equal parts of several if none has room: of hosts
+that could not hold it whole, so that it is never torn because others took some of their slots.
 With `colocate` the first engines share the slots of training ranks, until all of these are shared; the others, if there
 are more, have slots of their own.
 
@@ -39,6 +40,8 @@ class Host:
     """Cores of processes that run there."""
     node_id: str | None = None
     """Ray's name of it; None before Ray."""
+    held_back: str = ""
+    """Why it has more free GPUs than slots, for people."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -191,11 +194,12 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
 
 def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hosts: Sequence[Host]) -> tuple[int, ...]:
     """The fullest host with room for engine `index`, or the fewest hosts; their slots are no longer `free`."""
-    size, widest = engines[index].num_slots, max(host.num_slots for host in hosts)
+    size = engines[index].num_slots
     for num_hosts in (n for n in range(1, size + 1) if size % n == 0):
-        if num_hosts > 1 and size <= widest:
-            break  # one host could hold it, if others did not take its slots
-        able = sorted((n, h) for h, n in enumerate(free) if n >= size // num_hosts)
+        narrow = (num_hosts == 1 or host.num_slots < size for host in hosts)
+        able = sorted(
+            (n, h) for (h, n), may in zip(enumerate(free), narrow, strict=True) if may and n >= size // num_hosts
+        )
         if len(able) >= num_hosts:
             chosen = tuple(sorted(h for _, h in able[:num_hosts]))
             for h in chosen:
@@ -210,7 +214,10 @@ def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hos
 
 
 def _told(free: list[int], hosts: Sequence[Host]) -> str:
-    return "free are " + ", ".join(f"{n} on {host}" for n, host in zip(free, hosts, strict=True))
+    each = [
+        f"{n} on {host}" + f" ({host.held_back})" * bool(host.held_back) for n, host in zip(free, hosts, strict=True)
+    ]
+    return "free are " + ", ".join(each)
 
 
 def _numbered(
@@ -254,8 +261,8 @@ def _threads(host: Host, together: int, most: int | None) -> int:
     return max(1, min(most or host.num_cores, host.num_cores // max(together, 1)))
 
 
-def in_device_order(slot_hosts: Sequence[int], devices: Sequence[int]) -> tuple[int, ...]:
-    """Of each slot its bundle: those of its host in the order of their devices. `devices`: of each bundle its device;
-    bundle i is on the host of slot i."""
-    order = sorted(range(len(devices)), key=lambda bundle: (slot_hosts[bundle], devices[bundle]))
+def in_device_order(slot_hosts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    """Of each slot its bundle: those of its host in the order of their devices. `places`: of each bundle that of its
+    device among those of its host; bundle i is on the host of slot i."""
+    order = sorted(range(len(places)), key=lambda bundle: (slot_hosts[bundle], places[bundle]))
     return tuple(order)

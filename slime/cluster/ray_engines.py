@@ -272,8 +272,8 @@ class RayEngines:
     def _hosts_of(self, index: int) -> set[Host]:
         return {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
 
-    def _gpus(self, slots: Sequence[int]) -> tuple[int, ...] | None:
-        """Their numbers on their host; None where Ray shows a process the one that it has."""
+    def _gpus(self, slots: Sequence[int]) -> tuple[str, ...] | None:
+        """What they are called on their host; None where Ray shows a process the one that it has."""
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
 
     def _layout(self, wanted: WantedEngine) -> EngineLayout:

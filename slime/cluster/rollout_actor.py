@@ -25,6 +25,7 @@ import ray
 
 from slime.cluster.episode_actor import worker_fleet
 from slime.cluster.remote_arrays import set_apart
+from slime.core.addresses import in_brackets
 from slime.core.batch import TrainBatch
 from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel, Topology, Worker
@@ -83,7 +84,7 @@ def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None)
 
 
 def _address(router: AnyRouter) -> tuple[str, int]:
-    return router.host, router.port
+    return in_brackets(router.host), router.port  # plugins write http://{ip}:{port}
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})

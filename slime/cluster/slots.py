@@ -3,12 +3,16 @@
 Consumes a plan. Produces the options under which an actor gets a slot, and which GPU that is. Waits for Ray to reserve
 the bundles, and on hosts with several GPUs for each to say which one it has; nobody wakes it.
 
-Invariant: slot i of a host has a device with a lower number than slot i + 1, so neighbours in rank are neighbours in
-the machine.
+Invariants
+1. Slot i of a host has a device that the host lists before that of slot i + 1, so neighbours in rank are neighbours in
+   the machine.
+2. Slots of a host have different devices, under the names that the host has for them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime.cluster.placement import Host, PlacementPlan, in_device_order
 from slime.cluster.waiting import wait_for
+from slime.core.errors import ConfigError
 
 ON_HOST = 0.001
 """Of the resource by which Ray knows a host: enough to name it, and there are enough for all bundles."""
@@ -36,8 +41,9 @@ class Slots:
     """"GPU" or "CPU"."""
     bundles: tuple[int, ...]
     """Of each slot its bundle in the group."""
-    devices: tuple[int, ...] | None
-    """Of each slot the number of its GPU on its host; None on a CPU, and where no host gives more than one."""
+    devices: tuple[str, ...] | None
+    """Of each slot what CUDA_VISIBLE_DEVICES calls its GPU on its host: a number, or the UUID of a GPU or of a part
+    of one (MIG). None on a CPU, and where no host gives more than one."""
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
         """Ray's options for an actor on a slot that takes this share of it."""
@@ -64,8 +70,9 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
     if unit == "CPU" or len(set(plan.slot_hosts)) == plan.num_slots:
         return Slots(group, unit, bundles, None)
     devices = _devices(group, plan.num_slots, limit_s)
-    bundles = in_device_order(plan.slot_hosts, devices)
-    return Slots(group, unit, bundles, tuple(devices[bundle] for bundle in bundles))
+    _require_different(on, [name for _, name in devices])
+    bundles = in_device_order(plan.slot_hosts, [place for place, _ in devices])
+    return Slots(group, unit, bundles, tuple(devices[bundle][1] for bundle in bundles))
 
 
 def give_back() -> None:
@@ -82,8 +89,8 @@ def _bundle(unit: str, host: Host) -> dict[str, float]:
     return needs if host.node_id is None else {**needs, f"node:{host.address}": ON_HOST}
 
 
-def _devices(group: Any, num_slots: int, limit_s: float) -> list[int]:
-    """The number of each bundle's GPU on its host."""
+def _devices(group: Any, num_slots: int, limit_s: float) -> list[tuple[int, str]]:
+    """Of each bundle the place of its GPU on its host, and what it is called there."""
     probe: Any = ray.remote(_own_device)
     calls = [
         probe.options(
@@ -98,6 +105,21 @@ def _devices(group: Any, num_slots: int, limit_s: float) -> list[int]:
     return wait_for(calls, for_what="each slot to say which GPU it has", limit_s=limit_s)
 
 
-def _own_device() -> int:
-    (device,) = ray.get_gpu_ids()
-    return int(device) if str(device).isdigit() else 0  # by their UUID, GPUs have no order
+def _own_device() -> tuple[int, str]:
+    (device,) = map(str, ray.get_gpu_ids())
+    if device.isdigit():
+        return int(device), device
+    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # nothing public tells the order (2.60)
+    names = [str(name) for name in listed.get("GPU") or ()]
+    return names.index(device) if device in names else 0, device
+
+
+def _require_different(hosts: Sequence[Host], names: Sequence[str]) -> None:
+    """Raises `ConfigError` where a host gives one GPU under two slots. `hosts`, `names`: of each bundle."""
+    given = Counter(zip(hosts, names, strict=True))
+    twice = [f"{name} of {host}" for (host, name), times in given.items() if times > 1]
+    if twice:
+        raise ConfigError(
+            f"got {', '.join(twice)} for more than one slot, because CUDA_VISIBLE_DEVICES names it twice where Ray was "
+            "started; name each GPU once"
+        )

@@ -17,18 +17,26 @@ INTERFACE_ENVS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def is_loopback(address: str) -> bool:
     """Whether only this host reaches `address` (an IP address or "localhost")."""
+    ip = ip_of(address)
+    return address == "localhost" if ip is None else ip.is_loopback
+
+
+def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a text is, with or without brackets and zone; None if it is none."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
-        return address == "localhost"
+        return None
+    return (ip.ipv4_mapped or ip) if isinstance(ip, ipaddress.IPv6Address) else ip
 
 
 def interface_of(address: str) -> str | None:
     """The interface of this host that has `address`; None if none has it."""
     import psutil
 
+    wanted = ip_of(address)
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
+        if wanted is not None and any(ip_of(entry.address) == wanted for entry in entries):
             return name
     return None
 
@@ -64,7 +72,17 @@ def server_url(text: str) -> str:
 
 def http_url(host: str, port: int) -> str:
     """`http://host:port`; an IPv6 address stands in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT; an IPv6 address stands in brackets."""
+    return f"{in_brackets(host)}:{port}"
+
+
+def in_brackets(host: str) -> str:
+    """A host as it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def host_of(url: str) -> str:

@@ -27,6 +27,10 @@ class EnginePort(Protocol):
         """Where an engine answers, once it does. Raises `EngineError` if it ended before."""
         ...
 
+    def stop(self, indices: Sequence[int]) -> Sequence[object]:
+        """Asks what runs of these engines to end. Answers may come later."""
+        ...
+
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
         """Engines that have joined since the last call, each with where it answers, under the next numbers."""
         ...

@@ -8,8 +8,10 @@ Invariants
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
    One that somebody else starts does not: they may do it right the next time, and others may serve meanwhile.
-4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines of a
-   model are such, the run ends: nobody would answer for it, however well other models are served.
+4. One that ends `MAX_LOSSES` times within `LOSSES_WITHIN_S`, though it served in between, is sick: it is not started
+   again, and the run goes on with the others of its kind, or ends if there is none.
+5. One whose host is lost is not started before it is there again, and its loss does not count. If all engines of a
+   model are lost so or sick, the run ends: nobody would answer for it, however well other models are served.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """In a row, without having been ready."""
+MAX_LOSSES, LOSSES_WITHIN_S = 10, 3600.0
+"""Seconds in which it answered: a start may take long, and is no time without losses."""
 PAUSE_S = 1.0
-"""Between the end of an engine and its next start, doubled with every failure in a row."""
+"""Between the end of an engine and its next start, doubled with every loss that counts."""
 LONGEST_PAUSE_S = 30.0
 REASON_CHARS = 400
 """Of what is wrong with an engine, in one line of the log."""
@@ -51,6 +55,9 @@ class Supervisor:
         """`restarts`: else an engine in trouble ends the run."""
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
         self._failures: Counter[int] = Counter()
+        self._lives = _Lives()
+        self._sick: set[int] = set()
+        """Dead ones that are not started again."""
         self._again_at: dict[int, float] = {}
         self._hostless: set[int] = set()
         """Dead ones that wait for their hosts."""
@@ -75,25 +82,34 @@ class Supervisor:
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:
-        """Whether its host is there. Raises `EngineError` if that holds for none of its kind, and none lives: half of a
-        pair answers for nobody.
+        """Whether its host is there, and it is not sick. Raises `EngineError` if that holds for none of its kind, and
+        none lives: half of a pair answers for nobody.
         """
-        lost = {e.index for e in self._membership.of(State.DEAD) if not self._port.has_host(e.index)}
-        kind = (engine.model, engine.worker)
-        serving = {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
-        if serving <= lost:
+        dead = {e.index for e in self._membership.of(State.DEAD)}
+        lost = {index for index in dead - self._sick if not self._port.has_host(index)}
+        if not (kind := self._kind_of(engine)) - lost - self._sick:
+            sick = len(kind & self._sick)
+            ended = f", and {sick} ended too often" * bool(sick)
             raise EngineError(
-                f"no engine of model {engine.model} is left: the hosts of all {len(serving)} are lost; {engine.reason}"
+                f"no engine of model {engine.model} is left: the hosts of {'all ' * (not sick)}{len(kind) - sick} are "
+                f"lost{ended}; {engine.reason}"
             )
         for index in lost - self._hostless:
             logger.warning("engine %d waits for its host, which is lost; the run goes on with the others", index)
             self._failures.pop(index, None)
+            self._lives.forget(index)
         self._hostless = lost
-        return engine.index not in lost
+        return engine.index not in lost | self._sick
+
+    def _kind_of(self, engine: Engine) -> set[int]:
+        """Those that can do what this one does, and itself."""
+        kind = (engine.model, engine.worker)
+        return {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
 
     def up(self, index: int, url: str) -> None:
         """An engine answers. It wants weights, or has what it serves from its checkpoint."""
         engine = self._membership.change(index, State.SYNCING, url=url)
+        self._lives.begin(index, self._clock())
         if engine.role == FROZEN:
             self.synced([engine], 0)
 
@@ -144,9 +160,10 @@ class Supervisor:
         """
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
-        self._failures[engine.index] += self._port.has_host(engine.index)
+        has_host = self._port.has_host(engine.index)
+        self._failures[engine.index] += has_host
         self._missed.add(engine.index)
-        failures = self._failures[engine.index]
+        failures, losses = self._failures[engine.index], self._lives.end(engine.index, self._clock(), counts=has_host)
         if not self._restarts:
             raise EngineError(
                 f"engine {engine.index} was lost, and --no-use-fault-tolerance asks to end then: {reason}"
@@ -156,7 +173,47 @@ class Supervisor:
                 f"engine {engine.index} ended {failures} times without having served in between, so another start "
                 f"would not help; the last time: {reason}"
             )
-        longest_s = longest_s if engine.external else LONGEST_PAUSE_S
-        pause_s = min(PAUSE_S * 2.0 ** min(max(failures - 1, 0), 30), longest_s)
-        self._again_at[engine.index] = self._clock() + pause_s
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))
+        if losses >= MAX_LOSSES and not engine.external:
+            self._give_up(engine, reason)
+        longest_s = longest_s if engine.external else LONGEST_PAUSE_S
+        pause_s = min(PAUSE_S * 2.0 ** min(max(failures, losses, 1) - 1, 30), longest_s)
+        self._again_at[engine.index] = self._clock() + pause_s
+
+    def _give_up(self, engine: Engine, reason: str) -> None:
+        """It is sick. Raises `EngineError` if no other one of its kind is left."""
+        self._sick.add(engine.index)
+        often = f"engine {engine.index} ended {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
+        left = self._kind_of(engine) - self._sick - self._hostless
+        if not left:
+            raise EngineError(
+                f"{often}, so another start would not help, and no other engine of model {engine.model} is left; the "
+                f"last time: {reason}"
+            )
+        self._port.stop([engine.index])
+        logger.error("%s: it is not started again, and the run goes on with engines %s", often, sorted(left))
+
+
+class _Lives:
+    """How long engines answered between their losses."""
+
+    def __init__(self) -> None:
+        self._lived_s: dict[int, float] = {}
+        self._since: dict[int, float] = {}
+        self._losses: dict[int, list[float]] = {}
+        """Of an engine the seconds that it had answered at each loss that counts."""
+
+    def begin(self, index: int, now: float) -> None:
+        """It answers."""
+        self._since[index] = now
+
+    def end(self, index: int, now: float, *, counts: bool) -> int:
+        """It is lost: the losses that count, within the time, this one among them."""
+        lived_s = self._lived_s[index] = self._lived_s.get(index, 0.0) + now - self._since.pop(index, now)
+        recent = [at for at in self._losses.get(index, ()) if at > lived_s - LOSSES_WITHIN_S]
+        self._losses[index] = [*recent, *[lived_s] * counts]
+        return len(self._losses[index])
+
+    def forget(self, index: int) -> None:
+        """The losses of one that starts to count anew."""
+        self._losses.pop(index, None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from slime.core.addresses import host_port
 from slime.core.errors import HookError
 from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.sample import NOT_SAMPLED
@@ -86,7 +87,7 @@ def _client_of(url: str) -> EngineClient | None:
         return None
     address = url.removeprefix("http://").removesuffix("/")
     for name, (host, port) in _routers(context).items():
-        if address == f"{host}:{port}/generate":
+        if address == f"{host_port(host, port)}/generate":
             return context.engine() if name is None else context.models[name]
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from slime.core.addresses import http_url
 from slime.core.errors import EngineError
 from slime.serving.ports import PortLease
 from slime.serving.process import ChildProcess
@@ -17,7 +18,7 @@ class LeasedServer:
     """Its name in errors."""
 
     def __init__(self, *, host: str, log_path: str | Path) -> None:
-        self.host = host
+        self.host = host.strip("[]")
         self.log_path = Path(log_path)
         self._lease: PortLease | None = None
         self._process: ChildProcess | None = None
@@ -32,7 +33,7 @@ class LeasedServer:
     @property
     def url(self) -> str:
         """`http://host:port`; another one after a repeated start. Raises `EngineError` before `start`."""
-        return f"http://{self.host}:{self.port}"
+        return http_url(self.host, self.port)
 
     @property
     def pid(self) -> int:

@@ -6,13 +6,14 @@ network namespace, gone with the process whatever kills it, and no file on disk.
 
 Invariants
 1. Two leases of one port never exist at the same time on a host (one network namespace), across processes.
-2. A leased port was bindable on 127.0.0.1 and on all interfaces when it was leased, and lies outside the kernel's
-   ephemeral range, so no outgoing connection and no bind to port 0 can take it.
+2. A leased port was bindable on loopback and on all interfaces when it was leased, over IPv4 and IPv6, and lies outside
+   the kernel's ephemeral range, so no outgoing connection and no bind to port 0 can take it.
 3. Programs that know nothing of leases can still take the port; servers answer that by starting again on another one.
 """
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Sequence
@@ -42,17 +43,22 @@ def candidate_ports() -> list[range]:
 
 
 def is_bindable(port: int) -> bool:
-    """Whether nothing listens on `port`, on loopback or on any interface."""
-    for host in ("127.0.0.1", "0.0.0.0"):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not matter
-            try:
+    """Whether nothing listens on `port`, on loopback or on any interface, over IPv4 or IPv6."""
+    for host in ("127.0.0.1", "0.0.0.0", "::1", "::"):
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not matter
+                if ":" in host:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((host, port))
-            except OSError:
+        except OSError as error:
+            if ":" not in host or error.errno not in NO_IPV6:
                 return False
     return True
 
 
+NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+"""What a host says that has no IPv6, or none on loopback."""
 MEETING_OFFSETS = (*range(7), 13)
 """Ports that SGLang 0.5.16 takes from the one on which the nodes of an engine meet: with DP attention the five behind
 it and one for loads, and one on which nodes learn of each other (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""

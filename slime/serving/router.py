@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.core.addresses import http_url
+from slime.core.addresses import http_url, in_brackets
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased import LeasedServer
@@ -85,7 +85,7 @@ class Router(LeasedServer, RouterWorkers):
         assert self._process is None, "the router was started twice; stop() it first"
         self._lease = lease_ports(1) if self._fixed_port is None else lease_port(self._fixed_port)
         self._metrics_lease = lease_ports(1)
-        fields = {**DEFAULTS, **self._extra, "host": self.host, "port": self.port}
+        fields = {**DEFAULTS, **self._extra, "host": in_brackets(self.host), "port": self.port}
         fields |= {"pd_disaggregation": True} if self._pairs else {}
         fields |= {"prometheus_host": "127.0.0.1", "prometheus_port": self._metrics_lease.port}
         flags, secret = without_secrets(fields)

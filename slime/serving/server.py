@@ -78,9 +78,9 @@ class ServerSpec:
     """Which of them this is."""
     dist_init_addr: str | None = None
     """Where they meet, HOST:PORT of the first one (`ports.lease_meeting_point`); None with one node."""
-    gpu_ids: tuple[int, ...] | None = None
-    """[ranks of this node] physical GPU of each, stage by stage, becoming CUDA_VISIBLE_DEVICES; None: the GPUs from
-    `base_gpu_id` on."""
+    gpu_ids: tuple[str, ...] | None = None
+    """[ranks of this node] GPU of each, stage by stage, as CUDA_VISIBLE_DEVICES names it: a number or a UUID; None: the
+    GPUs from `base_gpu_id` on."""
     base_gpu_id: int = 0
     """First GPU among the visible ones; ignored with `gpu_ids`."""
     random_seed: int | None = None
@@ -161,7 +161,7 @@ class ServerSpec:
         *,
         index: int = 0,
         num_threads: int = 1,
-        gpu_ids: tuple[int, ...] | None = None,
+        gpu_ids: tuple[str, ...] | None = None,
         keys: EngineKeys = NO_KEYS,
         model_path: str | None = None,
         layout: EngineLayout | None = None,
@@ -256,7 +256,7 @@ class ServerSpec:
             env[STAGES_ENV] = ",".join(map(str, self.layout.stage_layers)) or None
         env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
-            return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
+            return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpu_ids)}
         env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads), **ONE_THREAD}
         # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. A server that
         # dies meanwhile can leave an empty library in the user's cache, on which all later ones fail.

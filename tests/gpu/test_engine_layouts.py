@@ -102,7 +102,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             folder = root / str(number)
             path = write_tiny_model(folder / "model", family, seed=number, **SIZES, **own)
             spec = ServerSpec(
-                model_path=str(path), dtype="bfloat16", device="cuda", layout=layout, gpu_ids=GPUS, extra=FLAGS
+                model_path=str(path),
+                dtype="bfloat16",
+                device="cuda",
+                layout=layout,
+                gpu_ids=tuple(map(str, GPUS)),
+                extra=FLAGS,
             )
             server = SGLangServer(spec, log_path=folder / "engine.log")
             server.start()

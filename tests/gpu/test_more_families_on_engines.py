@@ -54,7 +54,7 @@ def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Pa
     sent = (
         (n, state[n].cuda() if table.entry_of_hf(n).row.wide else state[n].bfloat16().cuda()) for n in table.hf_names
     )
-    spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=(0,), extra={**FLAGS, **flags})
+    spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=("0",), extra={**FLAGS, **flags})
     with serving(spec, tmp_path) as server:
         control = HttpEngineControl(server.url, ONE_RANK, timeout_s=120)
         sync_state(control, table, sent, version=2)

@@ -40,7 +40,10 @@ def gpus_here() -> int | None:
     found = len(glob.glob("/dev/nvidia[0-9]*"))
     if not found and os.path.exists("/dev/dxg"):
         return None
-    return found if visible is None else min(found, len([name for name in visible.split(",") if name.strip()]))
+    if visible is None:
+        return found
+    names = [name for name in map(str.strip, visible.split(",")) if name]
+    return len(names) if found and any(name.startswith("MIG-") for name in names) else min(found, len(names))
 
 
 def _num_rollout_gpus(s: Any) -> int:

@@ -15,24 +15,31 @@ ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_t
 node = ray.nodes()[0]
 host = Host("a", node["NodeManagerAddress"], 4, 4, node["NodeID"])
 plan = plan_placement(num_nodes=1, num_per_node=3, engines=[EngineDemand(1)], colocate=False, hosts=[host])
-on_slot = reserve(plan, device="cuda", limit_s=60).options
+slots = reserve(plan, device="cuda", limit_s=60)
+on_slot = slots.options
 
 
 @ray.remote
 class Seat:
     def device(self):
-        return int(ray.get_gpu_ids()[0])
+        return str(ray.get_gpu_ids()[0])
 
 
 seats = [Seat.options(**on_slot(slot, 0.4)).remote() for slot in range(plan.num_slots)]
 seats.append(Seat.options(**on_slot(0, 0.2)).remote())
-print("devices", ray.get([seat.device.remote() for seat in seats]))
+print("named", ",".join(slots.devices))
+print("devices", ",".join(ray.get([seat.device.remote() for seat in seats])))
 give_back()
 give_back()
 """
 
 
 @pytest.mark.slow
-def test_slots_follow_devices_and_are_given_back() -> None:
-    printed = output_of(PROGRAM)
-    assert "devices [0, 1, 2, 3, 0]" in printed, printed
+@pytest.mark.parametrize("visible", [None, "GPU-c,GPU-a,MIG-9,GPU-b"])
+def test_slots_follow_devices_under_their_names_and_are_given_back(
+    visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    printed, names = output_of(PROGRAM), (visible or "0,1,2,3").split(",")
+    assert f"named {','.join(names)}\n" in printed and f"devices {','.join([*names, names[0]])}\n" in printed, printed

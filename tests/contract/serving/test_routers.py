@@ -40,6 +40,17 @@ def kept(engine_server: SGLangServer, tmp_path: Path) -> Iterator[Routers]:
         found.close()
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_router_serves_on_ipv6(host: str, tmp_path: Path) -> None:
+    router = Router(host=host, log_path=tmp_path / "router.log")
+    router.start()
+    try:
+        router.wait_ready()
+        assert router.url == f"http://[::1]:{router.port}" and router.workers() == []
+    finally:
+        router.stop()
+
+
 def wait_until(what: str, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + BACK_LIMIT_S
     while not holds():

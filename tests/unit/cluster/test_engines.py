@@ -43,7 +43,7 @@ class Port:  # of `EnginesOfRun` what is asked here
     def nothing(self, *given: Any) -> Any:
         return None
 
-    watch = start = started = nothing
+    watch = start = started = stop = nothing
 
     def dismiss(self, engine: Engine) -> None:
         self.dismissed(engine)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.cluster import slots
+from slime.cluster.hosts import by_number, host_of_node
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, in_device_order, plan_placement
 from slime.core.errors import ConfigError
 
@@ -60,6 +63,54 @@ def test_an_engine_wider_than_any_host_takes_equal_parts_of_the_fewest() -> None
     found = plan(per_node=2, rollout=4, engine=4, hosts=hosts(3, 3, 2))
     parts = found.engines[0].parts
     assert [len(part) for part in parts] == [2, 2] and [found.slot_hosts[part[0]] for part in parts] == [0, 1]
+
+
+def test_a_wide_host_that_is_taken_does_not_keep_an_engine_from_two_whole_ones() -> None:
+    found = plan(16, 8, 8, per_node=16, rollout=16, engine=16)
+    assert [found.slot_hosts[slot] for slot in found.train_slots] == [0] * 16
+    assert [len(part) for part in found.engines[0].parts] == [8, 8]
+    assert plan(16, 8, 8, per_node=1, rollout=16, engine=16, hosts=hosts(16, 8, 8, 1)).engines[0].parts == (
+        tuple(range(16)),
+    ), "one that has room for it goes first"
+
+
+@pytest.mark.parametrize(
+    ("free", "most", "num_slots", "says"),
+    [
+        ({"GPU": 8.0, "CPU": 2.0}, None, 2, "free are 2 on a (10.0.0.9) (8 GPUs are, but only 2 of the CPUs"),
+        ({"GPU": 8.0, "CPU": 64.0}, 2, 2, "free are 2 on a (10.0.0.9) (--num-gpus-per-node 2)"),
+        ({"GPU": 2.0, "CPU": 64.0}, 4, 2, "free are 2 on a (10.0.0.9); lower"),
+        ({"CPU": 3.0}, None, 0, "free are 0 on a (10.0.0.9); lower"),
+        ({}, None, 0, "free are 0 on a (10.0.0.9); lower"),
+    ],
+)
+def test_gpus_that_a_host_holds_back_are_told_with_the_reason(
+    free: dict[str, float], most: int | None, num_slots: int, says: str
+) -> None:
+    node = {"NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.9", "NodeID": "1", "Resources": {"CPU": 2.0}}
+    host = host_of_node(node, free, device="cuda", most=most)
+    assert host.num_slots == num_slots
+    with pytest.raises(ConfigError) as refused:
+        plan(hosts=[host], per_node=4)
+    assert says in str(refused.value)
+
+
+def test_hosts_are_in_the_order_of_their_addresses() -> None:
+    addresses = ["10.0.0.9", "10.0.0.10", "fd00::9", "fd00::10", "fd00::a:1"]
+    assert sorted(reversed(addresses), key=by_number) == addresses
+
+
+def test_a_gpu_is_what_its_host_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: never a number that somebody else chose; and no two slots are on one."""
+    worker = ray._private.worker.global_worker
+    monkeypatch.setattr(worker, "original_visible_accelerator_ids", {"GPU": ["GPU-b", "MIG-a/1"]})
+    for ids, own in (([3], (3, "3")), (["MIG-a/1"], (1, "MIG-a/1")), (["GPU-b"], (0, "GPU-b"))):
+        monkeypatch.setattr(slots.ray, "get_gpu_ids", lambda ids=ids: ids)
+        assert slots._own_device() == own
+    one, other = hosts(2, 2)
+    slots._require_different([one, one, other], ["GPU-a", "GPU-b", "GPU-a"])
+    with pytest.raises(ConfigError, match=r"got GPU-a of h0 .* for more than one slot"):
+        slots._require_different([one, one, other], ["GPU-a", "GPU-a", "GPU-b"])
 
 
 def test_colocated_engines_wider_than_a_host_share_whole_ones() -> None:
@@ -128,7 +179,6 @@ def test_any_plan_keeps_the_invariants(
 ) -> None:
     colocate = colocate and nodes > 0
     asked: dict[str, Any] = {"nodes": nodes, "per_node": per_node, "rollout": engine * engines, "engine": engine}
-    widest = max(free)
     try:
         found = plan(*free, **asked, colocate=colocate)
     except ConfigError:
@@ -143,7 +193,8 @@ def test_any_plan_keeps_the_invariants(
         assert placed.colocated or not set(placed.slots) & set(found.train_slots)
         assert all(len({found.slot_hosts[s] for s in part}) == 1 for part in placed.parts)
         assert len({len(part) for part in placed.parts}) == 1
-        assert len(placed.parts) == 1 or engine > (per_node if placed.colocated else widest)
+        on = {found.hosts[found.slot_hosts[slot]].num_slots for slot in placed.slots}
+        assert len(placed.parts) == 1 or engine > (per_node if placed.colocated else max(on))
     assert colocate or not any(placed.colocated for placed in found.engines)
     shared = sum(len(placed.slots) for placed in found.engines if placed.colocated)
     assert not colocate or shared == min(len(taken), nodes * per_node)

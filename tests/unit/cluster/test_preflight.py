@@ -134,7 +134,7 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cluster.gpus_here() == 2
-    for visible, number in (("", 0), ("1", 1), ("0,1", 2)):
+    for visible, number in (("", 0), ("1", 1), ("0,1", 2), ("GPU-a", 1), ("MIG-1,MIG-2,MIG-3", 3)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert cluster.gpus_here() == number
 

@@ -75,9 +75,9 @@ def plain(actor: Any) -> Any:
 
 
 class Slots:
-    """Slot i has GPU 10 + i of its host."""
+    """Slot i has GPU-i of its host: some schedulers name GPUs by their UUIDs."""
 
-    devices = tuple(range(10, 20))
+    devices = tuple(f"GPU-{i}" for i in range(10))
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
         return {"slot": slot}
@@ -125,14 +125,14 @@ def test_each_engine_gets_what_its_group_and_its_place_say(
         told.append((name, slot, host, node, meeting, spec.gpu_ids, own, named["takes_weights"]))
         assert spec.keys == KEYS and log_dir == str(tmp_path)
     assert told == [
-        ("0", 2, "10.0.0.2", None, [], (12,), (policy, Worker.PREFILL, ONE_RANK, 3, 7), True),
-        ("1", 3, "10.0.0.3", None, [], (13,), (policy, Worker.DECODE, ONE_RANK, 9, 8), True),
-        ("2", 4, "10.0.0.4", Node(0, 2, (14,)), [], None, (judge, Worker.REGULAR, TP2, 9, 9), False),
+        ("0", 2, "10.0.0.2", None, [], ("GPU-2",), (policy, Worker.PREFILL, ONE_RANK, 3, 7), True),
+        ("1", 3, "10.0.0.3", None, [], ("GPU-3",), (policy, Worker.DECODE, ONE_RANK, 9, 8), True),
+        ("2", 4, "10.0.0.4", Node(0, 2, ("GPU-4",)), [], None, (judge, Worker.REGULAR, TP2, 9, 9), False),
         (
             "2_node1",
             5,
             "10.0.0.5",
-            Node(1, 2, (15,)),
+            Node(1, 2, ("GPU-5",)),
             ["meeting_point 2"],
             None,
             (judge, Worker.REGULAR, TP2, 9, 9),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from slime.core.errors import EngineError
 from slime.core.topology import DEFAULT_NAME, Worker
 from slime.fleet.engine import NEXT, Engine, State
 from slime.fleet.membership import Membership
-from slime.fleet.supervisor import LONGEST_PAUSE_S, MAX_FAILURES, PAUSE_S, Supervisor
+from slime.fleet.supervisor import LONGEST_PAUSE_S, LOSSES_WITHIN_S, MAX_FAILURES, MAX_LOSSES, PAUSE_S, Supervisor
 
 
 class FakePort:
@@ -43,6 +45,10 @@ class FakePort:
     def newcomers(self) -> list[tuple[Engine, str]]:
         joined, self.joined = self.joined, []
         return joined
+
+    def stop(self, indices: Sequence[int]) -> list[object]:
+        self.log += [f"stop {index}" for index in indices]
+        return []
 
     def dismiss(self, engine: Engine) -> None:
         self.log.append(f"dismiss {engine.index}.{engine.incarnation}")
@@ -145,12 +151,64 @@ def test_an_engine_that_only_ever_ends_ends_the_run_with_what_it_said() -> None:
     assert pauses == [PAUSE_S, 2 * PAUSE_S], "each time it waits longer"
 
 
-def test_one_that_served_in_between_starts_to_count_anew() -> None:
+def test_one_that_served_in_between_is_started_as_often_as_it_is_rarely_lost() -> None:
     fleet = Fleet()
-    for round_ in range(3 * MAX_FAILURES):
+    for round_ in range(3 * MAX_LOSSES):
         fleet.replace(0)
         fleet.supervisor.synced(fleet.supervisor.wants_weights(), 2)
         assert fleet.members[0].incarnation == round_ + 1 and fleet.states()[0] is State.READY
+        fleet.now += LOSSES_WITHIN_S / (MAX_LOSSES - 1)
+
+
+def starts_of_a_sick_one(fleet: Fleet, *, start_s: float) -> int:
+    """How often engine 0 is started that takes `start_s` to answer and ends 5 s after each admission."""
+    for _ in range(5 * MAX_LOSSES):
+        fleet.now += 5.0
+        fleet.port.wrong[0] = "its scheduler ended"
+        for _ in range(100):
+            fleet.supervisor.tend()
+            if fleet.states()[0] is State.STARTING:
+                break
+            fleet.now += 1.0
+        else:
+            break
+        fleet.now += start_s
+        fleet.port.answers[0] = "http://0"
+        fleet.supervisor.tend()
+        fleet.supervisor.synced(fleet.supervisor.wants_weights(), 2)
+    return sum(line.startswith("start 0.") for line in fleet.port.log)
+
+
+@pytest.mark.parametrize("start_s", [1.0, 900.0])
+def test_a_sick_engine_is_left_out_however_long_its_starts_take(
+    start_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: one that is lost soon after each admission is started so often and no more; those that are well serve on."""
+    fleet = Fleet()
+    assert starts_of_a_sick_one(fleet, start_s=start_s) == MAX_LOSSES - 1
+    assert fleet.states() == [State.DEAD, State.READY] and fleet.port.log[-1] == "stop 0"
+    assert "engine 0 ended 10 times within 1 h of serving: it is not started again" in caplog.text
+    fleet.port.hostless, fleet.port.wrong = {1}, {1: "gone"}
+    with pytest.raises(EngineError, match=r"is left: the hosts of 1 are lost, and 1 ended too often"):
+        fleet.supervisor.tend()
+
+
+def test_a_sick_engine_that_is_the_only_one_ends_the_run() -> None:
+    with pytest.raises(
+        EngineError, match=r"engine 0 ended 10 times .* no other engine of model default is left.*ended"
+    ):
+        starts_of_a_sick_one(Fleet(1), start_s=60.0)
+
+
+def test_one_of_somebody_else_that_never_lasts_is_taken_again_ever_later() -> None:
+    members = Membership([Engine(0, (), external=True)])
+    supervisor = Supervisor(members, FakePort(), clock=lambda: 0.0)
+    for _ in range(3 * MAX_LOSSES):
+        supervisor.up(0, "http://0")
+        supervisor.synced(members.engines, 1)
+        supervisor.lost(members[0], "it ended")
+        members.change(0, State.STARTING)
+    assert supervisor._again_at[0] == LONGEST_PAUSE_S
 
 
 def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
@@ -183,7 +241,7 @@ def test_one_that_somebody_else_starts_may_be_left_alone_for_longer() -> None:
 def test_a_host_that_is_lost_is_no_failure_of_its_engine_and_forgives_those_before() -> None:
     """Law: also one that is back before anybody looked for it; on a new host an engine starts to count anew."""
     fleet = Fleet()
-    for _ in range(2 * MAX_FAILURES):
+    for _ in range(2 * MAX_LOSSES):
         fleet.port.hostless = {1}
         fleet.port.wrong[1] = "gone"
         fleet.supervisor.tend()
@@ -307,15 +365,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     def begin(self) -> None:
         self.fleet, self.version, self.synced = Fleet(3), 1, {(i, 0): 1 for i in range(3)}
-        self.failed = [0, 0, 0]
-        """Of each engine how often since it served."""
+        self.failed, self.lost = [0, 0, 0], [0, 0, 0]
+        """Of each engine how often since it served, and since the beginning."""
 
     def tend(self) -> None:
         """The run may end, if an engine failed as often as it may; then another one begins."""
         try:
             self.fleet.supervisor.tend()
         except EngineError:
-            assert max(self.failed) >= MAX_FAILURES, "the run ended without need"
+            assert max(self.failed) >= MAX_FAILURES or min(self.lost) >= MAX_LOSSES, "the run ended without need"
             self.begin()
 
     @rule(index=st.integers(0, 2))
@@ -323,6 +381,7 @@ class AnyOrder(RuleBasedStateMachine):
         if self.fleet.members[index].answers and index not in self.fleet.port.wrong:
             self.fleet.port.wrong[index] = "killed"
             self.failed[index] += 1
+            self.lost[index] += 1
 
     @rule(index=st.integers(0, 2))
     def answers(self, index: int) -> None:

@@ -72,8 +72,9 @@ def test_a_fixed_port_is_leased_or_refused_by_its_number() -> None:
         assert mine.ports == (port,)
 
 
-def test_a_fixed_port_on_which_somebody_listens_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_a_fixed_port_on_which_somebody_listens_is_refused(address: str) -> None:
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
         port = server.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port}"):
             lease_port(port)

@@ -43,13 +43,15 @@ def test_what_the_user_gave_wins_over_the_cpu_defaults() -> None:
 
 
 def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
-    spec = ServerSpec(model_path="m", dtype="bfloat16", device="cuda", gpu_ids=(2, 3), layout=TP2, memory_saver=True)
+    spec = ServerSpec(
+        model_path="m", dtype="bfloat16", device="cuda", gpu_ids=("GPU-5b", "MIG-07/1"), layout=TP2, memory_saver=True
+    )
     args = args_of(spec)
     assert "attention_backend" not in args and "disable_cuda_graph" not in args and "base_gpu_id" not in args
     assert args["enable_memory_saver"] is True
     environment = {name for name, value in spec.environment().items() if value is not None}
     assert environment == {"CUDA_VISIBLE_DEVICES", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"}
-    assert spec.environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert spec.environment()["CUDA_VISIBLE_DEVICES"] == "GPU-5b,MIG-07/1"
     assert spec.environment()["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0", "/health samples nothing"
     assert spec.environment()["SGLANG_MM_AVOID_RETOKENIZE"] is None, "no prompt with images is tokenised again"
 
@@ -67,7 +69,7 @@ def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
         {"dtype": "float32", "device": "tpu"},
         {"dtype": "float32", "extra": {"port": 30000}},
         {"dtype": "float32", "extra": {"tp_size": 4}},
-        {"dtype": "float32", "gpu_ids": (0, 1)},
+        {"dtype": "float32", "gpu_ids": ("0", "1")},
         {"dtype": "float32", "num_nodes": 2, "dist_init_addr": "h:1"},
         {"dtype": "float32", "layout": TP2, "num_nodes": 2},
         {"dtype": "float32", "dist_init_addr": "h:1"},
@@ -128,7 +130,7 @@ def test_an_even_pipeline_does_not_inherit_the_stages_of_this_host() -> None:
 def test_a_node_of_an_engine_has_its_share_of_ranks_and_knows_where_they_meet() -> None:
     layout = EngineLayout(tp_size=4)
     given: dict[str, object] = {"layout": layout, "num_nodes": 2, "dist_init_addr": "10.0.0.1:20000"}
-    spec = ServerSpec(model_path="m", dtype="bfloat16", device="cuda", node_rank=1, gpu_ids=(6, 7), **given)  # type: ignore[arg-type]
+    spec = ServerSpec(model_path="m", dtype="bfloat16", device="cuda", node_rank=1, gpu_ids=("6", "7"), **given)  # type: ignore[arg-type]
     assert spec.num_local_ranks == 2 and not spec.answers_requests
     said = args_of(spec)
     assert (said["nnodes"], said["node_rank"], said["dist_init_addr"]) == (2, 1, "10.0.0.1:20000")
