@@ -92,7 +92,7 @@ class Engines:
         self._ask_for_stalls_at = self._served_at = time.monotonic()
         """`_served_at`: end of the last weight sync; what was seen before it says nothing of what serves now."""
         self.members.follow(lambda before, after: port.watch(after))
-        port.dismissed = self._dismiss
+        port.dismissed = self._lost
 
     def __bool__(self) -> bool:
         return bool(self.members.engines)
@@ -283,11 +283,15 @@ class Engines:
                         engine, f"it brought none of its requests a token for {limit_s:.0f} s (--request-timeout-s)"
                     )
 
-    def _dismiss(self, engine: Engine) -> None:
+    def _lost(self, engine: Engine) -> None:
+        """The supervisor has given it up: with its host, or of its own. One of somebody else may just have left."""
+        self._dismiss(engine, died=not engine.external and self._port.has_host(engine.index))
+
+    def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
         """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""
         if engine.url in self._admissions:
             del self._admissions[engine.url]
-            self._rollout.dismiss.remote(engine.model, [engine.url])
+            self._rollout.dismiss.remote(engine.model, [engine.url], died)
 
     def _tend_until(self, holds: Callable[[], bool], limit_s: float) -> bool:
         """Looks after them until something holds; False if it does not within the limit."""

@@ -138,12 +138,12 @@ class RolloutActor:
         if self._routers is not None:
             self._routers.admit(model, urls, worker)
 
-    async def dismiss(self, model: str, urls: list[str]) -> None:
-        """These engines are dead, or go: no traffic reaches them, and requests that run there go on at another one.
+    async def dismiss(self, model: str, urls: list[str], died: bool = False) -> None:
+        """These engines are dead (`died`), or go: no traffic reaches them. Requests that run there go on at another.
 
-        Without another one they wait (`--engine-wait-s`). Ones that are not known are not an error.
+        Without one they wait (`--engine-wait-s`). Ones that are not known are not an error.
         """
-        self._manager.dismiss(model, urls)
+        self._manager.dismiss(model, urls, died)
         if self._routers is not None:
             self._routers.dismiss(model, urls)
 

@@ -44,6 +44,10 @@ class RequestRejected(EngineError):
     """The engine said that this request can never succeed (HTTP 4xx): never retried."""
 
 
+class DeadlyRequest(EngineError):
+    """Engines died each time when they worked on this request: never retried."""
+
+
 class TakenBack(SlimeError, RuntimeError):
     """The run ended a request early: its step is over, or a checkpoint is due. The execution is tried again."""
 

@@ -120,6 +120,11 @@ class Call:
         return {**asked, "input_ids": self._pictures.written(ids), "image_data": list(self._pictures.uris)}
 
     @property
+    def picture_uris(self) -> tuple[str, ...]:
+        """The pictures of the prompt."""
+        return tuple(self._pictures.uris) if self._pictures is not None else ()
+
+    @property
     def can_continue(self) -> bool:
         """Whether another request can go on behind the tokens that there are."""
         return not self._has_grammar and (self._pictures is None or self._pictures.token_id not in self.tokens)

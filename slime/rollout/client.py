@@ -12,7 +12,8 @@ Invariants
    takes back (the end of its `RequestScope`, a pause that hands back) ends before: with `TakenBack`, so that nobody
    takes half an answer for a whole one, or with finish reason `abort` for those who ask for `returns_partial`. Either
    way its execution notes it (`transcript`), and is not finished then, whatever its code says.
-2. Only what can succeed is tried again (`job`). While no engine can be reached the call waits, within `engine_wait_s`.
+2. Only what can succeed is tried again (`job`), and what kills engines is not (`suspects`). While no engine can be
+   reached the call waits, within `engine_wait_s`.
 3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
    which alone hears of its end. Many are ended by one abort for each engine, which ends no request of anybody else
    (`wire`); `pause` alone ends those of others, too, because it is there to have engines idle. Engines that work in
@@ -45,6 +46,7 @@ from slime.rollout.pictures import Pictures
 from slime.rollout.progress import waiting
 from slime.rollout.scope import REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
+from slime.rollout.suspects import Suspects
 from slime.rollout.traffic import Sums, Traffic
 from slime.rollout.transcript import STRAYS, TRANSCRIPT
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
@@ -105,7 +107,7 @@ class EngineClient:
         limits: dict[str, Any] = {"silence_limit_s": request_timeout_s, "wait_limit_s": engine_wait_s}
         limits |= {"most_per_engine": max_concurrency}
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
-        self._traffic = Traffic()
+        self._traffic, self._suspects = Traffic(), Suspects()
         self._handing_back: list[RequestScope] = []
         self._budget = Budget(IDS_IN_A_TURN)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
@@ -130,9 +132,9 @@ class EngineClient:
         comes with the tokens that there are and finish reason `abort`, instead of `TakenBack`; the execution is not
         finished then and says so by its status, ABORTED. `pictures`: those of the prompt.
 
-        Raises `TakenBack` if the run ended the request, `RequestRejected` if it can never succeed, `EngineError` if
-        engines fail or answer nonsense, `DeadlineExceeded` after `request_timeout_s` without progress, or
-        `engine_wait_s` without an engine.
+        Raises `TakenBack` if the run ended the request, `RequestRejected` if it can never succeed, `DeadlyRequest` if
+        engines die of it, `EngineError` if they fail or answer nonsense, `DeadlineExceeded` after `request_timeout_s`
+        without progress, or `engine_wait_s` without an engine.
         """
         await self._budget.take(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, STREAM_INTERVAL, False, pictures)
@@ -195,9 +197,11 @@ class EngineClient:
         """Requests may go to these engines, also those that wait for one. `prefill`: they read prompts for others."""
         self._pool.admit(urls, prefill=prefill)
 
-    def dismiss(self, urls: Iterable[str]) -> None:
-        """Takes engines away: requests that run there go on at another one at once, or wait for one."""
-        self._let_go(self._pool.dismiss(urls))
+    def dismiss(self, urls: Iterable[str], *, died: bool = False) -> None:
+        """Takes engines away: requests that run there go on at another one at once, or wait for one. `died`: they have,
+        or hang, and one of those requests may be why.
+        """
+        self._let_go(self._pool.dismiss(urls, died=died))
 
     def set_engines(self, urls: Iterable[str]) -> None:
         """Admits exactly these engines, as `admit` and `dismiss` do."""
@@ -305,7 +309,7 @@ class EngineClient:
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         if transcript is not None and transcript.closed:  # a task that outlived its execution, and serves others now
             scope = transcript = None
-        return Job(call, scope, transcript, session, interval, streams)
+        return Job(call, scope, transcript, session, interval, streams, self._suspects)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
         """Request after request, until the answer has ended or the call is taken back."""
@@ -319,6 +323,7 @@ class EngineClient:
                         with limits.handing_out():
                             yield part
         finally:
+            self._suspects.end(job.deaths)
             if transcript is not None:
                 transcript.end(job.call)
 
@@ -328,6 +333,7 @@ class EngineClient:
         prompt = hash((len(ids), *ids[:64], *ids[-64:]))
         now = asyncio.get_running_loop().time
         while call.finish is None:
+            await self._suspects.turn(call, job.deaths)
             lap, one, before = self._traffic.begin(now()), None, len(call.tokens)
             try:
                 one = await self._pool.acquire(session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over)
@@ -388,6 +394,7 @@ class EngineClient:
                     if part.tokens:
                         one.got_tokens(now())
                         self._pool.heard(upstream)
+                        self._suspects.has_come_on(job.call, job.deaths)
                     if job.streams and (job.call.finish is None or part.tokens):
                         yield part
                     if ended:

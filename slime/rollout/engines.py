@@ -31,7 +31,7 @@ from slime.core.ports import OWN_REQUESTS
 from slime.rollout.loads import Loads
 from slime.rollout.scope import RequestScope
 from slime.rollout.slices import Slices
-from slime.rollout.upstream import DISMISSED, LATE, Try, Upstream
+from slime.rollout.upstream import DIED, DISMISSED, LATE, Try, Upstream
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
 """How long an engine that could not be reached is left alone."""
@@ -106,17 +106,17 @@ class EnginePool:
                 self._upstreams[url] = upstream
                 self._has_room(upstream)
 
-    def dismiss(self, urls: Iterable[str]) -> list[Upstream]:
+    def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
         """No request goes to these engines any more, and those that they have are interrupted.
 
-        Returns the ones that were known.
+        `died`: they have, or hang. Returns the ones that were known.
         """
         self._begin()
         gone = [one for url in dict.fromkeys(map(_plain, urls)) if (one := self._upstreams.pop(url, None))]
         for upstream in gone:
             upstream.admitted = False
             self._loads.drop(upstream)
-            self.interrupt(upstream.tries, DISMISSED)
+            self.interrupt(upstream.tries, DIED if died else DISMISSED)
             _wake(upstream.waiting)
         return gone
 

@@ -28,7 +28,7 @@ from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.episodes.here import Episodes, Here
-from slime.rollout.execute import Execution, Outcome, all_or_first_error
+from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import pass_rates, spread
@@ -124,7 +124,7 @@ async def _evaluate_one(
         if execution.outcome is Outcome.FINISHED:
             context.progress.done += 1
             return execution.samples
-        if execution.outcome in (Outcome.REJECTED, Outcome.EXPIRED):
+        if execution.outcome in GIVEN_UP:
             break  # the next try would be refused as well, or stand still as long
         if execution.outcome is Outcome.UNSCORED and len(execution.samples) > 1:
             break  # siblings are one execution, which would begin again

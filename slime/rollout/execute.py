@@ -6,9 +6,9 @@ Outcomes of an execution, and what it leaves behind for a later try
   (`Transcript.taken_back`), whatever its code, hooks or rewards say or raise: a verdict over half an answer is no
   verdict, and an SDK wraps the end of a request in an error of its own. If the code itself says ABORTED, its tokens
   stay with `--partial-rollout`; otherwise it is as before the try.
-- failed, unscored, expired, rejected: engine, grader or user code failed, whatever it raised, or stood still; it is as
-  before the try, and `reason` says why. Never a reward of zero. A finished sample of which a trained token was not
-  sampled as the sample says (law 1) is unscored, too: nothing of it is trained, and its group goes on without it.
+- failed, unscored, expired, rejected, deadly: engine, grader or user code failed, whatever it raised, or stood still.
+  It is as before the try, and `reason` says why. Never a reward of zero. A finished sample of which a trained token was
+  not sampled as the sample says (law 1) is unscored, too: nothing of it is trained, its group goes on without it.
 
 Consumes: one group and what earlier tries left of it. Produces: a `GroupResult`. Waits for: its executions, each of
 which waits for the user's or the default generate function, as long as that makes progress (`supervise`), and then for
@@ -37,6 +37,7 @@ from slime.core.errors import (
     ConfigError,
     DataError,
     DeadlineExceeded,
+    DeadlyRequest,
     HookError,
     HookExited,
     LedgerError,
@@ -79,9 +80,15 @@ class Outcome(str, Enum):
     tried again in this step."""
     REJECTED = "rejected"
     """The engine can never serve it (HTTP 4xx): not tried again."""
+    DEADLY = "deadly"
+    """Engines died each time when they worked on it: not tried again."""
 
 
-SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, Outcome.EXPIRED, Outcome.REJECTED)
+GIVEN_UP = (Outcome.EXPIRED, Outcome.REJECTED, Outcome.DEADLY)
+"""Those after which the next try would end alike."""
+
+
+SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, *GIVEN_UP)
 """The worst outcome of its executions is the group's; a group with unscored ones may still be finished."""
 
 
@@ -300,6 +307,8 @@ def _interrupted(before: Sample, problem: Exception | None = None) -> Execution:
 
 def _failed(before: Sample, problem: Exception) -> Execution:
     """What an error means that is not the end of the run."""
+    if deadly := next((one for one in causes(problem) if isinstance(one, DeadlyRequest)), None):
+        return Execution([before], Outcome.DEADLY, f"{deadly} (execution {before.index} of group {before.group_index})")
     match problem:
         case RequestRejected():
             return Execution([before], Outcome.REJECTED, str(problem))

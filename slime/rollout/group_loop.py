@@ -18,7 +18,8 @@ Invariants
    does not count.
 3. Filters and failures of a step are bounded, and the error says which bound was met.
 4. A group whose request found no answer in time is quarantined: it is put back by `end_quarantine`, so that no try of
-   it comes before the next step. The `MAX_TRIES`th time it is dropped as failed.
+   it comes before the next step. The `MAX_TRIES`th time it is dropped as failed. One under which engines died is
+   dropped at once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.counts import StepCounts
 from slime.rollout.episodes.here import Episodes, Here
-from slime.rollout.execute import GroupResult, Outcome, failure_kind
+from slime.rollout.execute import GIVEN_UP, GroupResult, Outcome, failure_kind
 from slime.rollout.hooks import RolloutHooks, in_time
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
@@ -271,7 +272,7 @@ class GroupLoop:
         self.tries[index] += 1
         if result.outcome is Outcome.EXPIRED and num_quarantines(group_of(result.group)) + 1 < MAX_TRIES:
             self._quarantine(result)
-        elif result.outcome not in (Outcome.REJECTED, Outcome.EXPIRED) and self.tries[index] < MAX_TRIES:
+        elif result.outcome not in GIVEN_UP and self.tries[index] < MAX_TRIES:
             self.counts.retried[kind] += 1
             self.source.put_back([result.group], kind)
         else:

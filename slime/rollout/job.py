@@ -7,13 +7,14 @@ Invariants
 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try, nor is
    one that breaks off, or answers 502, 503 or 504, after it could not be reached: the call waits for the fleet.
-2. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
+2. An engine that dies is told to `suspects`, whatever else it means.
+3. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
    when that one was started again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -21,8 +22,9 @@ from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.rollout.call import Call, Refused
 from slime.rollout.engines import EnginePool
 from slime.rollout.scope import RequestScope
+from slime.rollout.suspects import Deaths, Suspects
 from slime.rollout.transcript import Transcript
-from slime.rollout.upstream import ABORTED, DISMISSED, LATE, PAUSED, UNREAD, Interrupted, Try
+from slime.rollout.upstream import ABORTED, DIED, DISMISSED, LATE, PAUSED, UNREAD, Interrupted, Try
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
@@ -45,6 +47,7 @@ class Job:
     interval: int
     streams: bool
     """Somebody reads the parts."""
+    suspects: Suspects
     tries: int = 0
     """Requests in a row that brought no token."""
     internal_errors: int = 0
@@ -52,6 +55,7 @@ class Job:
     """The run ended it before its end."""
     went_on: bool = False
     """It has left an engine that stalls; a second one would be its own fault."""
+    deaths: Deaths = field(default_factory=Deaths)
 
     def is_over(self) -> bool:
         """Whether the run takes it back."""
@@ -87,6 +91,9 @@ class Job:
                 ) from problem
             case Interrupted(why=why) if why == ABORTED:
                 return self.again("aborted by its engine", before, pool)
+            case Interrupted(why=why) if why == DIED:
+                self.suspects.died(self.call, self.deaths, f"{url}: its processes ended, or did not answer")
+                return 0.0
             case Interrupted(why=why):
                 assert why in (DISMISSED, PAUSED), why
                 return 0.0
@@ -105,7 +112,10 @@ class Job:
                 pool.failed(one.upstream)
                 return 0.0
             case aiohttp.ClientError() | TimeoutError():
-                return self._not_reached(f"{url}: {type(problem).__name__}: {problem}", one, before, pool)
+                said = f"{url}: {type(problem).__name__}: {problem}"
+                if isinstance(problem, aiohttp.ClientError) and not one.finds_out:
+                    self.suspects.died(self.call, self.deaths, said)
+                return self._not_reached(said, one, before, pool)
             case _:
                 raise problem
 

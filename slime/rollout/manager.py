@@ -162,11 +162,11 @@ class RolloutManager:
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
 
-    def dismiss(self, model: str, urls: Sequence[str]) -> None:
-        """These engines are gone, or go: their requests go on at others, or wait for one."""
-        self._clients[model].dismiss(urls)
+    def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
+        """These engines are gone (`died`), or go: their requests go on at others, or wait for one."""
+        self._clients[model].dismiss(urls, died=died)
         if self._workers is not None:
-            self._workers.dismiss(model, urls)
+            self._workers.dismiss(model, urls, died)
 
     async def stalled(self, within_s: float) -> list[str]:
         """Addresses of engines, of all models, that bring no request a token (`--request-timeout-s`), as was seen in

@@ -67,12 +67,12 @@ class PairPool(EnginePool):
         else:
             super().admit(urls)
 
-    def dismiss(self, urls: Iterable[str]) -> list[Upstream]:
+    def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
         urls = list(urls)
-        gone = super().dismiss(urls)
+        gone = super().dismiss(urls, died=died)
         if gone:
             self._readers.wake_all()  # who has a place at one of these waits for no reader any more
-        return [*gone, *self._readers.dismiss(urls)]
+        return [*gone, *self._readers.dismiss(urls, died=died)]
 
     def close_gate(self) -> None:
         super().close_gate()

@@ -22,8 +22,10 @@ from typing import TypeVar
 from slime.rollout.scope import RequestScope
 
 T = TypeVar("T")
-LATE, DISMISSED, PAUSED, UNREAD, ABORTED = "late", "dismissed", "paused", "unread", "aborted"
-"""Why a try is interrupted. `UNREAD`: its `reader` has not read its prompt, and says why in `trouble`."""
+LATE, DISMISSED, DIED = "late", "dismissed", "died"
+PAUSED, UNREAD, ABORTED = "paused", "unread", "aborted"
+"""Why a try is interrupted. `DIED`: dismissed, because the engine has ended or hangs.
+`UNREAD`: its `reader` has not read its prompt, and says why in `trouble`."""
 
 
 class Interrupted(Exception):

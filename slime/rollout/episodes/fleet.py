@@ -274,11 +274,11 @@ class WorkerFleet(Episodes):
         self._admitted |= {(model, url): worker for url in urls}
         self._tell_all("admit", model, list(urls), worker)
 
-    def dismiss(self, model: str, urls: Sequence[str]) -> None:
-        """These engines are gone, or go."""
+    def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
+        """These engines are gone (`died`), or go."""
         for url in urls:
             self._admitted.pop((model, url), None)
-        self._tell_all("dismiss", model, list(urls))
+        self._tell_all("dismiss", model, list(urls), died)
 
     async def stalled(self, within_s: float) -> list[str]:
         """Engines that bring the requests of a worker no token. Who does not answer at once has seen none."""

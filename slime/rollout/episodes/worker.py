@@ -111,9 +111,9 @@ class EpisodeWorker:
         """Requests to this model may go to these engines."""
         self._models[model].admit(urls, prefill=worker is Worker.PREFILL)
 
-    def dismiss(self, model: str, urls: Sequence[str]) -> None:
-        """These engines are gone, or go."""
-        self._models[model].dismiss(urls)
+    def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
+        """These engines are gone (`died`), or go."""
+        self._models[model].dismiss(urls, died=died)
 
     def stalled(self, within_s: float) -> list[str]:
         """As `RolloutManager.stalled`, of the requests of this worker."""

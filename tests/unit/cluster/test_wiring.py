@@ -184,7 +184,7 @@ def test_the_rollout_side_and_the_senders_know_each_engine_as_what_it_is(
     said.clear()
     fleet._supervisor.lost(fleet.members[2], "gone")
     fleet._supervisor.lost(fleet.members[1], "gone")
-    assert said == [("dismiss", "judge", ["http://2"]), ("dismiss", "actor", ["http://1"])]
+    assert said == [("dismiss", "judge", ["http://2"], True), ("dismiss", "actor", ["http://1"], True)]
     fleet.members.change(1, State.STARTING, incarnation=1)
     fleet.up(1, "http://1")
     infos = fleet.infos(fleet.members.engines[:2])
@@ -489,8 +489,9 @@ def test_clients_and_routers_hear_of_each_engine_that_comes_and_goes() -> None:
     actor = object.__new__(plain(rollout_actor.RolloutActor))
     actor._manager, actor._routers = Noting("clients", said), Noting("routers", said)
     asyncio.run(actor.admit("judge", ["http://1"], Worker.DECODE))
-    asyncio.run(actor.dismiss("judge", ["http://1"]))
+    asyncio.run(actor.dismiss("judge", ["http://1"], True))
     assert said == [
         *(("admit", who, "judge", ["http://1"], Worker.DECODE) for who in ("clients", "routers")),
-        *(("dismiss", who, "judge", ["http://1"]) for who in ("clients", "routers")),
+        ("dismiss", "clients", "judge", ["http://1"], True),
+        ("dismiss", "routers", "judge", ["http://1"]),
     ]

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from slime.core.errors import ConfigError, DataError, DeadlineExceeded, EngineError, HookError, LedgerError
 from slime.core.sample import Sample
+from slime.core.topology import DEFAULT_NAME
 from slime.rollout.execute import mask_older
 from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
@@ -49,6 +50,62 @@ def test_a_step_trains_each_prompt_once_with_what_the_engine_sampled(tmp_path: P
         assert sample.reward == sample.index % 2 and not sample.truncated
     assert ledger["data/trained"] == 12 and ledger["data/issued"] == 12
     assert metrics["rollout/raw_reward"] == 0.5 and metrics["rollout/response_len/max"] == 5
+
+
+@pytest.mark.parametrize("raises", ["another error", "nothing"])
+def test_a_prompt_that_kills_engines_is_given_up_at_once_and_told_of(
+    tmp_path: Path, raises: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: whatever user code makes of it, engines die three times of it and no oftener; the others are trained."""
+
+    class Mortal(FakeEngine):
+        """Dies of the first prompt that it gets; then its fleet gives it up, and has it again."""
+
+        manager: RolloutManager
+        deadly: list[int] | None = None
+        deaths = 0
+
+        async def generate(self, request: web.Request) -> web.StreamResponse:
+            ids = (await request.json())["input_ids"]
+            self.deadly = self.deadly or ids
+            if ids == self.deadly:
+                self.deaths += 1
+                self.manager.dismiss(DEFAULT_NAME, [self.url], died=True)
+                self.manager.admit(DEFAULT_NAME, [self.url])
+            return await super().generate(request)
+
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.core.errors import EngineError\n"
+        "from slime.rollout.generate import generate as default\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    try:\n        return await default(args, sample, sampling_params)\n"
+        f"    except EngineError as error:\n        {HANDLED[raises]}\n"
+    )
+    flags = ("--n-samples-per-prompt", "1", "--disable-rewards-normalization")
+    more = ("--custom-generate-function-path", f"{own}:generate")
+    engine = Mortal()
+
+    async def work(manager: RolloutManager) -> Any:
+        engine.manager = manager
+        batch, metrics = await manager.generate(0)
+        return batch, metrics, manager.commit(0)
+
+    args = rollout_args(tmp_path, *REWARD, *flags, *more)
+    batch, metrics, ledger = asyncio.run(with_manager(args, engine, work))
+    assert engine.deaths == 3 and len(batch.samples) == 4 and ledger["data/failed"] == 1
+    if raises == "nothing":
+        return
+    assert metrics["rollout/failed/deadly_engines_died_under_it"] == metrics["rollout/num_failed_groups"] == 1
+    assert metrics.get("rollout/num_retried_groups", 0) == 0
+    assert "group 0 is given up: deadly: engines died under it" in caplog.text and "of group 0)" in caplog.text
+
+
+HANDLED = {
+    "another error": "raise RuntimeError('no answer') from error",
+    "nothing": "sample.status = sample.Status.FAILED; return sample",
+}
+"""What a generate function does with the end of its request."""
 
 
 @pytest.mark.parametrize(("surplus", "num_issued"), [(8, 9), (12, 14)])

@@ -9,19 +9,21 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slime.core.errors import DeadlineExceeded, EngineError, TakenBack
+from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.generation import Generation
+from slime.rollout.suspects import MAX_DEATHS
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -234,6 +236,75 @@ async def test_requests_survive_engines_that_come_and_go(seed: int) -> None:
 
         check(prompts, await settled(client, prompts, trouble()))
         assert sum(len(e.requests) for e in engines) > len(prompts), "nothing was interrupted"
+        await client.close()
+
+
+@dataclass
+class Mortal(Deterministic):
+    """Dies of requests that begin with `DEADLY`, and is there again at once."""
+
+    dies_at: int = 0
+    """Tokens behind the request."""
+    deaths: int = 0
+    dies: Callable[[], None] = lambda: None
+
+    def token(self, body: dict[str, Any], i: int) -> int:
+        if body["input_ids"][0] == DEADLY and i == self.dies_at and body["rid"] in self.running:
+            self.deaths += 1
+            self.dies()
+        return super().token(body, i)
+
+
+DEADLY = 251
+
+
+@pytest.mark.parametrize("kills", ["connections", "hangs"])
+@pytest.mark.parametrize("dies_at", [0, 9])
+async def test_a_request_that_kills_engines_visits_three_and_those_beside_it_are_answered(
+    dies_at: int, kills: str
+) -> None:
+    """Law: also if tokens come before each end, whether its connections break or the supervisor finds the engine dead;
+    who asks the same again kills none."""
+    prompts = [[i, 7] for i in range(1, 9)]
+    async with serve(Mortal(tick_s=0.001, dies_at=dies_at)) as one, serve(Mortal(tick_s=0.001, dies_at=dies_at)) as two:
+        client = EngineClient(one.url, two.url, end=END)
+
+        def broken(engine: Mortal) -> None:
+            if kills == "connections":
+                for transport in list(engine.transports.values()):
+                    transport.close()
+            else:
+                client.dismiss([engine.url], died=True)
+                client.admit([engine.url])
+
+        for engine in (one, two):
+            engine.dies = partial(broken, engine)
+        deadly = asyncio.create_task(client.generate([DEADLY, 1], PARAMS))
+        check(prompts, await settled(client, prompts, asyncio.sleep(0)))
+        for asked in (deadly, client.generate([DEADLY, 1], PARAMS)):
+            with pytest.raises(
+                DeadlyRequest, match=rf"^engines died under it: {MAX_DEATHS} under a request of 2 ids.*http"
+            ):
+                await asked
+        assert one.deaths + two.deaths == MAX_DEATHS
+        check([[9, 9]], [await client.generate([9, 9], PARAMS)])
+        assert not client._suspects._trial.locked()
+        await client.close()
+
+
+async def test_engines_that_leave_or_are_paused_are_no_deaths_of_their_requests() -> None:
+    async with serve(Deterministic(tick_s=0.005)) as engine:
+        client = EngineClient(engine.url, end=END)
+        task = asyncio.create_task(client.generate([5, 5], PARAMS))
+        for _ in range(2 * MAX_DEATHS):
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            client.dismiss([engine.url])
+            client.admit([engine.url])
+            await asyncio.sleep(0.002)
+            await client.pause()
+            client.resume()
+        check([[5, 5]], [await task])
         await client.close()
 
 
