@@ -8,8 +8,17 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "four failures of an engine": Mutation(
         "supervisor", "fleet/supervisor.py", "failures >= MAX_FAILURES and", "failures > MAX_FAILURES and"
     ),
+    "a sick engine is started for ever": Mutation(
+        "supervisor", "fleet/supervisor.py", "losses >= MAX_LOSSES and", "losses > 99 * MAX_LOSSES and"
+    ),
+    "starts are time without losses": Mutation(
+        "supervisor",
+        "fleet/supervisor.py",
+        "+ now - self._since.pop(index, now)",
+        "+ now - self._since.setdefault(index, now)",
+    ),
     "every pause before a start is the first": Mutation(
-        "supervisor", "fleet/supervisor.py", "PAUSE_S * 2.0 ** min(max(failures - 1, 0), 30)", "PAUSE_S"
+        "supervisor", "fleet/supervisor.py", "PAUSE_S * 2.0 ** min(max(failures, losses, 1) - 1, 30)", "PAUSE_S"
     ),
     "a lost engine is not dismissed": Mutation(
         "supervisor", "fleet/supervisor.py", "        self._port.dismiss(engine)\n", ""
@@ -43,7 +52,10 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "engines", "cluster/engines.py", "            del self._admissions[engine.url]\n", ""
     ),
     "a lost engine keeps its requests": Mutation(
-        "engines", "cluster/engines.py", "            self._rollout.dismiss.remote(engine.model, [engine.url])\n", ""
+        "engines",
+        "cluster/engines.py",
+        "            self._rollout.dismiss.remote(engine.model, [engine.url], died)\n",
+        "",
     ),
     "an engine of a pair does all": Mutation(
         "wiring",

@@ -25,8 +25,11 @@ from slime.serving.ports import PortLease, is_bindable, lease_ports
 from slime.serving.process import FAMILY_ENV
 from slime.serving.proctree import all_processes, has_mark, read_stat
 from slime.serving.server import ServerSpec, SGLangServer
+from slime.weights.receivers import Receiver
+from slime.weights.transports.distributed import DistributedChannel
 from tests.support.engines import READY_LIMIT_S, fronting, serving, spec_of
 from tests.support.openness import CONTROL
+from tests.support.weights import transport_context
 
 OWNER = """
 import sys, time
@@ -56,6 +59,24 @@ def gone(pids: set[int], limit_s: float) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.slow
+def test_engine_router_and_weight_sync_meet_on_ipv6(tiny_model_path: Path, tmp_path: Path) -> None:
+    server = SGLangServer(spec_of(tiny_model_path), host="::1", log_path=tmp_path / "engine.log")
+    try:
+        server.start()
+        server.wait_ready(timeout_s=READY_LIMIT_S)
+        with fronting(server.url, tmp_path, host="::1") as front:
+            assert front.url.startswith("http://[::1]:") and server.url.startswith("http://[::1]:")
+            status, said = request("POST", f"{front.url}/generate", GENERATE, timeout_s=60, api_key=front.api_key)
+            assert status == 200 and len(json.loads(said)["output_ids"]) == 4, said
+        channel = DistributedChannel(transport_context(address="::1"))
+        channel.begin([Receiver(HttpEngineControl(server.url, ONE_RANK, 60.0))], version=1)
+        channel.close()
+        assert server.alive
+    finally:
+        server.stop()
 
 
 def test_a_model_that_does_not_exist_fails_fast_and_shows_the_log(tmp_path: Path) -> None:
