@@ -27,6 +27,7 @@ from slime.cluster.restarting import this_restart
 from slime.cluster.resuming import how_to_resume
 from slime.core.blame import one_line
 from slime.core.errors import ActorDied, ActorFailed, LoopStalled
+from slime.core.lease import FILE_NAME, Lease
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import start_recording
@@ -53,11 +54,25 @@ ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 def launch(args: Args) -> Iterator[Run]:
     """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
     began_s = time.monotonic()
-    run_id = args.run_id
-    prepare_environment(run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
+    prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
     check_hooks(args)
     preflight(args)
-    settings = args.to_json_dict()
+    with ExitStack() as leases:
+        for lease in _leases(args):
+            leases.enter_context(lease)
+        yield from _launched(args, began_s)
+
+
+def _leases(args: Args) -> Iterator[Lease]:
+    """Of the folders that two runs must not write into at a time."""
+    folder = Path(args.run_dir).resolve()
+    yield Lease(folder, args.run_id, flag="--run-dir", file=folder.with_name(f".{folder.name}{FILE_NAME}"))
+    if args.save is not None:
+        yield Lease(Path(args.save), args.run_id, flag="--save")
+
+
+def _launched(args: Args, began_s: float) -> Iterator[Run]:
+    run_id, settings = args.run_id, args.to_json_dict()
     folder = RunFolder.create(
         Path(args.run_dir).resolve(),
         run_id=run_id,

@@ -31,7 +31,7 @@ CONNECT_LIMIT_S = 5.0
 
 def preflight(args: Args) -> None:
     """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
-    found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args)]
+    found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
     refuse([*found, *data_problems(args), *code_problems(args)])
 
 
@@ -74,6 +74,24 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
         f"got settings that take {needed} GPUs, and {here} are here (/dev/nvidia*, CUDA_VISIBLE_DEVICES); lower "
         f"--actor-num-gpus-per-node or --rollout-num-gpus{share}"
     )
+
+
+FOLDERS = ("save", "save_hf", "dump_details", "tensorboard_dir", "wandb_dir", "memory_snapshot_dir")
+FILES = ("save_debug_rollout_data", "save_debug_train_data")
+"""Settings that name what a run writes on the host of its driver, beside the run folder; names for a step hold
+`{rollout_id}`."""
+
+
+def _of_folders(args: Args) -> Iterator[str]:
+    """Folders that cannot be written: found now, and not when the first step is to be saved."""
+    for name in (*FOLDERS, *FILES):
+        if getattr(args, name) is None:
+            continue
+        path = Path(getattr(args, name)).absolute()
+        tried = [path.parent] if name in FILES else [path]
+        folder = next(one for one in (*tried, *path.parents) if "{" not in str(one))
+        if (problem := _cannot_be_made(folder)) is not None:
+            yield f"got --{name.replace('_', '-')} {shorten(str(path), 300)}, {problem}; name another folder"
 
 
 def _of_run_folder(args: Args) -> Iterator[str]:

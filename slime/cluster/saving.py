@@ -32,16 +32,13 @@ from slime.training.state.async_save import BackgroundSave, Facts
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 3600.0
-"""Of writing one checkpoint, and of each part of it."""
-
 
 class Saver:
     """Saves and restores the whole run."""
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
         self._args, self._actors, self._tracker = args, actors, tracker
-        self._background = BackgroundSave()
+        self._background, self._limit_s = BackgroundSave(), args.save_timeout_s
         self._resumed_from: list[Path] = []
 
     def restore(self) -> int | None:
@@ -60,11 +57,11 @@ class Saver:
         self._resumed_from.append(found.path)
         with span("load"):
             reads = [trainer.verify.remote(str(found.path)) for trainer in self._actors.trainers]
-            wait_for(reads, for_what=f"{len(reads)} training ranks to verify {found.path}", limit_s=LIMIT_S)
+            wait_for(reads, for_what=f"{len(reads)} training ranks to verify {found.path}", limit_s=self._limit_s)
             if not reads:
                 checkpoint.verify(found.path)
             loads = [trainer.load.remote(str(found.path)) for trainer in self._actors.trainers]
-            wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=LIMIT_S)
+            wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=self._limit_s)
             if not self._args.finetune:
                 self._actors.on_rollout("load", str(found.path), for_what="the Data Buffer to load", limit_s=600)
         self._tell_resumed(found)
@@ -87,13 +84,13 @@ class Saver:
         """Writes one checkpoint, or with `--async-save` begins to. Raises the error of the save before, if any."""
         assert self._args.save is not None, f"step {rollout_id} is to be saved without --save"
         with span("save_wait"):
-            self._tell(self._background.finish(limit_s=LIMIT_S))
+            self._tell(self._background.finish(limit_s=self._limit_s))
         start_s = time.perf_counter()
         parts = checkpoint.begin(Path(self._args.save), rollout_id)
         now = [self._actors.rollout.save.remote(str(parts))]
         if self._args.async_save:
             now += [trainer.take_snapshot.remote() for trainer in self._actors.trainers]
-        wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=LIMIT_S)
+        wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=self._limit_s)
         self._background.start(
             lambda: self._write(parts, rollout_id, start_s), what=f"the checkpoint of step {rollout_id}"
         )
@@ -104,14 +101,14 @@ class Saver:
         """Tells of a save that ended in the background. Raises its error."""
         self._tell(self._background.poll())
 
-    def finish(self, limit_s: float = LIMIT_S) -> None:
+    def finish(self, limit_s: float | None = None) -> None:
         """Waits for the save under way, if any. Raises its error, or `DeadlineExceeded`."""
-        self._tell(self._background.finish(limit_s=limit_s))
+        self._tell(self._background.finish(limit_s=self._limit_s if limit_s is None else limit_s))
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
         """In the background: waits for the ranks, commits, forgets what retention lets go of."""
         refs = [trainer.write_parts.remote(str(parts)) for trainer in self._actors.trainers]
-        written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=LIMIT_S)
+        written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=self._limit_s)
         seals = {name: seal for part in written for name, seal in part.items()}
         path = checkpoint.commit(parts, rollout_id, seals)
         checkpoint.prune(

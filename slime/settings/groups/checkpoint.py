@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slime.settings.fields import Adjusted, Need, internal, opt
 from slime.settings.group import Rule
 from slime.settings.model_folders import has_hf_model, has_megatron_checkpoint, what_to_give
-from slime.settings.ranges import COUNT, STEPS, STEPS_OR_NONE
+from slime.settings.ranges import COUNT, SECONDS, STEPS, STEPS_OR_NONE
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -61,6 +61,8 @@ class CheckpointSettings:
     """Checkpoint folder."""
     save_interval: int | None = opt(None, within=STEPS)
     """Steps between checkpoints; the last step is always saved when --save is given."""
+    save_timeout_s: float = opt(3600.0, within=SECONDS)
+    """Limit of writing one checkpoint, and of reading one, in seconds: raise it for terabytes on a slow disk."""
     async_save: bool = opt(False, needs=_SAVES)
     """Copy the state to host memory and write it while training goes on; the next save waits for the one before."""
     save_keep_last: int | None = opt(None, needs=_SAVES, within=COUNT)

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from slime.core import lease
 from slime.core.durable import replace_text, sync_to_disk
 from slime.core.errors import CheckpointError
 
@@ -81,8 +82,10 @@ class HashedFile:
 def begin(root: Path, rollout_id: int) -> Path:
     """An empty folder for the parts of step `rollout_id`; what crashes left in `root` is removed or put back.
 
-    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint.
+    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint, or if another run has taken
+    `root` (`slime.core.lease`).
     """
+    lease.check(root)
     for remains in root.glob(".*_step_*"):
         name = remains.name.removeprefix(_REPLACED)
         if name != remains.name and not (root / name / MANIFEST).is_file():
@@ -101,8 +104,10 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     """Makes the parts a checkpoint: hashes, manifest, rename, `latest`. Called once, when every part is written.
 
     `seals`: of the files, by path below `parts`, that were hashed and flushed as they were written; the others are
-    read once. Raises `CheckpointError` if there is no part, or not the one that was sealed.
+    read once. Raises `CheckpointError` if there is no part, or not the one that was sealed, or if another run has
+    taken the folder.
     """
+    lease.check(parts.parent)
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
     if not files:
         raise CheckpointError(f"got no file in {parts}; write the parts before committing")

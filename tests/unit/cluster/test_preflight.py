@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -56,7 +57,8 @@ class OtherServer:
         with self._socket, connection:
             connection.recv(100)
             connection.sendall(self._answer)
-            connection.recv(100)
+            with contextlib.suppress(ConnectionResetError):
+                connection.recv(100)
 
 
 def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
@@ -107,6 +109,14 @@ def test_a_run_folder_is_used_once_metrics_are_in_it(words: Words, tmp_path: Pat
     (run / "metrics.jsonl").write_text('{"rollout/step": 0}\n')
     assert "--load" in told(words()) and "--load" in told(words("--save", str(save)))
     assert told(words("--save", str(save), "--load", str(save))) == "", "killed before its first checkpoint"
+
+
+def test_folders_that_cannot_be_written_are_all_told_and_nothing_is_left(words: Words, tmp_path: Path) -> None:
+    flags = ["--save", "/proc/nope", "--save-debug-rollout-data", "/dev/null/{rollout_id}.jsonl.zst"]
+    said = told(words(*flags, "--save-hf", str(tmp_path / "new" / "hf_{rollout_id}")))
+    assert "got --save /proc/nope, because nothing can be written in /proc; name another folder" in said
+    assert "got --save-debug-rollout-data /dev/null/{rollout_id}.jsonl.zst, because /dev/null is a file" in said
+    assert "--save-hf" not in said and sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""`Lease`: one run at a time writes into a folder, from whatever host.
+
+A file beside the folder's content names the owner, and a thread of the owner's renews it. Who wants the folder takes it
+at once if the owner is seen to be gone (same host, no such process), and otherwise watches the file: an owner that
+renews it lives, and the newcomer is refused; one that is silent for `SILENCE_S` has lost the folder. It finds out at
+its next `check`, which stands before each write that could destroy what somebody else has written.
+
+Consumes and produces: one small file. Waits for: a silent owner, `SILENCE_S` at most. Is woken by: nobody.
+
+Invariants
+1. Clocks of hosts are never compared: an owner counts its renewals, and the newcomer watches the number.
+2. Who has lost a folder never writes its file again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from slime.core.durable import replace_text
+from slime.core.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = ".owner.json"
+BEAT_S = 5.0
+"""Between two renewals."""
+SILENCE_S = 60.0
+"""An owner that renews nothing for so long has lost its folder: longer than a file server is away for a moment."""
+_LOOK_S = 0.5
+
+_held: dict[Path, Lease] = {}
+"""Of this process, by folder."""
+
+
+def check(folder: Path) -> None:
+    """Before something in `folder` is replaced or removed. Raises `CheckpointError` if this process had the folder, and
+    another run has taken it.
+    """
+    lease = _held.get(folder.resolve())
+    if lease is not None:
+        lease.check()
+
+
+class Lease:
+    """A context manager: the block has the folder to itself."""
+
+    def __init__(self, folder: Path, run_id: str, *, flag: str, file: Path | None = None) -> None:
+        """`flag`: what the user named the folder with; `file`: where the owner is named, by default in the folder."""
+        self.folder, self._flag = folder.resolve(), flag
+        self._file = file or self.folder / FILE_NAME
+        self._own: dict[str, Any] = {"token": uuid.uuid4().hex, "run_id": run_id, **_this_process(), "beat": 0}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="slime-lease", daemon=True)
+
+    def __enter__(self) -> Lease:
+        """Raises `ConfigError` if the folder cannot be written, or another run writes there."""
+        self._made = not self._file.parent.exists()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._take()
+        except OSError as error:
+            raise ConfigError(
+                f"got {self._flag} {self.folder}, where nothing can be written ({error.strerror or error}); name "
+                "another folder"
+            ) from error
+        _held[self.folder] = self
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        _held.pop(self.folder, None)
+        with contextlib.suppress(OSError):
+            if _token(self._read()) == self._own["token"]:
+                self._file.unlink()
+            if self._made:
+                self._file.parent.rmdir()  # a start that failed leaves no trace
+
+    def check(self) -> None:
+        """Raises `CheckpointError` if another run has taken the folder."""
+        owner = self._read()
+        if owner is not None and owner["token"] != self._own["token"]:
+            raise CheckpointError(
+                f"{self.folder} belongs to {_who(owner)} now, which took it when this run had been silent for "
+                f"{SILENCE_S:.0f} s; this run writes nothing more there: end it, or the other one"
+            )
+
+    def _take(self) -> None:
+        first = watched = None
+        while True:
+            owner = self._read()
+            if owner is None and self._create():
+                return
+            if owner is None:
+                continue
+            if _is_gone(owner):
+                return self._write()
+            if watched is None or owner["token"] != watched["token"]:
+                watched, first = owner, time.monotonic()
+                logger.info(
+                    "%s belongs to %s; waiting up to %.0f s to see if it lives", self.folder, _who(owner), SILENCE_S
+                )
+            elif owner["beat"] != watched["beat"]:
+                raise ConfigError(
+                    f"got {self._flag} {self.folder}, into which {_who(owner)} writes; name another folder, or end "
+                    "that run first"
+                )
+            elif first is not None and time.monotonic() - first > SILENCE_S:
+                logger.warning("%s was silent for %.0f s; this run takes %s", _who(owner), SILENCE_S, self.folder)
+                return self._write()
+            time.sleep(_LOOK_S)
+
+    def _create(self) -> bool:
+        """Whether there was no file, and this is the owner now."""
+        draft = self._file.with_name(f"{self._file.name}.{self._own['token']}")
+        draft.write_text(json.dumps(self._own))
+        try:
+            os.link(draft, self._file)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink()
+        return True
+
+    def _renew(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a file server that is away is back, or the folder is lost
+                owner = self._read()
+                if owner is not None and owner["token"] != self._own["token"]:
+                    return
+                self._own["beat"] += 1
+                self._write()
+
+    def _write(self) -> None:
+        replace_text(self._file, json.dumps(self._own), durable=False)
+
+    def _read(self) -> dict[str, Any] | None:
+        """The owner; None without one."""
+        try:
+            owner = json.loads(self._file.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return owner if isinstance(owner, dict) and "token" in owner else None
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "space": _space(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _space() -> str:
+    """Within which pids mean the same: this start of this machine, and a PID namespace of it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _started(pid: int) -> float | None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return float(process.create_time())
+    return None
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Whether it was a process of this host that is no more."""
+    return owner["space"] == _space() and _started(owner["pid"]) != owner["started"]
+
+
+def _token(owner: dict[str, Any] | None) -> str | None:
+    return None if owner is None else owner["token"]
+
+
+def _who(owner: dict[str, Any]) -> str:
+    return f"run {owner['run_id']} (process {owner['pid']} on {owner['host']})"
