@@ -53,6 +53,7 @@ if __name__ == "__main__":  # the supervisor runs this file without any package,
     sys.path.append(str(Path(__file__).parents[3]))
 from slime.core import confine
 from slime.core.confine import CALLS, LANDLOCK, landlock, tree, view
+from slime.rewards.environment import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 """More than that, printed or written to one file, ends the program."""
@@ -144,7 +145,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         """Starts the supervisor."""
         self._folder = tempfile.TemporaryDirectory(prefix="slime-code-")
-        environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **FEW_THREADS}
         command = [sys.executable, "-I", "-S", "-X", "utf8", __file__, self._folder.name, *self._limits]
         command += [str(os.getpid()), sysconfig.get_path("purelib"), "any" if self._allow_unconfined else "held"]
         command += [str(self._user)]
