@@ -105,7 +105,7 @@ def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: 
 
 
 def by_number(address: str) -> tuple[int, int]:
-    """10.0.0.9 before 10.0.0.10, IPv6 behind IPv4; what is no IP address first."""
+    """10.0.0.9 before 10.0.0.10, IPv6 behind IPv4; names of hosts first."""
     ip = ip_of(address)
     return (0, 0) if ip is None else (ip.version, int(ip))
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """In a row, without having been ready."""
 MAX_LOSSES, LOSSES_WITHIN_S = 10, 3600.0
-"""Seconds in which it answered: a start may take long, and is no time without losses."""
+"""Seconds in which it answered: a start may take long, and does not count."""
 PAUSE_S = 1.0
 """Between the end of an engine and its next start, doubled with every loss that counts."""
 LONGEST_PAUSE_S = 30.0
@@ -215,5 +215,5 @@ class _Lives:
         return len(self._losses[index])
 
     def forget(self, index: int) -> None:
-        """The losses of one that starts to count anew."""
+        """The losses so far do not count."""
         self._losses.pop(index, None)

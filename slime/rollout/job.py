@@ -7,7 +7,7 @@ Invariants
 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try, nor is
    one that breaks off, or answers 502, 503 or 504, after it could not be reached: the call waits for the fleet.
-2. An engine that dies is told to `suspects`, whatever else it means.
+2. `suspects` hears of each engine that dies, whatever else that means.
 3. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
    when that one was started again.
 """
