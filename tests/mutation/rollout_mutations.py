@@ -106,7 +106,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "workers", "rollout/episodes/fleet.py", "self._deaths[key] >= SUSPECT", "self._deaths[key] > SUSPECT"
     ),
     "no limit of processes": Mutation(
-        "programs", "rewards/graders/sandbox.py", "        (resource.RLIMIT_NPROC, MAX_PROCESSES),\n", ""
+        "programs", "rewards/graders/sandbox.py", "MAX_PROCESSES = 32\n", "MAX_PROCESSES = 100_000\n"
     ),
     "no limit of a grader's memory": Mutation(
         "graders",
