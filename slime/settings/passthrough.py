@@ -29,6 +29,10 @@ class Passthrough(Mapping[str, Any]):
             hint = f"; the nearest is {near!r}" if near else ""
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict does, without a search for the nearest name: it is asked in every step."""
+        return self._values.get(name, default)
+
     def __contains__(self, name: object) -> bool:
         return name in self._values
 
