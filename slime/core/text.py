@@ -54,5 +54,5 @@ def ends_whole(path: Path) -> bool:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is a slip of; None if nothing is so near: nobody who writes `mamba` means `llama`."""
-    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None

@@ -10,6 +10,7 @@ from typing import Any
 from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.rollout.manager import RolloutManager
 from slime.settings import parse_args
+from tests.support.command_line import last_of_each
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.tiny import VOCAB_SIZE, write_tokenizer
 
@@ -76,9 +77,8 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: b
         "--run-dir": str(tmp_path / "run"),
         "--reward-num-workers": "1",
     }
-    given = [f for f in flags if f.startswith("--")]
-    words = [part for name, value in base.items() if name not in given for part in (name, value)]
-    return parse_args([*words, *flags], synchronous=synchronous)
+    words = last_of_each([*(part for pair in base.items() for part in pair), *flags])
+    return parse_args(words, synchronous=synchronous)
 
 
 async def with_manager(
