@@ -87,7 +87,7 @@ def _client_of(url: str) -> EngineClient | None:
         return None
     address = url.removeprefix("http://").removesuffix("/")
     for name, (host, port) in _routers(context).items():
-        if address == f"{host_port(host, port)}/generate":
+        if address == f"{host_port(str(host), port)}/generate":
             return context.engine() if name is None else context.models[name]
     return None
 
