@@ -22,7 +22,7 @@ words = [*complete(folder), "--hf-checkpoint", str(write_tiny_model(folder / "ti
 words += ["--device", "cpu", "--no-bf16", "--micro-batch-size", "2", "--mismatch-limit", "1e9"]
 words += ["--advantage-estimator", "median"]
 
-with pytest.raises(ConfigError, match="median_scale"):
+with pytest.raises(ConfigError, match="median-scale"):
     parse_args([*words, "--median-scale", "0"])
 
 norms = []

@@ -14,7 +14,7 @@ from slime.settings import parse_args
 from tests.support.command_line import complete
 
 words = [*complete(Path(sys.argv[1])), "--advantage-estimator", "median"]
-with pytest.raises(ConfigError, match="median_scale"):
+with pytest.raises(ConfigError, match="median-scale"):
     parse_args([*words, "--median-scale", "0"])
 
 rewards, groups = np.array([1.0, 2.0, 6.0, 3.0, 3.0]), np.array([0, 0, 0, 1, 1])

@@ -28,7 +28,7 @@ plain, args = parse_args(words), parse_args([*words, "--requests-at-once", "4"])
 assert plain.requests_at_once == 0 and "max_running_requests" not in plain.sglang
 assert args.requests_at_once == 4 and args.to_json_dict()["requests_at_once"] == 4
 assert args.sglang["max_running_requests"] == 4, "it does not reach the engine"
-with pytest.raises(ConfigError, match="requests_at_once"):
+with pytest.raises(ConfigError, match="requests-at-once"):
     parse_args([*words, "--requests-at-once", "-1"])
 assert "requests that an engine works on at a time" in " ".join(said("--help").split())
 lines = said("--requests-at-once", "4", "--explain").splitlines()
