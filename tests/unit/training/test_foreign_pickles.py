@@ -365,5 +365,6 @@ def test_a_process_that_ends_is_an_error(tmp_path: Path) -> None:
     _dump(tmp_path / "5.pt", _fields())
     with Confined(tmp_path / "5.pt") as confined:
         confined._process.kill()
+        confined._process.wait()  # the kernel ends the reader, which is its child, with it
         with pytest.raises(CheckpointError, match="the process that reads it ended"):
             confined.sample(0)
