@@ -234,10 +234,8 @@ def main() -> None:
     control.set_inheritable(False)
     if settings["unheld"]:
         if os.getuid() == 0:  # the kernel bounds the processes of every user but this one
-            os.setgroups([])
-            os.setresgid(*[settings["uid"]] * 3)
-            os.setresuid(*[settings["uid"]] * 3)
-            libc.prctl(4, 1, 0, 0, 0)  # its own /proc files again, which the change of user took
+            confine.become(settings["uid"])
+            confine.show_own_files()
         serve_unheld(control, settings)
         return
     new = confine.NEW_NETWORK | confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES | confine.NEW_NAMES

@@ -27,7 +27,7 @@ from pathlib import Path
 from slime.core.confine import landlock
 from slime.core.confine.calls import Calls
 
-__all__ = ["CALLS", "LANDLOCK", "Calls", "any_user", "close_all_but", "give_up", "leave"]
+__all__ = ["CALLS", "LANDLOCK", "Calls", "any_user", "become", "close_all_but", "give_up", "leave", "show_own_files"]
 
 FIRST_USER, NUM_USERS = 1_000_000_000, 1_000_000_000
 """Users that no system gives out."""
@@ -43,6 +43,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def any_user() -> int:
     """A user and group, by chance, that nobody else is."""
     return FIRST_USER + secrets.randbelow(NUM_USERS)
+
+
+def become(user: int) -> None:
+    """This process of root's is another user's from now on."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def show_own_files() -> None:
+    """This process may read its own files in /proc again, which a change of user takes."""
+    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ()) -> dict[str, int] | None:
@@ -65,10 +77,8 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
     whole = whole or _libc.unshare(namespaces) == 0
     kept = {path: os.open(path, os.O_PATH) for path in keep} if whole else {}
     if mapped and user is not None:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-        _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # its own /proc files again, which the change of user took
+        become(user)
+        show_own_files()
     elif left:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with contextlib.suppress(OSError):  # without its names the process still has its rights
@@ -113,9 +123,7 @@ def give_up(
     missing = [] if files is None or landlock.confine(files) else [LANDLOCK]
     if user is not None and os.getuid() == 0:
         with contextlib.suppress(OSError):  # in a namespace that knows root alone
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            become(user)
     _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _libc.capset(header, (ctypes.c_uint32 * 6)())

@@ -43,7 +43,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -340,20 +340,31 @@ def assertions() -> Any:
     return assertions
 
 
+def forked(work: Callable[[], int]) -> int:
+    """A child of this process that does this work, and ends with the status that it returns; its pid."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(work())
+        finally:
+            os._exit(1)
+    return child
+
+
+def close(*descriptors: int) -> None:
+    """Those that there are: -1 stands for none."""
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 def first_process(
     role: str, scratch: Path, limits: Limits, libc: Any, *, alone: bool, report: int, channel: int
 ) -> int:
     """The first process of the namespace: starts the program and answers its exit status; with it all others end."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
-    program = os.fork()
-    if program == 0:
-        try:
-            os._exit(become(role, scratch, limits, alone=alone, report=report, channel=channel))
-        finally:
-            os._exit(1)
-    os.close(report)
-    if channel >= 0:
-        os.close(channel)
+    program = forked(lambda: become(role, scratch, limits, alone=alone, report=report, channel=channel))
+    close(report, channel)
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -376,15 +387,8 @@ def keep(role: str, scratch: Path, limits: Limits, libc: Any, *, held: bool, rep
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     alone = held and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
-    first = os.fork()
-    if first == 0:
-        try:
-            os._exit(first_process(role, scratch, limits, libc, alone=alone, report=report, channel=channel))
-        finally:
-            os._exit(1)
-    os.close(report)
-    if channel >= 0:
-        os.close(channel)
+    first = forked(lambda: first_process(role, scratch, limits, libc, alone=alone, report=report, channel=channel))
+    close(report, channel)
     return status_of(os.waitpid(first, 0)[1])
 
 
@@ -455,19 +459,16 @@ def start(roles: Sequence[str], scratch: Path, limits: Limits, libc: Any, *, hel
     ends = [end.detach() for end in socket.socketpair()] if len(roles) > 1 else [-1]
     keepers = []
     for role, channel in zip(roles, ends, strict=True):
-        keeper = os.fork()
-        if keeper == 0:
-            try:
-                for other in set(ends) - {channel}:
-                    with contextlib.suppress(OSError):  # of the one that began before
-                        os.close(other)
-                os._exit(keep(role, scratch, limits, libc, held=held, report=report, channel=channel))
-            finally:
-                os._exit(1)
-        keepers.append(keeper)
-        if channel >= 0:
-            os.close(channel)
-    os.close(report)
+
+        def begin(role: str = role, channel: int = channel) -> int:
+            for other in set(ends) - {channel}:
+                with contextlib.suppress(OSError):  # of the one that began before
+                    os.close(other)
+            return keep(role, scratch, limits, libc, held=held, report=report, channel=channel)
+
+        keepers.append(forked(begin))
+        close(channel)
+    close(report)
     return keepers, told
 
 
