@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime.core.text import shorten
 from slime.core.topology import PAIRED
+from slime.observability.start_record import OUTPUTS
 from slime.rewards.preflight import code_problems
 from slime.rollout.preflight import data_problems
 from slime.serving.transfer import pair_problem
@@ -76,15 +77,16 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
     )
 
 
-FOLDERS = ("save", "save_hf", "dump_details", "tensorboard_dir", "wandb_dir", "memory_snapshot_dir")
-FILES = ("save_debug_rollout_data", "save_debug_train_data")
+WRITTEN = (*sorted(OUTPUTS - {"run_dir"}), "memory_snapshot_dir", "tensorboard_dir")
 """Settings that name what a run writes on the host of its driver, beside the run folder; names for a step hold
 `{rollout_id}`."""
+FILES = ("save_debug_rollout_data", "save_debug_train_data")
+"""Those of them that are no folders."""
 
 
 def _of_folders(args: Args) -> Iterator[str]:
     """Folders that cannot be written: found now, and not when the first step is to be saved."""
-    for name in (*FOLDERS, *FILES):
+    for name in WRITTEN:
         if getattr(args, name) is None:
             continue
         path = Path(getattr(args, name)).absolute()

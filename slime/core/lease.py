@@ -84,7 +84,7 @@ class Lease:
         self._thread.join()
         _held.pop(self.folder, None)
         with contextlib.suppress(OSError):
-            if _token(self._read()) == self._own["token"]:
+            if (owner := self._read()) is not None and not self._is_other(owner):
                 self._file.unlink()
             if self._made:
                 self._file.parent.rmdir()  # a start that failed leaves no trace
@@ -92,7 +92,7 @@ class Lease:
     def check(self) -> None:
         """Raises `CheckpointError` if another run has taken the folder."""
         owner = self._read()
-        if owner is not None and owner["token"] != self._own["token"]:
+        if owner is not None and self._is_other(owner):
             raise CheckpointError(
                 f"{self.folder} belongs to {_who(owner)} now, which took it when this run had been silent for "
                 f"{SILENCE_S:.0f} s; this run writes nothing more there: end it, or the other one"
@@ -139,10 +139,13 @@ class Lease:
         while not self._ended.wait(BEAT_S):
             with contextlib.suppress(OSError):  # a file server that is away is back, or the folder is lost
                 owner = self._read()
-                if owner is not None and owner["token"] != self._own["token"]:
+                if owner is not None and self._is_other(owner):
                     return
                 self._own["beat"] += 1
                 self._write()
+
+    def _is_other(self, owner: dict[str, Any]) -> bool:
+        return bool(owner["token"] != self._own["token"])
 
     def _write(self) -> None:
         replace_text(self._file, json.dumps(self._own), durable=False)
@@ -178,10 +181,6 @@ def _started(pid: int) -> float | None:
 def _is_gone(owner: dict[str, Any]) -> bool:
     """Whether it was a process of this host that is no more."""
     return owner["space"] == _space() and _started(owner["pid"]) != owner["started"]
-
-
-def _token(owner: dict[str, Any] | None) -> str | None:
-    return None if owner is None else owner["token"]
 
 
 def _who(owner: dict[str, Any]) -> str:
