@@ -145,18 +145,20 @@ class Lease:
                 self._write()
 
     def _is_other(self, owner: dict[str, Any]) -> bool:
-        return bool(owner["token"] != self._own["token"])
+        return bool(owner and owner["token"] != self._own["token"])
 
     def _write(self) -> None:
         replace_text(self._file, json.dumps(self._own), durable=False)
 
     def _read(self) -> dict[str, Any] | None:
-        """The owner; None without one."""
+        """The owner; None without a file. One that names no owner, as after a loss of power, is empty."""
         try:
             owner = json.loads(self._file.read_text())
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
             return None
-        return owner if isinstance(owner, dict) and "token" in owner else None
+        except ValueError:
+            owner = None
+        return owner if isinstance(owner, dict) and owner.keys() == self._own.keys() else {}
 
 
 def _this_process() -> dict[str, Any]:
@@ -179,8 +181,8 @@ def _started(pid: int) -> float | None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether it was a process of this host that is no more."""
-    return owner["space"] == _space() and _started(owner["pid"]) != owner["started"]
+    """Whether it was a process of this host that is no more, or nobody."""
+    return not owner or (owner["space"] == _space() and _started(owner["pid"]) != owner["started"])
 
 
 def _who(owner: dict[str, Any]) -> str:

@@ -74,11 +74,22 @@ def test_who_has_lost_it_neither_begins_nor_commits(tmp_path: Path) -> None:
     with Lease(tmp_path, "mine", flag="--save"):
         parts = checkpoint.begin(tmp_path, 1)
         (parts / "part").write_text("x")
-        (tmp_path / FILE_NAME).write_text(json.dumps({"token": "t", "run_id": "next", "pid": 1, "host": "elsewhere"}))
+        mine = json.loads((tmp_path / FILE_NAME).read_text())
+        (tmp_path / FILE_NAME).write_text(
+            json.dumps({**mine, "token": "t", "run_id": "next", "pid": 1, "host": "elsewhere"})
+        )
         for write in (lambda: checkpoint.begin(tmp_path, 2), lambda: checkpoint.commit(parts, 1)):
             with pytest.raises(CheckpointError, match=r"belongs to run next \(process 1 on elsewhere\)"):
                 write()
     assert (tmp_path / FILE_NAME).exists(), "it is not the loser's to remove"
+
+
+@pytest.mark.parametrize("left", ["", "[1]", '{"token": "t"}'])
+def test_a_file_that_names_no_owner_is_taken_over(tmp_path: Path, left: str) -> None:
+    """A host that lost its power leaves an empty one: a run waited for ever for somebody to remove it."""
+    (tmp_path / FILE_NAME).write_text(left)
+    with Lease(tmp_path, "mine", flag="--save"):
+        assert json.loads((tmp_path / FILE_NAME).read_text())["run_id"] == "mine"
 
 
 @pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/save"])
