@@ -81,7 +81,7 @@ WRITTEN = (*sorted(OUTPUTS - {"run_dir"}), "memory_snapshot_dir", "tensorboard_d
 """Settings that name what a run writes on the host of its driver, beside the run folder; names for a step hold
 `{rollout_id}`."""
 FILES = ("save_debug_rollout_data", "save_debug_train_data")
-"""Those of them that are no folders."""
+"""Those of them that name files."""
 
 
 def _of_folders(args: Args) -> Iterator[str]:
