@@ -8,7 +8,7 @@
     6. traffic    the router takes engines that it does not have yet              `Engines`
 
 An engine that is lost on the way, or fails where others do not, is left out and step 3 repeated; one that was started
-again later gets the weights by itself (`join`).
+again later gets the weights by itself, or with the next weight sync (`join`).
 
 Consumes the trainer's weights. Produces engines that serve them, and the metrics of the transfer. Runs on the driver's
 thread; waits for training ranks, engines and the rollout side, each with a limit; nobody wakes it.
@@ -33,6 +33,7 @@ from slime.fleet.engine import Engine
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
+from slime.weights.transports import TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class WeightSyncSequence:
         self._ends_requests = EndRequests.of(args)
         self._saves = args.save is not None
         self._engines = actors.engines
+        sends_to_all = not args.debug_rollout_only and TRANSPORTS.get(args.update_weight_transport).groups_engines
+        self._joins_alone = not sends_to_all
+        """Whether an engine can get weights at no cost for the next weight sync."""
         self._takers: tuple[Engine, ...] = ()
         self._version = 0
 
@@ -94,16 +98,16 @@ class WeightSyncSequence:
     def join(self, *, fresh: bool) -> None:
         """Brings weights to engines that were started again, while the others serve; trainers must be idle.
 
-        `fresh`: the trainer has what the others serve. If not, or if memory changes hands, they wait for the next
-        weight sync, unless the others can answer nothing; then all get the weights, so that both engines of a pair
-        have the same.
+        `fresh`: the trainer has what the others serve. If not, or if memory changes hands, or if all engines share a
+        process group, which has to be made again, they wait for the next weight sync, unless the others can answer
+        nothing; then all get the weights: both engines of a pair have the same, and all are in the next group.
         """
-        joiners = self._engines.joiners()
-        if not joiners or (self._engines.can_answer and (self._memory.lends or not fresh)):
+        joiners, alone = self._engines.joiners(), fresh and self._joins_alone
+        if not joiners or (self._engines.can_answer and (self._memory.lends or not alone)):
             return
         with span("join"), self._engines.frozen_aside() if self._memory.lends else nullcontext():
             self._memory.room_for_weights()
-            self._try(joiners if fresh else None)
+            self._try(joiners if alone else None)
             self._memory.room_for_the_rest()
         self._engines.end_sync(self._takers, self._version)
         if self._takers:

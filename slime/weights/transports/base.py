@@ -149,6 +149,9 @@ class Transport(ABC):
 
     name: ClassVar[str]
     """As in `--update-weight-transport`; `TRANSPORTS.register` sets it."""
+    groups_engines: ClassVar[bool] = False
+    """Whether engines are in one process group with their sender. One that comes back would need a group of its own to
+    be served at once, and the next weight sync another one for all; so it waits for that one."""
 
     def check(self, args: Args) -> str | None:
         """What is wrong with this device or placement (got / because / do); None if nothing. Asked at the start."""

@@ -6,6 +6,11 @@ made the way engines make theirs (`sglang.srt.utils.common.init_custom_process_g
 store under the same prefix. An engine that refuses while broadcasts are under way is seen at once: the sender polls
 both.
 
+A group cannot take a member or go on without one, and every member takes part in each broadcast. So an engine that
+comes back is served by the next weight sync (`Transport.groups_engines`), which makes one group for all of them. To
+serve it at once would cost a group for it alone, and then that one as well; or a broadcast to all engines, which would
+have to stop sampling for it; or, with groups side by side, everything sent once for each of them.
+
 Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
 to join, to receive and to answer, each with the limit of the weight sync; the calls to engines run in threads of their
 own. Is woken by: nothing; it looks every `POLL_S` whether broadcasts have ended or an engine has refused.
@@ -13,6 +18,7 @@ own. Is woken by: nothing; it looks every `POLL_S` whether broadcasts have ended
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.001
 """How often the sender looks whether broadcasts or engines are done."""
 LOAD_FORMAT = "flattened_bucket"
@@ -44,6 +52,8 @@ COME_POLL_S = 0.01
 @dataclass(frozen=True, kw_only=True)
 class DistributedTransport(Transport):
     """A process group over gloo (CPU) or NCCL (CUDA): the default on cuda without --colocate."""
+
+    groups_engines = True
 
     def check(self, args: Args) -> str | None:
         """NCCL refuses two ranks of one group on one GPU."""
@@ -68,6 +78,7 @@ class DistributedChannel(Channel):
         self._store: Any = None
         self._group_name = ""
         self._members: tuple[Receiver, ...] = ()
+        self._num_built = 0
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         if self._group is not None and tuple(receivers) == self._members:
@@ -82,7 +93,8 @@ class DistributedChannel(Channel):
         """Meets all engine ranks in a fresh group: rank 0 is the sender, engines follow in order."""
         from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
 
-        limit = timedelta(seconds=self._timeout_s)
+        began, limit = time.monotonic(), timedelta(seconds=self._timeout_s)
+        self._num_built += 1
         sizes = [receiver.control.layout.num_ranks for receiver in receivers]
         offsets = {r.control.url: 1 + sum(sizes[:i]) for i, r in enumerate(receivers)}
         world_size = 1 + sum(sizes)
@@ -116,6 +128,11 @@ class DistributedChannel(Channel):
                 raise failure from error
             invited.result()
         self._group_name, self._members = group_name, receivers
+        took_s = time.monotonic() - began
+        logger.info("process group %d with %d engine ranks: built in %.2f s", self._num_built, world_size - 1, took_s)
+
+    def costs(self) -> dict[str, float]:
+        return {"update_weights_groups_built": float(self._num_built)}
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
         return bucket

@@ -7,7 +7,7 @@ Every bucket is brought to all training ranks, as the first way needs it; the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class MixedTransport(Transport):
     """Shared memory and broadcasts: the default on cuda with --colocate and more rollout GPUs than training has."""
+
+    groups_engines = True
 
     def check(self, args: Args) -> str | None:
         """It is for GPUs of both kinds."""
@@ -69,6 +71,9 @@ class MixedChannel(Channel):
     def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:
         for way, own in self._ways(receivers):
             way.finish(own, version=version, reports=[None for _ in reports])
+
+    def costs(self) -> Mapping[str, float]:
+        return self._apart.costs()
 
     def abandon(self) -> None:
         self._shared.abandon()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.cluster.actors import WEIGHT_VERSION
 from slime.core.errors import WeightSyncError
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.ports import ASK_AGAIN
@@ -27,9 +28,11 @@ from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
-from tests.support.engines import READY_LIMIT_S, serving, spec_of
+from tests.support.engines import READY_LIMIT_S, kill, serving, spec_of
+from tests.support.recording import RecordingActors
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Tamper, TamperingChannel, disk_settings, transport_context
+from tests.unit.cluster.test_weight_sync_sequence import sequence
 
 pytestmark = pytest.mark.timeout(300)
 BUCKET_BYTES = 64 * 1024
@@ -143,6 +146,70 @@ def test_new_weights_arrive_and_are_served(rig: Rig, name: str) -> None:
     assert metrics["update_weights_bytes"] == sum(t.numel() * t.element_size() for t in state.values())
     channel.close()
     assert not list(rig.tmp_path.glob("disk/*"))
+
+
+def groups_built(channel: Channel) -> float:
+    return channel.costs()["update_weights_groups_built"]
+
+
+def test_a_group_is_built_once_for_the_process_that_is_there(rig: Rig) -> None:
+    """Law: one for the first weight sync, one more when another process answers at that address, none otherwise."""
+    channel, built = rig.channel("distributed"), []
+    for version, is_new in ((2, False), (3, False), (4, True), (5, False)):
+        rig.receivers = [Receiver(HttpEngineControl(rig.url, ONE_RANK, timeout_s=60))] if is_new else rig.receivers
+        state = changed(rig.state, seed=version)
+        rig.sync_weights(state, channel, version)
+        rig.assert_serves(state, version)
+        built.append(groups_built(channel))
+    channel.close()
+    assert built == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_engines_that_come_back_between_two_weight_syncs_cost_one_group(tmp_path: Path) -> None:
+    """Law: two of three engines end and are started again; nobody asks for weights for them while the third one serves
+    (no token of theirs before), and the next weight sync makes one group for all, verified."""
+    path = write_tiny_model(tmp_path / "model", "qwen3", seed=3)
+    servers: dict[int, SGLangServer] = {}
+    rigs: dict[int, Rig] = {}
+
+    def begin(*numbers: int) -> None:
+        for number in numbers:
+            servers[number] = SGLangServer(spec_of(path), log_path=tmp_path / f"{number}.log")
+            stack.callback(servers[number].stop)
+            servers[number].start()
+        for number in numbers:
+            servers[number].wait_ready(READY_LIMIT_S)
+            rigs[number] = Rig(servers[number].url, path, tmp_path)
+
+    class RealActors(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+            super().on_trainers(method, *arguments)
+            sender, version = rigs[0], 2 + len(self.engines.served)
+            sender.receivers = [rigs[index].receivers[0] for index in arguments[0]]
+            sender.sync_weights(changed(sender.state, version), channel, version)
+            return [{WEIGHT_VERSION: float(version)}]
+
+    with contextlib.ExitStack() as stack:
+        begin(0, 1, 2)
+        channel, actors = rigs[0].channel("distributed"), RealActors(num_engines=3)
+        stack.callback(channel.close)
+        weight_sync, _, _ = sequence(actors, update_weight_transport="distributed")
+        weight_sync.run(for_save=False)
+        weight_sync.run(for_save=False)
+        assert groups_built(channel) == 1
+        engines = actors.engines.begin_sync()
+        for number in (1, 2):
+            kill(servers[number])
+            begin(number)
+            actors.engines.waiting = engines[1 : number + 1]
+            weight_sync.join(fresh=True)
+            assert groups_built(channel) == 1 and actors.engines.served == [2, 3], "it waits"
+        for version in (4, 5):
+            weight_sync.run(for_save=False)
+            assert groups_built(channel) == 2
+            for rig in rigs.values():
+                rig.assert_serves(changed(rigs[0].state, version), version)
 
 
 @pytest.mark.parametrize("name", NAMES)

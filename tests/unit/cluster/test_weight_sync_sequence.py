@@ -39,6 +39,8 @@ def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence,
         "offload_train": False,
         "device": "cpu",
         "debug_train_only": False,
+        "debug_rollout_only": False,
+        "update_weight_transport": "tensor",
     }
     args: Any = SimpleNamespace(**{**usual, **given})
     told: dict[str, float] = {}
@@ -178,20 +180,25 @@ def test_the_sender_hears_once_of_each_engine_that_is_lost_while_it_waits() -> N
 
 
 @pytest.mark.parametrize(
-    "lends, fresh, can_answer, joins",
+    "lends, fresh, can_answer, joins, more",
     [
-        (False, True, True, True),
-        (False, False, True, False),
-        (False, False, False, True),
-        (True, True, True, False),
-        (True, True, False, True),
+        (False, True, True, True, {}),
+        (False, False, True, False, {}),
+        (False, False, False, True, {}),
+        (True, True, True, False, {}),
+        (True, True, False, True, {}),
+        (False, True, True, True, {"update_weight_transport": "disk"}),
+        *[(False, True, True, False, {"update_weight_transport": name}) for name in ("distributed", "nccl", "mixed")],
+        (False, True, False, True, {"update_weight_transport": "distributed"}),
+        (False, True, True, True, {"update_weight_transport": "distributed", "debug_rollout_only": True}),
     ],
 )
 def test_an_engine_that_was_started_again_joins_unless_others_serve_what_it_could_not_have(
-    lends: bool, fresh: bool, can_answer: bool, joins: bool
+    lends: bool, fresh: bool, can_answer: bool, joins: bool, more: dict[str, Any]
 ) -> None:
+    """Law: nor if a process group of all engines would have to be made for it alone, and for all again."""
     actors = RecordingActors()
-    weight_sync, _, _ = sequence(actors, offload_train=lends, offload_rollout=lends)
+    weight_sync, _, _ = sequence(actors, offload_train=lends, offload_rollout=lends, **more)
     weight_sync.join(fresh=fresh)
     assert actors.log == [], "nobody waits for weights"
     weight_sync.run(for_save=False)
@@ -201,15 +208,18 @@ def test_an_engine_that_was_started_again_joins_unless_others_serve_what_it_coul
     assert (SYNC in actors.log) is joins
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_both_engines_of_a_pair_get_the_weights_if_the_one_that_is_left_has_older_ones(fresh: bool) -> None:
+@pytest.mark.parametrize("fresh, transport", [(True, "tensor"), (False, "tensor"), (True, "distributed")])
+def test_both_engines_of_a_pair_get_the_weights_if_the_one_that_is_left_has_older_ones(
+    fresh: bool, transport: str
+) -> None:
+    """Law: or if they share a process group, which the next weight sync then finds complete."""
     actors = RecordingActors(num_engines=2)
-    weight_sync, _, _ = sequence(actors)
+    weight_sync, _, _ = sequence(actors, update_weight_transport=transport)
     weight_sync.run(for_save=False)
     alone = actors.engines.begin_sync()[:1]
     actors.engines.can_answer, actors.engines.waiting = False, alone
     weight_sync.join(fresh=fresh)
-    assert actors.engines.asked[-1] == (alone if fresh else None)
+    assert actors.engines.asked[-1] == (alone if fresh and transport == "tensor" else None)
 
 
 def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metrics() -> None:

@@ -223,9 +223,11 @@ def test_each_engine_has_its_own_ranks_of_a_group_that_is_made_anew_when_engines
     assert sorted(said[3:]) == [(f"http://{i}", ["a"], [[2, 3]], 7, name) for i in range(3)]
     channel.begin(three, version=8)
     assert len(groups) == 1 and not gone, "the same engines are in it still"
+    assert channel.costs() == {"update_weights_groups_built": 1.0}
     said.clear()
     channel.begin([*three, Receiver(cast("Any", Invited("http://3", 1, said)))], version=9)
     assert sorted(said[:3]) == [(f"http://{i}", "leaves", name) for i in range(3)] and gone == [name]
     assert groups[1][1] == 7 and groups[1][2] != name
     assert sorted(said[3:])[-1] == ("http://3", 6, 7, "gloo", groups[1][2])
+    assert channel.costs() == {"update_weights_groups_built": 2.0}
     channel.close()
