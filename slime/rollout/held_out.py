@@ -26,7 +26,7 @@ class HeldOut:
     """Of the dataset; metrics are `eval/<name>-loss`."""
     batch: TrainBatch
     num_unusable: int
-    """Conversations that the chat template cannot write as the model would have."""
+    """Conversations that the chat template cannot write as the model would have, and those that are too long."""
 
 
 def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
@@ -43,7 +43,8 @@ def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
     for number, sample in enumerate(make_samples(dataset, 0)[:: config.n_samples_per_eval_prompt]):
         sample.group_index = sample.index = number
         try:
-            samples, what = fill(sample, chat, rendered=config.apply_chat_template)
+            rendered, most = config.apply_chat_template, config.max_context_len
+            samples, what = fill(sample, chat, rendered=rendered, most=most)
             good.append(samples)
             left_out.append(what)
         except DataError as problem:

@@ -2,7 +2,7 @@
 
 Takes groups of messages from the Data Buffer and turns each conversation into ids and loss masks; no engine is asked. A
 conversation that becomes several samples stays one execution. One that the chat template cannot write as the model
-would have is dropped with its reason, within a bound.
+would have, or that is longer than `--rollout-max-context-len`, is dropped with its reason, within a bound.
 """
 
 from __future__ import annotations
@@ -28,14 +28,22 @@ MAX_BAD_FACTOR = 4
 """Unusable conversations per wanted one after which the step gives up."""
 
 
+class TooLongError(DataError):
+    """A conversation is longer than the settings allow."""
+
+    reason = "too_long_conversation"
+
+
 def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> ChatRenderer:
     """Knows the tokens at which engines of the checkpoint stop: with one of them a trained turn ends."""
     return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
-def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> tuple[list[Sample], frozenset[str]]:
+def fill(
+    sample: Sample, chat: ChatRenderer, *, rendered: bool = False, most: int | None = None
+) -> tuple[list[Sample], frozenset[str]]:
     """The training samples of the sample's conversation, with its index: reward 0.0, no log-probs. And what of it the
-    template has no place for. Raises `DataError`.
+    template has no place for. Raises `DataError`, `TooLongError` for one of more tokens than `most`.
 
     A conversation is a list of messages, or a text with a text as its label: one question and its answer. `rendered`:
     the chat template was applied to the prompt already, which is an error.
@@ -48,6 +56,13 @@ def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> tuple
             "out, the template is applied here"
         )
     row = sft_row(messages, chat, tools=sample.metadata.get("tools"))
+    longest = max(len(made.tokens) for made in row.samples)
+    if most is not None and longest > most:
+        raise TooLongError(
+            f"got a conversation of {longest} tokens, more than {most} (rollout_max_context_len, or "
+            "eval_max_context_len of held-out ones), and half of one would teach to stop in its middle; do: raise that "
+            "limit, or shorten the row"
+        )
     samples = [sample, *(sample.copy() for _ in row.samples[1:])]
     for one, made in zip(samples, row.samples, strict=True):
         one.tokens = list(made.tokens)
@@ -90,12 +105,15 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     while len(groups) < args.rollout_batch_size:
         for group in data_source.get_groups(args.rollout_batch_size - len(groups)):
             try:
-                filled = [fill(s, chat, rendered=args.apply_chat_template) for s in group.samples]
+                most = args.rollout_max_context_len
+                filled = [fill(s, chat, rendered=args.apply_chat_template, most=most) for s in group.samples]
                 groups.append([sample for samples, _ in filled for sample in samples])
                 left_out += [what for _, what in filled]
             except DataError as problem:
                 logger.warning("group %d is dropped: %s", group.group_index, problem)
-                data_source.mark_filtered([group.group_index], "unusable_conversation")
+                is_long = isinstance(problem, TooLongError)
+                reason = TooLongError.reason if is_long else "unusable_conversation"
+                data_source.mark_filtered([group.group_index], reason)
                 bad.append(str(problem))
         if len(bad) > MAX_BAD_FACTOR * args.rollout_batch_size:
             raise DataError(f"got {len(bad)} unusable conversations and {len(groups)} usable; the last one: {bad[-1]}")

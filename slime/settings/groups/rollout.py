@@ -172,7 +172,8 @@ class RolloutSettings:
     they begin. Default: no limit."""
     rollout_max_context_len: int | None = opt(None, ge=2, le=100_000_000)
     """Most tokens of a conversation: a prompt and all that follows, tool results included. An answer that gets there
-    ends. Default: the context of the model, where engines end."""
+    ends, and a conversation of fine-tuning that is longer is left out and counted. Default: the context of the model,
+    where engines end; none in fine-tuning."""
     rollout_max_prompt_len: int | None = derived(
         lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",

@@ -13,6 +13,7 @@ import pytest
 from slime.core.errors import DataError
 from slime.rollout import sft
 from slime.rollout.manager import RolloutManager
+from slime.rollout.preflight import data_problems
 from tests.support.rollout import rollout_args
 from tests.support.tiny import FORGETFUL_TEMPLATE, write_tokenizer
 
@@ -111,6 +112,40 @@ def test_a_text_and_its_answer_are_a_conversation_of_one_turn(tmp_path: Path) ->
     assert [s.loss_mask.tolist() for s in as_text.samples] == [s.loss_mask.tolist() for s in as_turns.samples]
 
 
+def test_conversations_beyond_the_limit_are_left_out_whole_and_counted(tmp_path: Path) -> None:
+    """Law: of what is trained nothing is longer than --rollout-max-context-len, and nothing is cut; the same row is
+    trained when the limit is its own length. A question alone is what --rollout-max-prompt-len counts."""
+    data = tmp_path / "rows.jsonl"
+    rows = [{"input": "1+1=", "label": "2" * n} for n in (1, 30, 1, 1)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = rollout_args(tmp_path, *SFT, "--prompt-data", str(data), "--rollout-batch-size", "4")
+    whole, _, _ = step(args)
+    lengths = sorted(len(sample.tokens) for sample in whole.samples)
+    assert lengths[-1] == lengths[0] + 29
+    for most, left in ((lengths[-1], 0), (lengths[-1] - 1, 1)):
+        batch, metrics, ledger = step(args.replace(rollout_max_context_len=most))
+        assert len(batch.samples) == 4 and {len(s.tokens) for s in batch.samples} <= set(lengths)
+        assert max(len(s.tokens) for s in batch.samples) <= most
+        assert metrics["rollout/num_filtered_groups"] == left == ledger.get("data/filtered/too_long_conversation", 0)
+    with pytest.raises(DataError, match=rf"of {lengths[0]} tokens, more than {lengths[0] - 1} \(rollout_max_context"):
+        step(args.replace(rollout_max_context_len=lengths[0] - 1))
+    few = [{"input": "1+1=" + "9" * n, "label": "2"} for n in (0, 30, 0, 0, 0)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in few))
+    shorter, _, _ = step(args.replace(rollout_max_prompt_len=4))
+    assert {len(sample.tokens) for sample in shorter.samples} == {lengths[0]}
+
+
+def test_messages_whose_length_is_not_known_yet_are_refused_with_a_prompt_limit(tmp_path: Path) -> None:
+    data = tmp_path / "sft.jsonl"
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    data.write_text(json.dumps({"input": turns}) + "\n")
+    flags = (*SFT, "--prompt-data", str(data), "--loss-type", "sft_loss")
+    assert data_problems(rollout_args(tmp_path, *flags).replace(label_key=None)) == []
+    limited = rollout_args(tmp_path, *flags, "--rollout-max-prompt-len", "99").replace(label_key=None)
+    (problem,) = data_problems(limited)
+    assert "rollout_max_prompt_len 99 cannot judge before they are rendered; do: drop that limit" in problem
+
+
 def held_out(args: Any) -> Any:
     async def work() -> Any:
         manager = RolloutManager(args, engines=None)
@@ -140,6 +175,10 @@ def test_held_out_conversations_get_the_ids_and_masks_of_training(tmp_path: Path
     assert (one.name, one.num_unusable) == ("held", 2)
     for a, b in zip(one.batch.samples, trained.samples, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.loss_mask.tolist() == b.loss_mask.tolist()
+    long = {"input": [rows[0]["input"][0], {"role": "assistant", "content": "1" * 50}]}
+    more.write_text("".join(json.dumps(row) + "\n" for row in [*rows, long]))
+    limited = args.replace(eval_max_context_len=40)
+    assert [one.num_unusable for one in (*held_out(args), *held_out(limited))] == [0, 1]
     more.write_text(json.dumps(bad) + "\n")
     with pytest.raises(DataError, match="no usable conversation of 1 in held-out held"):
         held_out(args)
