@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError, DataError
 from slime.core.hidden import HIDDEN
-from slime.observability.start_record import OUTPUTS
+from slime.observability.start_record import OUTPUTS, SHARED_OUTPUTS
 from slime.settings.command_words import flag_value, groups, name_of, without
 from slime.settings.flags import OVERRIDE
 
@@ -208,10 +208,19 @@ def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]
             continue
         if name in OUTPUTS or own_load:
             place = moved_path(str(flag_value(words, name)), old, new)
-            _require_free(name, Path(place))
+            if (own := _own_place(name, Path(place), [*words, *given])) is not None:
+                _require_free(name, own)
             group = [group[0].partition("=")[0], place]
         out += group
     return out
+
+
+def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
+    """Where an output of a run lies that no other run may write to; None where each start finds a new place."""
+    if name not in SHARED_OUTPUTS:
+        return place
+    experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
+    return None if experiment is None else place / (flag_value(words, "tb_project_name") or "slime") / experiment
 
 
 def moved_path(value: str, old: Path, new: Path) -> str:

@@ -77,7 +77,7 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
     )
 
 
-WRITTEN = (*sorted(OUTPUTS - {"run_dir"}), "memory_snapshot_dir", "tensorboard_dir")
+WRITTEN = tuple(sorted(OUTPUTS - {"run_dir"}))
 """Settings that name what a run writes on the host of its driver, beside the run folder; names for a step hold
 `{rollout_id}`."""
 FILES = ("save_debug_rollout_data", "save_debug_train_data")

@@ -30,9 +30,14 @@ SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!re
 SLIME = Path(__file__).parents[1] / "__init__.py"
 """Tells which slime runs."""
 OUTPUTS = frozenset(
-    ("run_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details", "wandb_dir")
+    (
+        *("run_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details"),
+        *("memory_snapshot_dir", "tensorboard_dir", "wandb_dir"),
+    )
 )
 """Settings that name what a run writes."""
+SHARED_OUTPUTS = frozenset(("tensorboard_dir", "wandb_dir"))
+"""Those of them that many runs share: each writes into a folder of its own below."""
 NO_INPUTS = OUTPUTS | {"origins", "idle", "run_id", "components.run_id"}
 ENVIRONMENT = re.compile(
     r"(OMP|MKL|NCCL|GLOO|CUDA|CUBLAS|TORCH|PYTORCH|SGLANG|SGL|MEGATRON|NVTE|HF|TRANSFORMERS|TOKENIZERS|RAY|WANDB)_\w+"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slime.cli.main import main
-from slime.cli.rerun import Again, prepare
+from slime.cli.rerun import Again, moved, prepare
 from slime.cli.serve import ONLY_SERVES, add_flags, words_of
 from slime.cli.train import import_from_here
 from slime.core.errors import ConfigError, DataError
@@ -97,6 +98,44 @@ def test_outputs_of_the_run_are_not_written_again(tmp_path: Path) -> None:
     assert now.save == str(tmp_path / "run-rerun" / "save") and now.load is None, "it starts as the run did"
     with pytest.raises(ConfigError, match=r"--run-dir .* holds something"):
         again(run, "--save-hf", str(tmp_path / "other"), "--run-dir", str(run))
+
+
+def test_every_setting_that_names_a_place_is_an_output_or_is_known_not_to_be_one(tmp_path: Path) -> None:
+    """Law: a new flag for a folder that a run writes is missed by nobody who asks what a run writes."""
+    settings = json.loads(json.dumps(parse_args(complete(tmp_path)).to_json_dict()))
+    names = {name for group in (settings, settings["components"]) for name in group}
+    places = {name for name in names if re.search(r"(^|_)(dir|folder|details)$|^save($|_hf$|_debug_\w+_data$)", name)}
+    assert places - start_record.OUTPUTS == NOT_OUTPUTS
+    assert places >= start_record.OUTPUTS >= start_record.SHARED_OUTPUTS
+
+
+NOT_OUTPUTS = {
+    *("update_weight_disk_dir", "update_weight_local_checkpoint_dir"),  # emptied again, and leased
+}
+
+
+@pytest.mark.parametrize("name", sorted(start_record.OUTPUTS - {"run_dir"}))
+def test_each_output_moves_with_the_folder_and_elsewhere_is_not_written_over(name: str, tmp_path: Path) -> None:
+    """Law: what many runs share is written to again; what is one run's is not, nor is an experiment in a shared one."""
+    run, elsewhere, flag = tmp_path / "run", tmp_path / "elsewhere", "--" + name.replace("_", "-")
+    words = [flag, str(run / "out")]
+    assert moved(words, [], run, tmp_path / "new") == [flag, str(tmp_path / "new" / "out")]
+    assert moved(words, [flag, "other"], run, tmp_path / "new") == []
+    for folder in (elsewhere / "slime" / "mine", elsewhere / "other"):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("")
+    words = [flag, str(elsewhere)]
+    if name not in start_record.SHARED_OUTPUTS:
+        with pytest.raises(ConfigError, match=f"got {flag} .*, because it holds something"):
+            moved(words, [], run, tmp_path / "new")
+        return
+    assert moved(words, [], run, tmp_path / "new") == words
+    named = ["--tb-experiment-name", "mine"]
+    assert moved(words, ["--tb-experiment-name", "new"], run, tmp_path / "new") == words
+    if name == "tensorboard_dir":
+        for ours, theirs in ((named, []), ([], named)):
+            with pytest.raises(ConfigError, match="slime/mine, because it holds something"):
+                moved([*words, *ours], theirs, run, tmp_path / "new")
 
 
 def test_another_start_of_a_resumed_run(tmp_path: Path) -> None:
