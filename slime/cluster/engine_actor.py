@@ -126,6 +126,8 @@ class EngineActor:
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
+            # On a GPU a scheduler that waits for a kernel that never ends uses a core.
+            used_s=self._server.processor_s if self._spec.device == "cpu" else None,
         )
 
     def warm_digests(self) -> None:

@@ -22,6 +22,7 @@ from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
+from slime.core.silence import WORKING, Silence
 from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.port import EnginePort
@@ -61,6 +62,10 @@ class EnginesOfRun(EnginePort, Protocol):
         """Looks at an engine from now on, in the state that it is in."""
         ...
 
+    def heard(self, index: int) -> None:
+        """An engine lives: it has brought tokens."""
+        ...
+
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
         """A reference to the answer of the actor of an engine that lends its memory."""
         ...
@@ -88,7 +93,7 @@ class Engines:
         self._admissions: dict[str, Any] = {}
         """By address, the answers of the rollout side, which was asked to send to an engine."""
         self._stalled: Any = None
-        """The answer of the rollout side, which was asked for engines that bring no tokens."""
+        """The answers of the rollout side, which was asked for engines that bring no tokens, and that bring some."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
         """`_served_at`: end of the last weight sync; what was seen before it says nothing of what serves now."""
         self.members.follow(lambda before, after: port.watch(after))
@@ -163,7 +168,7 @@ class Engines:
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
         """Those that take weights now: `engines`, or all that answer. Waits until there is one."""
-        limit_s = self._args.engine_start_timeout_s
+        limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: bool(self._still(engines)), limit_s):
             raise DeadlineExceeded.waiting(
                 owner="weight sync",
@@ -235,7 +240,7 @@ class Engines:
 
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""
-        limit_s = self._args.engine_start_timeout_s
+        limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
             raise DeadlineExceeded.waiting(
                 owner="trainer", for_what="an engine that starts on its GPU to have its memory", limit_s=limit_s
@@ -268,16 +273,22 @@ class Engines:
 
     def _look_for_stalls(self) -> None:
         """Gives up engines that bring no tokens, as their clients see: a scheduler may answer though nothing that it
-        samples comes out. Asks again a while after each answer.
+        samples comes out. Those that bring some live, even if they answer nothing else. Asks again a while after each
+        answer.
         """
         if self._stalled is None:
             if (now := time.monotonic()) >= self._ask_for_stalls_at:
-                self._stalled = self._rollout.stalled.remote(now - self._served_at)
-        elif all_there([self._stalled]):
-            stalled = peek(self._stalled) or ()
+                self._stalled = [
+                    self._rollout.stalled.remote(now - self._served_at),
+                    self._rollout.bringing.remote(STALLS_EVERY_S),
+                ]
+        elif all_there(self._stalled):
+            stalled, bringing = (peek(answer) or () for answer in self._stalled)
             self._stalled, self._ask_for_stalls_at = None, time.monotonic() + STALLS_EVERY_S
             for engine in self.members.of(State.READY):
-                if engine.url in stalled:
+                if engine.url in bringing:
+                    self._port.heard(engine.index)
+                elif engine.url in stalled:
                     limit_s = self._args.request_timeout_s
                     self._supervisor.lost(
                         engine, f"it brought none of its requests a token for {limit_s:.0f} s (--request-timeout-s)"
@@ -295,9 +306,9 @@ class Engines:
 
     def _tend_until(self, holds: Callable[[], bool], limit_s: float) -> bool:
         """Looks after them until something holds; False if it does not within the limit."""
-        deadline = time.monotonic() + limit_s
+        silence = Silence()
         while not holds():
-            if time.monotonic() > deadline:
+            if silence.exceeds(limit_s):
                 return False
             self.tend()
             time.sleep(LOOK_AGAIN_S)

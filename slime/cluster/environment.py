@@ -29,6 +29,8 @@ LOCAL_RAY = {
     "RAY_AUTH_MODE": "token",
     # Ray gives its workers, and all that they start, a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
+    # Ray gives up a host whose daemon is silent for a minute. There is no other one here, and its end shows by itself.
+    "RAY_health_check_failure_threshold": "60",
     # Ray keeps a record of each of the last 100,000 calls for its dashboard, which does not run: 21 kB a step.
     "RAY_task_events_report_interval_ms": "0",
 }
@@ -42,7 +44,16 @@ START_FOLDER_ENV = "SLIME_START_FOLDER"
 """Where the driver was started: processes of the run go there, so that relative paths mean the same everywhere."""
 FORWARDED = (
     *("NCCL_", "GLOO_", "SGLANG_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_"),
-    *("MKL_", "CUBLAS_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED", "MPLBACKEND"),
+    *(
+        "GOMP_",
+        "KMP_",
+        "MKL_",
+        "CUBLAS_",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+        "PYTHONHASHSEED",
+        "MPLBACKEND",
+    ),
 )
 """Beginnings of names that mean the same on every host. Others have to be named: --forward-env-vars."""
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")

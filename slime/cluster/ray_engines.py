@@ -32,6 +32,7 @@ from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
 from slime.core.hidden import EngineKeys
 from slime.core.layout import EngineLayout
+from slime.core.silence import Silence
 from slime.core.topology import WantedEngine
 from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
@@ -49,6 +50,8 @@ OWNER_LIMIT_S = 7.0
 long before Ray gives it up."""
 STARTING_OWNER_LIMIT_S = 30.0
 """How long one may be silent that is starting itself."""
+TOKENS_LAST_S = 10.0
+"""How long tokens are a sign that their engine lives; they are asked for every few seconds."""
 END_LIMIT_S = 5.0
 """How long an actor that is given up may take to end its server in order."""
 
@@ -84,8 +87,10 @@ class RayEngines:
         """Of engines that start again on lent GPUs: whether theirs is open."""
         self._ready: dict[int, Any] = {}
         self._ending: dict[int, _Ending] = {}
-        self._looks: dict[tuple[int, int], tuple[Any, float]] = {}
+        self._looks: dict[tuple[int, int], tuple[Any, Silence]] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
+        self._heard_at: dict[int, float] = {}
+        """Of engines when they were last known to bring tokens."""
         self._crews = [self._create(index, 0) for index in range(len(self._placed))]
         self._watched: dict[int, State] = {}
 
@@ -153,6 +158,9 @@ class RayEngines:
             for member in range(len(self._crews[engine.index])):
                 self._looks.pop((engine.index, member), None)
 
+    def heard(self, index: int) -> None:
+        self._heard_at[index] = time.monotonic()
+
     def troubles(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
         for index, state in self._watched.items():
@@ -210,12 +218,14 @@ class RayEngines:
         asked = self._looks.get(key)
         if asked is None:
             if now - self._seen_at.get(key, 0.0) >= LOOK_EVERY_S:
-                self._looks[key] = self._crews[index][member].problem.remote(state in EXPECTS_ANSWERS), now
+                brings = now - self._heard_at.get(index, -TOKENS_LAST_S) < TOKENS_LAST_S
+                asks = state in EXPECTS_ANSWERS and not brings
+                self._looks[key] = self._crews[index][member].problem.remote(asks), Silence()
             return None
-        ref, since = asked
+        ref, silence = asked
         if not ray.wait([ref], timeout=0)[0]:
-            silent_s, limit_s = now - since, STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S
-            return f"its owner has not answered for {silent_s:.0f} s" if silent_s > limit_s else None
+            late = silence.exceeds(STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S)
+            return f"its owner has not answered for {silence.lasts_s:.0f} s" if late else None
         del self._looks[key]
         self._seen_at[key] = now
         try:

@@ -153,6 +153,10 @@ class RolloutActor:
         """
         return await self._manager.stalled(within_s)
 
+    async def bringing(self, within_s: float) -> list[str]:
+        """Engines that have brought a token in the last `within_s` seconds."""
+        return await self._manager.bringing(within_s)
+
     async def urls(self) -> dict[str, str]:
         """By model, its router; the one that rollouts ask comes first. Empty without engines.
 

@@ -27,6 +27,7 @@ from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
 from slime.core.addresses import address_towards, host_of, is_loopback
 from slime.core.hidden import EngineKeys
+from slime.core.silence import WORKING
 from slime.fleet.engine import POLICY, Engine
 from slime.fleet.external import ExternalEngines
 from slime.observability.run_folder import RunFolder
@@ -47,7 +48,7 @@ def start(
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     keys = keys_of(args)
-    with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
+    with tracker.progress("starting") as note:
         began_s = time.monotonic()
         port: RayEngines | ExternalEngines
         if args.rollout_external_engine_addrs:
@@ -77,7 +78,7 @@ def start(
         results = wait_for(
             [*building, *ready, *data, *lent, *opened],  # a failed build is named, not the lending that it fails
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
-            limit_s=args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
+            limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=lambda: _told(port, hosts, progress),
         )
     for name, seconds in (results[len(building) - 1] if building else {}).items():

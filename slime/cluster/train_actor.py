@@ -20,6 +20,7 @@ import ray
 from slime.cluster.actors import WEIGHT_VERSION, EngineInfo
 from slime.core.addresses import interface_variables
 from slime.core.batch import TrainBatch
+from slime.core.cores import thread_variables
 from slime.observability.logs import setup_logging
 from slime.settings import Args
 
@@ -43,7 +44,7 @@ class TrainActor:
             role.get("optimizer_cpu_offload") for role in (args.megatron, args.critic)
         )
         if self._computes_on_cpu:  # read by OpenMP and MKL when torch is first imported
-            os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+            os.environ.update(thread_variables(num_threads, os.environ))
         self._listener: Any = None
         self._backend: Any = None
         self._weight_sync: Any = None

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from slime.cluster.failures import translated
 from slime.core.errors import ActorDied, DeadlineExceeded
+from slime.core.silence import Silence
 
 POLL_S = 0.5
 
@@ -31,10 +32,10 @@ def wait_for(
     """Results of all `refs`, in order. The first failure is raised at once (`failures.translated`).
 
     `on_poll` is called about twice a second and returns the last progress as text. Raises `DeadlineExceeded` when
-    `limit_s` runs out, the actor's own error if it is one of ours, `ActorFailed` for any other (also of Ray itself),
-    and `ActorDied` if its process is gone.
+    `limit_s` runs out (later on a busy machine: `slime.core.silence`), the actor's own error if it is one of ours,
+    `ActorFailed` for any other (also of Ray itself), and `ActorDied` if its process is gone.
     """
-    deadline = time.monotonic() + limit_s
+    silence = Silence()
     pending, last_progress = list(refs), "none"
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
@@ -42,8 +43,10 @@ def wait_for(
             _get(ref, for_what)  # a failure ends the wait without waiting for the others
         if on_poll is not None:
             last_progress = on_poll()
-        if pending and time.monotonic() > deadline:
-            raise DeadlineExceeded.waiting(owner=owner, for_what=for_what, limit_s=limit_s, last_progress=last_progress)
+        if pending and silence.exceeds(limit_s):
+            raise DeadlineExceeded.waiting(
+                owner=owner, for_what=for_what, limit_s=silence.lasts_s, last_progress=last_progress
+            )
     return [_get(ref, for_what) for ref in refs]
 
 

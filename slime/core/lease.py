@@ -2,10 +2,11 @@
 
 A file beside the folder's content names the owner, and a thread of the owner's renews it. Who wants the folder takes it
 at once if the owner is seen to be gone (same host, no such process), and otherwise watches the file: an owner that
-renews it lives, and the newcomer is refused; one that is silent for `SILENCE_S` has lost the folder. It finds out at
-its next `check`, which stands before each write that could destroy what somebody else has written.
+renews it lives, and the newcomer is refused; one that is silent for `SILENCE_S` (on the same host also without any
+other sign of life, as `silence` says) has lost the folder. It finds out at its next `check`, which stands before each
+write that could destroy what somebody else has written.
 
-Consumes and produces: one small file. Waits for: a silent owner, `SILENCE_S` at most. Is woken by: nobody.
+Consumes and produces: one small file. Waits for: a silent owner, `SILENCE_S`, or while it works. Is woken by: nobody.
 
 Invariants
 1. Clocks of hosts are never compared: an owner counts its renewals, and the newcomer watches the number.
@@ -22,12 +23,14 @@ import socket
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from slime.core.durable import replace_text
 from slime.core.errors import CheckpointError, ConfigError
+from slime.core.silence import Silence, processor_s
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ class Lease:
             )
 
     def _take(self) -> None:
-        first = watched = None
+        watched, silence = None, Silence()
         while True:
             owner = self._read()
             if owner is None and self._create():
@@ -109,7 +112,8 @@ class Lease:
             if _is_gone(owner):
                 return self._write()
             if watched is None or owner["token"] != watched["token"]:
-                watched, first = owner, time.monotonic()
+                here = [owner["pid"]] if owner["space"] == _space() else []
+                watched, silence = owner, Silence(partial(processor_s, here))
                 logger.info(
                     "%s belongs to %s; waiting up to %.0f s to see if it lives", self.folder, _who(owner), SILENCE_S
                 )
@@ -118,8 +122,8 @@ class Lease:
                     f"got {self._flag} {self.folder}, into which {_who(owner)} writes; name another folder, or end "
                     "that run first"
                 )
-            elif first is not None and time.monotonic() - first > SILENCE_S:
-                logger.warning("%s was silent for %.0f s; this run takes %s", _who(owner), SILENCE_S, self.folder)
+            elif silence.exceeds(SILENCE_S):
+                logger.warning("%s was silent for %.0f s; this run takes %s", _who(owner), silence.lasts_s, self.folder)
                 return self._write()
             time.sleep(_LOOK_S)
 

@@ -108,6 +108,10 @@ class ExternalEngines:
 
     # --- as the supervisor asks ---------------------------------------------------------------------------------------
 
+    def heard(self, index: int) -> None:
+        if (look := self._looks.get(index)) is not None:
+            look.heard()
+
     def troubles(self) -> Mapping[int, str]:
         listed = self._list.now()
         found = {index: problem for index, look in self._looks.items() if (problem := look.trouble())}
@@ -321,6 +325,10 @@ class _Look:
     def trouble(self) -> str | None:
         """What is wrong with it, in one line."""
         return self._watch.trouble(expects_answers=self.state in EXPECTS_ANSWERS)
+
+    def heard(self) -> None:
+        """It brings tokens."""
+        self._watch.heard()
 
     def close(self) -> None:
         self._over.set()

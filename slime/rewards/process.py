@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import SlimeError
+from slime.core.silence import Silence, processor_s, within
 from slime.rewards.environment import grader_environment
 from slime.rewards.worker import HEADER
 
@@ -202,10 +203,7 @@ class GraderProcess:
 
     def _processor_s(self) -> float:
         """Processor time that the process has used so far, in seconds; zero if it is gone."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # the clock id of another process, as the kernel makes it
-        except OSError:
-            return 0.0
+        return processor_s([self.pid])
 
     @property
     def crashed(self) -> bool:
@@ -214,15 +212,18 @@ class GraderProcess:
 
     async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:
         """Writes a request; returns its limit as soon as the grader works on it. Raises `GraderDied`."""
-        assert self._process.stdin is not None, "the worker is started with a stdin pipe"
+        silence = Silence(self._processor_s)
         try:
-            async with asyncio.timeout(TAKE_LIMIT_S):
-                async with self._write_lock:
-                    self._process.stdin.write(HEADER.pack(len(data)) + data)
-                    await self._process.stdin.drain()
-                return await taken
+            return await within(self._taken(data, taken), TAKE_LIMIT_S, silence)
         except TimeoutError:
-            raise GraderDied(f"grader process {self.pid} took no request within {TAKE_LIMIT_S:g} s") from None
+            raise GraderDied(f"grader process {self.pid} took no request within {silence.lasts_s:.0f} s") from None
+
+    async def _taken(self, data: bytes, taken: asyncio.Future[float]) -> float:
+        assert self._process.stdin is not None, "the worker is started with a stdin pipe"
+        async with self._write_lock:
+            self._process.stdin.write(HEADER.pack(len(data)) + data)
+            await self._process.stdin.drain()
+        return await taken
 
     async def kill(self) -> None:
         """Ends the process and everything it started in its group; returns when it is reaped."""

@@ -193,6 +193,11 @@ class EngineClient:
         since = asyncio.get_running_loop().time() - within_s
         return [one.url for one in self._pool.upstreams if one.stalls_at is not None and one.stalls_at >= since]
 
+    def bringing(self, within_s: float) -> list[str]:
+        """Addresses of those that have brought a token in the last `within_s` seconds."""
+        since = asyncio.get_running_loop().time() - within_s
+        return [one.url for one in self._pool.upstreams if one.served >= 0 and one.progress_at >= since]
+
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
         """Requests may go to these engines, also those that wait for one. `prefill`: they read prompts for others."""
         self._pool.admit(urls, prefill=prefill)

@@ -175,6 +175,11 @@ class RolloutManager:
         workers = await self._workers.stalled(within_s) if self._workers is not None else []
         return [url for client in self._clients.values() for url in client.stalled(within_s)] + workers
 
+    async def bringing(self, within_s: float) -> list[str]:
+        """Addresses of engines, of all models, that have brought a token in the last `within_s` seconds."""
+        workers = await self._workers.bringing(within_s) if self._workers is not None else []
+        return [url for client in self._clients.values() for url in client.bringing(within_s)] + workers
+
     async def pause(self, *, hand_back: bool = True) -> None:
         """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.
 

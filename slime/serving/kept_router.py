@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable
 
 from slime.core.errors import DeadlineExceeded, SlimeError
+from slime.core.silence import Silence
 from slime.core.topology import Worker as Kind
 from slime.serving.plain_http import request
 from slime.serving.router import Router
@@ -33,8 +34,8 @@ AnyRouter = Router | ExistingRouter
 LOOK_EVERY_S = 1.0
 LOOK_SOON_S = 0.2
 """While the router does not know yet what it is to know."""
-SILENCE_LIMIT_S = 8.0
-"""How long a router may leave a question unanswered; it does nothing else than answering."""
+SILENCE_LIMIT_S, QUESTION_LIMIT_S = 7.5, 4.0
+"""How long a router may leave questions unanswered, and one of them; it does nothing else than answering."""
 CHANGE_LIMIT_S = 5.0
 """For its word that it will add or remove a server."""
 ASK_AGAIN_S = 10.0
@@ -172,12 +173,12 @@ class KeptRouter:
 
     def _wait_ready(self, router: Router) -> None:
         """In short waits, because the run may end meanwhile."""
-        deadline = time.monotonic() + START_LIMIT_S
+        silence = Silence()
         while True:
             try:
                 return router.wait_ready(1.0)
             except DeadlineExceeded:
-                if self._closing or time.monotonic() > deadline:
+                if self._closing or silence.exceeds(START_LIMIT_S):
                     raise
 
     def _forget_asking(self) -> None:
@@ -245,12 +246,15 @@ def _trouble(router: AnyRouter) -> str | None:
     """What is wrong with a router, in words; None if it answers."""
     if not router.alive:
         return "has ended"
-    began = time.monotonic()
-    status, text = request("GET", f"{router.url}/liveness", timeout_s=SILENCE_LIMIT_S)
-    if status == 200:
-        return None
-    if status:
-        return f"answers with status {status} when it is asked whether it lives"
-    if time.monotonic() - began >= SILENCE_LIMIT_S:
-        return f"did not answer within {SILENCE_LIMIT_S:.0f} s"
-    return f"does not answer ({text})"
+    silence = Silence()
+    while True:
+        began = time.monotonic()
+        status, text = request("GET", f"{router.url}/liveness", timeout_s=QUESTION_LIMIT_S)
+        if status == 200:
+            return None
+        if status:
+            return f"answers with status {status} when it is asked whether it lives"
+        if time.monotonic() - began < QUESTION_LIMIT_S:
+            return f"does not answer ({text})"
+        if silence.exceeds(SILENCE_LIMIT_S):
+            return f"did not answer within {silence.lasts_s:.0f} s"

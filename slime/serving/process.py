@@ -33,6 +33,7 @@ from typing import IO
 import slime
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.ids import RUN_ID_ENV
+from slime.core.silence import Silence, processor_s
 from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily
 from slime.serving.shm import SharedMemoryFiles
 
@@ -45,6 +46,8 @@ OWN_NAMES = "sglang::"
 """How SGLang calls its schedulers and its detokenizer. Other children (compilers) come and go."""
 STOPPED = "tT"
 """States of a process in /proc that somebody stopped."""
+STOPPED_LIMIT_S = 4.0
+"""How long one may be stopped: a debugger that looks at it does so for less than a second."""
 LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
@@ -95,6 +98,10 @@ class ChildProcess:
         self._log_start = 0
         self._scratch: Path | None = None
         self._named: dict[int, str] = {}
+        self._pids: list[int] = []
+        """Of its family, as they were last seen."""
+        self._stopped_at: float | None = None
+        """Since when one of its own is seen to be stopped."""
         self._shared = SharedMemoryFiles()
 
     @property
@@ -123,10 +130,17 @@ class ChildProcess:
         stopped = [pid for pid in own if members[pid].state in STOPPED]
         lost = [pid for pid in self._named if pid not in own]
         self._named |= own
-        for what, pids in (("is stopped", stopped), ("has ended", lost)):
+        now = time.monotonic()
+        self._stopped_at = (self._stopped_at or now) if stopped else None
+        still = stopped if now - (self._stopped_at or now) > STOPPED_LIMIT_S else []
+        for what, pids in (("is stopped", still), ("has ended", lost)):
             if pids:
                 return f"process {pids[0]} ({self._named[pids[0]]}) of {self.name} {what}; read {self.log_path}"
         return None
+
+    def processor_s(self) -> float:
+        """Processor time that its processes have used so far, seconds."""
+        return processor_s(self._named or self._pids)
 
     def start(self) -> None:
         """Starts the process and returns at once."""
@@ -182,9 +196,10 @@ class ChildProcess:
         """Polls `ready` until it is true.
 
         Raises `EngineError` with the end of the log if the process dies first, `DeadlineExceeded` with the last log
-        line if `timeout_s` passes.
+        line if it neither computes nor writes into its log for `timeout_s`, or does so for longer than it may
+        (`silence`).
         """
-        deadline = time.monotonic() + timeout_s
+        silence = Silence(lambda: processor_s(self._pids), file=self.log_path)
         next_look = 0.0
         while True:
             if not self.alive:
@@ -195,12 +210,12 @@ class ChildProcess:
             if ready():
                 self._look()
                 return
-            if time.monotonic() > deadline:
+            if silence.exceeds(timeout_s):
                 last = self.log_tail(2000).splitlines()
                 raise DeadlineExceeded.waiting(
                     owner=f"the owner of {self.name}",
                     for_what=f"{what} (log: {self.log_path})",
-                    limit_s=timeout_s,
+                    limit_s=silence.lasts_s,
                     last_progress=last[-1] if last else "none",
                 )
             if time.monotonic() > next_look:
@@ -211,7 +226,9 @@ class ChildProcess:
     def _look(self) -> None:
         """Remembers children, and their shared memory: once they are killed, neither is easy to recognise."""
         if self._family is not None:
-            self._shared.observe(self._family.refresh())
+            members = self._family.refresh()
+            self._pids = [member.id.pid for member in members]
+            self._shared.observe(members)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """SIGTERM, after `timeout_s` SIGKILL; returns when nothing of the family is left. May be called again.

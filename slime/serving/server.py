@@ -26,6 +26,7 @@ from typing import Any
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.addresses import interface_variables, is_loopback
+from slime.core.cores import thread_variables
 from slime.core.errors import ConfigError, EngineError
 from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.layout import ONE_RANK, EngineLayout
@@ -51,8 +52,10 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "mem_fraction_static": 0.5,
     "max_total_tokens": 16384,
     "max_running_requests": 64,
+    "watchdog_timeout": 3600.0,
 }
-"""ServerArgs of a CPU server. The pool is bounded by tokens: the fraction is of memory that is free at start, and small
+"""ServerArgs of a CPU server. SGLang itself would end one whose batch takes five minutes, as one beside other work may;
+`ServerWatch` knows more. The pool is bounded by tokens: the fraction is of memory that is free at start, and small
 ones fail on a busy machine. Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
 _OWNED |= {"api_key", "admin_api_key"}  # `api_key` and `admin_key` of the spec; they travel in the environment
@@ -257,7 +260,7 @@ class ServerSpec:
         env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpu_ids)}
-        env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads), **ONE_THREAD}
+        env |= {**thread_variables(self.num_threads, os.environ), **ONE_THREAD}
         # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. A server that
         # dies meanwhile can leave an empty library in the user's cache, on which all later ones fail.
         env["TORCHDYNAMO_DISABLE"] = "1"
@@ -342,7 +345,8 @@ class SGLangServer(LeasedServer):
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Waits until the server answers `/health`; starts it again on other ports if something took its port.
 
-        Raises `EngineError` with the end of the log if it dies, `DeadlineExceeded` after `timeout_s`.
+        Raises `EngineError` with the end of the log if it dies, `DeadlineExceeded` after `timeout_s` without a sign of
+        life.
         """
         for attempt in range(_START_TRIES):
             process = self._process
@@ -369,6 +373,10 @@ class SGLangServer(LeasedServer):
     def problem(self) -> str | None:
         """What is wrong with its processes, in one line; None if they run."""
         return "it was not started" if self._process is None else self._process.problem()
+
+    def processor_s(self) -> float:
+        """Processor time that its processes have used so far, seconds."""
+        return 0.0 if self._process is None else self._process.processor_s()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
         """Asks for the state of its scheduler, which that one answers between two batches, also without memory.

@@ -72,8 +72,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "an engine is as silent as before its weights": Mutation(
         "engines",
         "cluster/engines.py",
-        "self._stalled = self._rollout.stalled.remote(now - self._served_at)",
-        "self._stalled = self._rollout.stalled.remote(now)",
+        "self._rollout.stalled.remote(now - self._served_at)",
+        "self._rollout.stalled.remote(now)",
     ),
     "half of a pair of the policy answers": Mutation(
         "engines", "cluster/engines.py", "if engine.role == POLICY} == kinds", "if engine.role == POLICY} <= kinds"

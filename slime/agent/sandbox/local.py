@@ -28,6 +28,7 @@ from typing import Any, Self
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.core.confine import any_user
 from slime.core.errors import ConfigError, Unconfined
+from slime.core.silence import load
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class LocalSandbox(Sandbox):
 
     async def _begin(self) -> None:
         loop = asyncio.get_running_loop()
-        self._control.settimeout(START_S)
+        self._control.settimeout(START_S * load())
         message, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, self._control, 1 << 16, 1)
         missing = json.loads(message)["missing"] if message else "a process that starts; see standard error"
         if missing is not None:

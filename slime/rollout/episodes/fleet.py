@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError
 from slime.core.sample import Group, Sample
+from slime.core.silence import within
 from slime.core.topology import Worker
 from slime.rollout.context import RolloutContext
 from slime.rollout.episodes.ends import Ended, Guilty, WorkerLost
@@ -113,8 +114,7 @@ class WorkerFleet(Episodes):
         """Answers when all workers are made. Raises what a constructor raised, and `DeadlineExceeded`."""
         self._begin()
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await asyncio.gather(*(member.port.call("ready") for member in self._members))
+            await within(asyncio.gather(*(member.port.call("ready") for member in self._members)), START_LIMIT_S)
         except TimeoutError as late:
             who = f"{self._num_workers} rollout workers"
             raise DeadlineExceeded(f"waited {START_LIMIT_S:.0f} s for {who} to start") from late
@@ -256,8 +256,7 @@ class WorkerFleet(Episodes):
     async def _started(self, member: _Member, port: WorkerPort) -> None:
         """Watches the start of a process; one that takes too long is ended, and its groups hear of that."""
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await port.call("ready")
+            await within(port.call("ready"), START_LIMIT_S)
         except TimeoutError:
             port.kill()
             late = ActorDied(f"rollout worker {member.number} was not there {START_LIMIT_S:.0f} s after its start")
@@ -283,6 +282,10 @@ class WorkerFleet(Episodes):
     async def stalled(self, within_s: float) -> list[str]:
         """Engines that bring the requests of a worker no token. Who does not answer at once has seen none."""
         return [url for urls in await self._ask_all("stalled", within_s) for url in urls or ()]
+
+    async def bringing(self, within_s: float) -> list[str]:
+        """Engines that bring the requests of a worker tokens. Who does not answer at once has seen none."""
+        return [url for urls in await self._ask_all("bringing", within_s) for url in urls or ()]
 
     async def longest_stall_s(self) -> float:
         """The longest time since the last call in which the event loop of a worker did not turn, seconds. One that does

@@ -119,6 +119,10 @@ class EpisodeWorker:
         """As `RolloutManager.stalled`, of the requests of this worker."""
         return [url for client in self._models.values() for url in client.stalled(within_s)]
 
+    def bringing(self, within_s: float) -> list[str]:
+        """As `RolloutManager.bringing`, of the requests of this worker."""
+        return [url for client in self._models.values() for url in client.bringing(within_s)]
+
     def traffic(self) -> Sums | None:
         """What its requests to the policy waited for since the last call."""
         return None if self._client is None else self._client.take_traffic()

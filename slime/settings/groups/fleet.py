@@ -24,7 +24,8 @@ class FleetSettings:
     rollout_health_check_interval: float = opt(5.0, within=SECONDS)
     """Seconds between two questions to an engine's scheduler. Its processes are looked at every second."""
     rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
-    """Seconds for which a scheduler may be silent, beside one interval, before its engine counts as hung."""
+    """Seconds for which a scheduler may be silent, beside one interval, before its engine counts as hung: without a
+    token for anybody and, on CPUs, without computing; more of them on a busy machine (docs/fleet.md)."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
         "on a GPU the first requests compile kernels, and the scheduler answers nobody meanwhile",

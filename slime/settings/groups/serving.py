@@ -28,7 +28,8 @@ class ServingSettings:
     sglang_server_concurrency: int = opt(512, within=COUNT)
     """Most requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
-    """Limit of one engine's start, in seconds."""
+    """Seconds that an engine that starts may be without a sign of life: without computing, and without a line in its
+    log. Five times as long ends any start; more on a busy machine (docs/fleet.md)."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a generate request may be without progress: without a new token, and not queueing in an engine that
     makes progress with others. The length of an answer has no limit in seconds."""

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import httpx
 import pytest
 
 from slime.compat.sglang_memory_gate import WAITING
+from slime.core import silence
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.serving import server as server_module
@@ -25,6 +28,7 @@ from slime.serving.ports import PortLease, is_bindable, lease_ports
 from slime.serving.process import FAMILY_ENV
 from slime.serving.proctree import all_processes, has_mark, read_stat
 from slime.serving.server import ServerSpec, SGLangServer
+from slime.serving.watch import ServerWatch
 from slime.weights.receivers import Receiver
 from slime.weights.transports.distributed import DistributedChannel
 from tests.support.engines import READY_LIMIT_S, fronting, serving, spec_of
@@ -98,11 +102,65 @@ def test_a_deadline_names_the_server_and_the_last_line_of_its_log(tiny_model_pat
     server.start()
     pid = server.pid
     try:
-        with pytest.raises(DeadlineExceeded, match=r"SGLang server http://127.*waited 1 s for"):
-            server.wait_ready(timeout_s=1)
+        with pytest.raises(DeadlineExceeded, match=r"SGLang server http://127.*waited [1-9]\d* s for"):
+            server.wait_ready(timeout_s=0.2)
     finally:
         server.stop(timeout_s=1)
     assert session_of(pid) == set()
+
+
+LONG = {
+    "input_ids": [[2 + (31 * i + 7 * t) % 90 for t in range(1000)] for i in range(12)],
+    "sampling_params": {"max_new_tokens": 2, "ignore_eos": True},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 90,
+}
+"""A batch in which the scheduler answers nobody for a while."""
+LOOP = "import os\nfrom slime.core.lifeline import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
+
+
+def said_meanwhile(server: SGLangServer, watches: list[ServerWatch], stops: bool = False) -> list[set[str | None]]:
+    """What the watches say while the server works on `LONG`, and is stopped for a moment each second."""
+    said: list[set[str | None]] = [set() for _ in watches]
+    schedulers = [s.id.pid for s in all_processes().values() if s.session == server.pid and "schedul" in s.name]
+    request("POST", f"{server.url}/flush_cache", timeout_s=60)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(request, "POST", f"{server.url}/generate", LONG, timeout_s=300)
+        while not answer.done():
+            for pid in schedulers * stops:
+                os.kill(pid, signal.SIGSTOP)
+                said[0].add(watches[0].trouble())
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)
+            for watch, what in zip(watches, said, strict=True):
+                what.add(watch.trouble())
+        assert answer.result()[0] == 200, answer.result()
+    return said
+
+
+def test_an_engine_that_works_beside_other_work_lives(
+    engine_server: SGLangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: an engine that computes and answers nobody is not hung, as one that does neither would be; it is after
+    `WORKING` times its limit; one that stands still is.
+    """
+
+    def watch(timeout_s: float, used_s: Callable[[], float] | None) -> ServerWatch:
+        processes, answers = engine_server.problem, engine_server.scheduler_answers
+        return ServerWatch(processes, answers, interval_s=0.02, timeout_s=timeout_s, used_s=used_s)
+
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(2)]
+    watches = [watch(1.0, engine_server.processor_s), watch(0.1, None)]
+    try:
+        living, by_clock = said_meanwhile(engine_server, watches, stops=True)
+        assert living == {None}
+        assert "has not answered for" in str(by_clock), "the batch is too short to tell"
+        monkeypatch.setattr(silence, "WORKING", 0.1)
+        assert "has not answered for" in str(said_meanwhile(engine_server, watches[:1]))
+    finally:
+        for one in (*loops, *watches):
+            one.kill() if isinstance(one, subprocess.Popen) else one.close()
 
 
 @pytest.mark.slow

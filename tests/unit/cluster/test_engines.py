@@ -27,6 +27,7 @@ class Port:  # of `EnginesOfRun` what is asked here
     def __init__(self, *engines: Engine) -> None:
         self._engines = engines
         self.hangs: int | None = None
+        self.living: list[int] = []
         self.members: Membership
         self.dismissed: Callable[[Engine], None]
 
@@ -43,6 +44,9 @@ class Port:  # of `EnginesOfRun` what is asked here
     def nothing(self, *given: Any) -> Any:
         return None
 
+    def heard(self, index: int) -> None:
+        self.living.append(index)
+
     watch = start = started = stop = nothing
 
     def dismiss(self, engine: Engine) -> None:
@@ -57,10 +61,12 @@ class Rollout:
 
     def __init__(self) -> None:
         self.silent: list[str] = []
+        self.bring: list[str] = []
         self.within_s: list[float] = []
         self.said: list[tuple[str, str]] = []
         self.answer: Any = None
         self.stalled = SimpleNamespace(remote=self._stalled)
+        self.bringing = SimpleNamespace(remote=lambda within_s: self.bring)
         self.admit, self.dismiss = (SimpleNamespace(remote=partial(self._hear, what)) for what in ("admit", "dismiss"))
 
     def _stalled(self, within_s: float) -> list[str]:
@@ -215,6 +221,16 @@ def test_an_engine_that_serves_and_brings_no_tokens_is_lost(fleet: Fleet) -> Non
     fleet.tend()
     assert fleet.states() == "ready dead ready" and "--request-timeout-s" in fleet.members[1].reason
     assert max(fleet.rollout.within_s[1:]) <= time.monotonic() - began, "it is asked of what was seen since"
+
+
+def test_an_engine_that_brings_somebody_tokens_lives(fleet: Fleet) -> None:
+    """Law: tokens are a sign of life for its watch, and of two clients the one that gets some is believed."""
+    fleet.end_sync(fleet.begin_sync(), 1)
+    fleet.rollout.silent = fleet.rollout.bring = ["http://1"]
+    fleet._ask_for_stalls_at = 0.0
+    for _ in range(3):
+        fleet.tend()
+    assert fleet.states() == "ready ready ready" and fleet.port.living == [1]
 
 
 def test_an_engine_of_somebody_else_that_fails_weight_syncs_is_left_alone_for_longer(make: type[Fleet]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.cluster.rank_weight_sync import RankWeightSync
 from slime.cluster.ray_engines import RayEngines
+from slime.core import silence
 from slime.core.hidden import EngineKeys
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.topology import Worker
@@ -324,15 +326,24 @@ def test_an_owner_is_silent_after_its_limit_in_seconds_and_each_host_is_looked_a
     port, actors = engines_of(args, plan, tmp_path, monkeypatch)
     now = [100.0]
     monkeypatch.setattr(ray_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_engines, "Silence", partial(silence.Silence, clock=lambda: now[0]))
+    monkeypatch.setattr(silence, "load", lambda: 1.0)
     monkeypatch.setattr(ray_engines.ray, "wait", lambda refs, **_: ([], refs))
     port.watch(port.engines()[2].moved(State.SYNCING, url="http://2"))
     actors.said.clear()
     assert port.troubles() == {}
     assert actors.said == [("problem", name, False) for name in ("2", "2_node1")], "who takes weights may be silent"
-    now[0] += ray_engines.OWNER_LIMIT_S
-    assert port.troubles() == {}
+    for _ in range(2):
+        now[0] += ray_engines.OWNER_LIMIT_S / 2
+        assert port.troubles() == {}
     now[0] += 0.5
     assert port.troubles() == {2: "its owner has not answered for 8 s"}
+    actors.said.clear()
+    for index in (0, 1):
+        port.watch(port.engines()[index].moved(State.SYNCING, url="http://").moved(State.READY))
+    port.heard(0)
+    port.troubles()
+    assert actors.said == [("problem", "0", False), ("problem", "1", True)], "who brings tokens need not answer"
 
 
 def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
@@ -352,7 +363,8 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
 
         def make(*given: Any, name: str = name, **named: Any) -> Noting:
             made[name] = (given, named)
-            return Noting(name, said, **({"url": url, "problem": "p", "scheduler_answers": "a"} if "L" in name else {}))
+            server = {"url": url, "problem": "p", "scheduler_answers": "a", "processor_s": "c"}
+            return Noting(name, said, **(server if "L" in name else {}))
 
         monkeypatch.setattr(engine_actor, name, make)
     monkeypatch.setattr(engine_actor, "setup_logging", lambda path: None)
@@ -365,7 +377,7 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
             (AgentSettings(shared, local, None, 41.0), url, KEYS.control, tmp_path / "weights_agent_2.log"),
             {},
         ),
-        "ServerWatch": (("p", "a"), {"interval_s": 11.0, "timeout_s": 7.0, "first_wait_s": 3.0}),
+        "ServerWatch": (("p", "a"), {"interval_s": 11.0, "timeout_s": 7.0, "first_wait_s": 3.0, "used_s": "c"}),
     }
     said.clear()
     actor.release_memory(["weights"])
@@ -448,8 +460,9 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
     args, said = rollout_args(tmp_path, "--train-env-vars", json.dumps({"NCCL_DEBUG": "INFO"})), list[Any]()
     monkeypatch.setattr(train_actor, "setup_logging", lambda path: None)
     monkeypatch.setattr(train_actor.os, "environ", {})
+    monkeypatch.setattr(train_actor.os, "cpu_count", lambda: 4)
     rank = plain(train_actor.TrainActor)(args, 1, (0, 2), 3, str(tmp_path), "127.0.0.1")
-    wanted = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    wanted = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"}
     assert wanted.items() <= train_actor.os.environ.items()
     rank.give_up("http://a", 1)  # before there is a weight sync
     rank._backend = SimpleNamespace(weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from slime.compat.sglang_memory_gate import GATE_ENV
+from slime.core.cores import WAITING
 from slime.core.errors import ConfigError
 from slime.core.hidden import EngineKeys
 from slime.core.layout import EngineLayout
@@ -60,6 +61,26 @@ def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
     env = ServerSpec(model_path="m", dtype="float32", layout=TP2, cpu_ids=((0, 1), (2, 3)), num_threads=2).environment()
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     assert env["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "of_the_user", "waits"),
+    [
+        (2, {}, "PASSIVE"),
+        (1, {}, None),  # the other core is for the trainer
+        (2, {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        (2, {"GOMP_SPINCOUNT": "9"}, None),
+    ],
+)
+def test_threads_that_share_cores_do_not_spin_and_the_users_word_stands(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, of_the_user: dict[str, str], waits: str | None
+) -> None:
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in of_the_user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert ServerSpec("m", "float32", num_threads=num_threads).environment().get("OMP_WAIT_POLICY") == waits
 
 
 @pytest.mark.parametrize(
