@@ -67,6 +67,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
     "__setitem__": operator.setitem,
     "__delitem__": operator.delitem,
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__invert__": operator.invert,
+    "__abs__": abs,
+    "__int__": int,
+    "__float__": float,
+    "__round__": round,
 }
 """What may be asked of an object that stayed on the other side."""
 BETWEEN_REMOTES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
@@ -90,6 +97,8 @@ PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], A
     "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda p: timedelta(*p)),
     "Counter": (Counter, dict, Counter),
     "OrderedDict": (OrderedDict, dict, OrderedDict),
+    "keys": (type({}.keys()), list, lambda keys: dict.fromkeys(keys).keys()),
+    "items": (type({}.items()), list, lambda items: dict(items).items()),
     "namedtuple": ((), lambda value: [type(value).__name__, [*value._fields], [*value]], lambda p: _named(*p)),
     "ndarray": ((), lambda value: [value.dtype.str, [*value.shape], value.ravel().tolist()], lambda p: _array(*p)),
 }
@@ -327,7 +336,7 @@ class Peer:
         if self._guarded:
             if module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
                 return {"global": [module, name]}
-            if isinstance(value, Iterator | type({}.items()) | type({}.keys()) | type({}.values())):
+            if isinstance(value, Iterator | type({}.values())):
                 items = list(itertools.islice(value, MAX_ITEMS + 1))
                 if len(items) <= MAX_ITEMS:
                     return {"iterator": [self.encode(item) for item in items]}

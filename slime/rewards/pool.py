@@ -5,9 +5,10 @@ reason why there is none. Waits for: a slot of a lane, then a process of it, the
 of the grader, from when it begins (`process`). Is woken by: a slot that is given back, the end of a process's start,
 the reply or the death of the process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
 
-The `offline` lane runs graders of the registry that compute, in no more processes than there are cores; the `serial`
-lane users' functions (and graders that need the network), one request per process; the `concurrent` lane runs many per
-process (async graders that wait on the network).
+The `held` lane runs graders that compute on texts alone, which can be held (`held`), the `offline` lane others of the
+registry that compute, each in no more processes than there are cores; the `serial` lane users' functions (and graders
+that need the network), one request per process; the `concurrent` lane runs many per process (async graders that wait on
+the network).
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`. An answer
@@ -36,10 +37,10 @@ from typing import Any
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
-from slime.rewards.graders import GRADERS, Reward
+from slime.rewards.graders import GRADERS, Grader, Reward
 from slime.rewards.process import GraderDied, GraderProcess, GradingTimeout, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
-from slime.rewards.worker import CONCURRENT_PER_PROCESS, load_custom
+from slime.rewards.worker import CONCURRENT_PER_PROCESS, HELD, OFFLINE, ONLINE, load_custom
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ class _Lane:
     max_processes: int
     per_process: int
     slots: asyncio.Semaphore
-    offline: bool = False
-    """Its processes have no network, where the kernel permits, and no settings of the run."""
+    kind: str = ONLINE
+    """Of its processes, as `worker` knows them."""
     processes: list[GraderProcess] = field(default_factory=list)
     starting: set[asyncio.Task[None]] = field(default_factory=set)
     num_slow: int = 0
@@ -150,13 +151,14 @@ class GraderPool:
         self._settings = ProcessSettings(timeout_s, memory_limit_bytes, shown, self._threads)
         num_async = min(2, num_workers)
         num_computing = min(num_workers, max(2, len(os.sched_getaffinity(0))))
-        self._offline = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), offline=True)
+        self._held = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), kind=HELD)
+        self._offline = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), kind=OFFLINE)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
         self._concurrent = _Lane(
             num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS)
         )
         self._is_async: dict[str, bool] = {}
-        self._closed = False
+        self._closed = self._warned = False
 
     async def score(self, sample: Sample) -> Score:
         """Scores one sample. `Unscored` says why there is no score; raises `ConfigError` if no grader is chosen."""
@@ -171,7 +173,7 @@ class GraderPool:
     async def close(self) -> None:
         """Kills every process, also those that are being started."""
         self._closed = True
-        lanes = (self._offline, self._serial, self._concurrent)
+        lanes = (self._held, self._offline, self._serial, self._concurrent)
         starts = [start for lane in lanes for start in lane.starting]
         for start in starts:
             start.cancel()
@@ -209,12 +211,16 @@ class GraderPool:
         if name not in self._graders:
             self._graders[name] = GRADERS.get_registered(name)
         kind = self._graders[name]
-        settings = {} if self._args is None else settings_of(kind, self._args)  # a key of its own is its own to see
+        settings = self._settings_of(kind)
         if kind.waits:
             return _Choice(name, self._concurrent, settings=settings)
         if kind.needs_network:
             return _Choice(name, self._serial, settings=settings)
-        return _Choice(name, self._offline, settings=settings, wrong=kind.wrong)
+        return _Choice(name, self._held if kind.held else self._offline, settings=settings, wrong=kind.wrong)
+
+    def _settings_of(self, kind: type[Grader]) -> dict[str, Any]:
+        """A key of its own is its own to see."""
+        return {} if self._args is None else settings_of(kind, self._args)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
         self._require_open()
@@ -312,8 +318,13 @@ class GraderPool:
         """Adds a process to the lane. Raises `SlimeError` once the pool is closed, which ends the start."""
 
         async def start() -> None:
-            process = await GraderProcess.start(self._settings, warm_up=message, offline=lane.offline)
+            others = [(name, self._settings_of(kind)) for name, kind in self._graders.items() if kind.held]
+            warm_up = {**message, "others": others if lane is self._held else []}
+            process = await GraderProcess.start(self._settings, warm_up=warm_up, kind=lane.kind)
             lane.processes.append(process)  # here, so that no cancellation comes between
+            if process.missing and not self._warned:
+                self._warned = True
+                logger.warning("graders of texts are not held by %s on this machine", " and ".join(process.missing))
 
         self._require_open()
         task = asyncio.create_task(start(), name="grader-start")

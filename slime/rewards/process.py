@@ -34,7 +34,7 @@ from typing import Any
 from slime.core.errors import SlimeError
 from slime.core.silence import Silence, processor_s, within
 from slime.rewards.environment import grader_environment
-from slime.rewards.worker import HEADER
+from slime.rewards.worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
@@ -110,21 +110,24 @@ class GraderProcess:
         self._reader = asyncio.create_task(self._read(), name=f"grader-{process.pid}-reader")
         self._write_lock = asyncio.Lock()
         self.dead = False
+        self.missing: tuple[str, ...] = ()
+        """What does not hold it that should."""
         self.num_reserved = 0
         """Requests that the pool has given to this process; the pool's to count."""
 
     @classmethod
-    async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], offline: bool) -> GraderProcess:
+    async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], kind: str) -> GraderProcess:
         """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded.
 
-        `offline`: for graders that only compute; without network, where the kernel permits, and without `args`.
+        `kind`: one of `worker`'s. `warm_up`: a request, and the `others` that a process that is held has to know.
         """
+        offline = kind != ONLINE
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "slime.rewards.worker",
             str(os.getpid()),
-            *(["offline"] if offline else []),
+            kind,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -142,9 +145,10 @@ class GraderProcess:
             "grader": warm_up["grader"],
             "custom": warm_up["custom"],
             "settings": warm_up["settings"],
+            "others": warm_up["others"],
         }
         try:
-            await worker.ask(message)
+            worker.missing = tuple((await worker.ask(message)).get("missing", ()))
         except BaseException:
             await worker.kill()
             raise

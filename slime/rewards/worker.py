@@ -13,7 +13,9 @@ Invariants
 3. Every request gets a reply unless the process dies; an exception is a reply, also one that is meant to end processes.
    It is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and raised nothing that the
    machine, the installation or the row is to blame for.
-4. As many async graders run side by side as may be asked, also where each of them waits in a thread (`to_thread`).
+4. A process that is to be held has given up all but libraries (`held`) before it sees an answer, and answers are run
+   as no program.
+5. As many async graders run side by side as may be asked, also where each of them waits in a thread (`to_thread`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ from slime.core.lifeline import die_with_parent
 from slime.core.ports import ASK_AGAIN
 from slime.core.sample import Sample
 from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
+from slime.rewards.held import Gate, shut_in
 from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
+ONLINE, OFFLINE, HELD = "online", "offline", "held"
+"""Kinds of processes: with the network and the settings of the run; without them; and without all but libraries."""
 HEADER = struct.Struct("<I")
 """Length of the JSON that follows, in bytes."""
 CONCURRENT_PER_PROCESS = 64
@@ -68,8 +73,10 @@ def load_custom(path: str) -> Callable[..., Any]:
 class Server:
     """Answers requests; synchronous graders one at a time, asynchronous ones concurrently."""
 
-    def __init__(self, replies: BinaryIO) -> None:
-        self.replies = replies
+    def __init__(self, replies: BinaryIO, *, parent: int, kind: str) -> None:
+        self.replies, self.parent, self.kind = replies, parent, kind
+        self.gate: Gate | None = None
+        """Of a process that is held."""
         self.args: object = None
         self.limit_s = 0.0
         self.functions: dict[str, Callable[..., Any]] = {}
@@ -77,8 +84,8 @@ class Server:
         self.graders: dict[str, Grader] = {}
         """By the name that asks for them."""
 
-    def configure(self, message: dict[str, Any]) -> None:
-        """Takes the settings of the first frame."""
+    def configure(self, message: dict[str, Any]) -> tuple[str, ...]:
+        """Takes the settings of the first frame; what this machine cannot hold the process from."""
         sys.path[:0] = [p for p in message["sys_path"] if p not in sys.path]
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
         self.limit_s = message["limit_s"]
@@ -88,6 +95,15 @@ class Server:
                 self.function(message["grader"])
             else:
                 self.grader(message["grader"], message["settings"]).warm_up()
+        if self.kind != HELD:
+            return ()
+        for name, settings in message["others"]:
+            with contextlib.suppress(Exception):  # as above; afterwards no file of its own can be read
+                self.grader(name, settings)
+        missing = shut_in()
+        die_with_parent(self.parent)  # a change of user takes that back
+        self.gate = Gate()
+        return missing
 
     def reply(self, request_id: int, answer: dict[str, Any]) -> None:
         data = json.dumps({"id": request_id, **answer}, allow_nan=False).encode()
@@ -107,7 +123,8 @@ class Server:
                 if request["computes"]:
                     self.reply(request["id"], {"looks_since_s": time.process_time()})
                     failure = "ungradable"
-                result = grader.grade(samples[0], limit_s)
+                with self.gate.closed() if self.gate else contextlib.nullcontext():
+                    result = grader.grade(samples[0], limit_s)
             else:
                 function = self.function(request["grader"])
                 result = function(self.args, samples if request["group"] else samples[0])
@@ -188,13 +205,13 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
     return {"value": score.value}
 
 
-async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
     """Reads frames until end-of-file. A request marked `concurrent` runs as a task, any other before the next read."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
-    server = Server(replies)
+    server = Server(replies, parent=parent, kind=kind)
     tasks: set[asyncio.Task[None]] = set()
 
     async def handle(request: dict[str, Any]) -> None:
@@ -205,8 +222,8 @@ async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             message = json.loads(await reader.readexactly(length))
             if "limit_s" in message:
-                server.configure(message)
-                server.reply(message["id"], {"scores": []})
+                missing = server.configure(message)
+                server.reply(message["id"], {"scores": [], "missing": missing})
             elif message["concurrent"]:
                 task = asyncio.create_task(handle(message))
                 tasks.add(task)
@@ -216,17 +233,18 @@ async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Entry of `python -m slime.rewards.worker PARENT_PID [offline]`."""
-    if "offline" in sys.argv[2:]:
+    """Entry of `python -m slime.rewards.worker PARENT_PID online|offline|held`."""
+    parent, kind = int(sys.argv[1]), sys.argv[2]
+    if kind == OFFLINE:
         confine.leave(confine.NEW_NETWORK)
         confine.Calls(namespaces=True).give_up()  # no socket of another program either; the sandbox of code needs those
-    die_with_parent(int(sys.argv[1]))
+    die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    asyncio.run(serve(requests, replies))
+    asyncio.run(serve(requests, replies, parent=parent, kind=kind))
     os._exit(0)  # a grader's left-over thread must not keep the process
 
 

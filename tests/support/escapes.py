@@ -1,10 +1,11 @@
-"""Attempts to escape from what holds programs, agents and pickles: each a few lines of Python and what it must not get.
+"""Attempts to escape from what holds programs, agents, pickles and graders of texts.
 
-    python -m tests.support.escapes grader|agent|pickle
+    python -m tests.support.escapes grader|agent|pickle|text
 
-runs all of them in such a process and prints as JSON: attempt -> "held: why", or "got: what". Attempts are functions
-without arguments that return what they got, or something false, or raise `OSError`; each runs in a child where its
-holder allows children. `PRELUDE` is what they may use. The last ones of a list are those that may end their process.
+Each is a few lines of Python, and what it must not get. The command runs all of them in such a process and prints as
+JSON: attempt -> "held: why", or "got: what". Attempts are functions without arguments that return what they got, or
+something false, or raise `OSError`; each runs in a child where its holder allows children. `PRELUDE` is what they may
+use. The last ones of a list are those that may end their process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 from slime.core.confine import calls
+from slime.rewards.environment import grader_environment
 
 PRELUDE = r"""
 import ctypes, errno, json, mmap, os, platform, resource, signal, socket, struct, sys, time
@@ -207,6 +209,14 @@ def locks_memory():
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return libc.mlock(ctypes.c_void_p(at), ctypes.c_size_t(64 << 20)) == 0
 def opens_ten_thousand_files(): return [os.open("/dev/null", 0) for _ in range(10_000)]
+def enlarges_a_pipe():
+    import fcntl
+    return fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)
+def enlarges_a_socket():
+    one, _ = socket.socketpair()
+    before = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before
 def one_large_object(): return len(bytearray(MEMORY + (64 << 20)))
 def one_large_mapping(): return mmap.mmap(-1, MEMORY + (64 << 20))
 """
@@ -279,6 +289,30 @@ def memory_of_eight_processes():
         began.append(child)
     time.sleep(4)
     return sum(struct.unpack("8Q", sums[:])) > 3 * MEMORY and "several times the limit"
+def memory_in_sockets():
+    sums = mmap.mmap(-1, 24 * 8)
+    part = bytes(1 << 16)
+    def fill(end):
+        end.setblocking(False)
+        try:
+            while True:
+                yield end.send(part)
+        except BlockingIOError:
+            pass
+    for i in range(24):
+        if not os.fork():
+            held, ends = 0, []
+            try:
+                while held < MEMORY // 4:
+                    ends += socket.socketpair()
+                    held += sum(fill(ends[-1])) + sum(fill(ends[-2]))
+                    struct.pack_into("Q", sums, 8 * i, held)
+            except OSError:
+                pass
+            time.sleep(8)
+            os._exit(0)
+    time.sleep(6)
+    return sum(struct.unpack("24Q", sums[:])) > 2 * MEMORY and "several times the limit"
 def shared_memory_of_eight_processes():
     sums = mmap.mmap(-1, 8 * 8)
     for i in range(8):
@@ -429,6 +463,29 @@ def of_pickle(facts: dict[str, object], chosen: list[str]) -> str:
     return done.stdout or f"ended: {done.returncode} {done.stderr[-2000:]}"
 
 
+TEXT = """
+import sys
+from slime.rewards.held import shut_in
+from slime.rewards.worker import limit_resources
+program = sys.stdin.read()
+limit_resources(int(sys.argv[1]))
+assert shut_in() == ()
+exec(program)
+"""
+
+
+def of_text(facts: dict[str, object], chosen: list[str]) -> str:
+    """As if an answer had passed the gate of its grader."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TEXT, str(MEMORY_BYTES)],
+        input=program(facts, chosen, forks=False),
+        capture_output=True,
+        text=True,
+        env={**grader_environment(os.environ, offline=True), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.stdout or f"ended: {done.returncode} {done.stderr[-2000:]}"
+
+
 def of_nobody(facts: dict[str, object], chosen: list[str]) -> str:
     """Held by nothing but a user without rights: shows which attempts get something."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -447,7 +504,7 @@ def of_nobody(facts: dict[str, object], chosen: list[str]) -> str:
 
 
 NOBODY = 1_234_567
-HOLDERS = {"grader": of_grader, "agent": of_agent, "pickle": of_pickle, "nobody": of_nobody}
+HOLDERS = {"grader": of_grader, "agent": of_agent, "pickle": of_pickle, "text": of_text, "nobody": of_nobody}
 
 
 def main() -> None:

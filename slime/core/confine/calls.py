@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import os
 import platform
 import struct
 import sys
@@ -21,6 +22,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 _SAME = {
     "pidfd_getfd": 438,
+    "pidfd_send_signal": 424,
     "open_tree": 428,
     "move_mount": 429,
     "fsopen": 430,
@@ -50,6 +52,20 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "socket": (41, 198),
     "socketpair": (53, 199),
     "ioctl": (16, 29),
+    "fcntl": (72, 25),
+    "setsockopt": (54, 208),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
     "shmget": (29, 194),
     "shmctl": (31, 195),
     "shmat": (30, 196),
@@ -130,7 +146,19 @@ _NAMESPACES: tuple[str, ...] = (
     "fsopen",
 )
 _NAMESPACES += ("fsconfig", "fsmount", "fspick", "mount_setattr", "open_tree_attr")
-_LOOKED_AT = ("clone", "clone3", "fork", "vfork", "execve", "execveat", "socket", "socketpair", "ioctl")
+_LOOKED_AT: tuple[str, ...] = (
+    "clone",
+    "clone3",
+    "fork",
+    "vfork",
+    "execve",
+    "execveat",
+    "socket",
+    "socketpair",
+    "ioctl",
+    "fcntl",
+)
+_LOOKED_AT += ("setsockopt",)
 _PROGRAMS = ("fork", "vfork", "execve", "execveat")
 _FILES: tuple[str, ...] = (
     "chmod",
@@ -145,10 +173,19 @@ _FILES: tuple[str, ...] = (
     "lsetxattr",
 )
 _FILES += ("fsetxattr", "setxattrat", "utime", "utimes", "futimesat", "utimensat", "file_setattr")
+_KILLS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+_OF_PROCESSES = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+_OF_MANY = ("tkill", "pidfd_send_signal", "setpriority", "ioprio_set")
+"""Calls on a process: the first argument of the first two kinds is its number, in the second 0 is the caller; the third
+kind names processes in further ways."""
 _MISSING = ("io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret")
 """Refused as by a kernel that has them not: programs know how to go on."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX = 1031, 8, 15
+_SET_OWNER_BY_IOCTL = (0x8901, 0x8902)
+"""Whom a signal goes to when a file is ready."""
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _PROTOCOLS = (0, 6, 17)
 """Of internet sockets: that of the type, TCP, UDP."""
@@ -162,15 +199,19 @@ _SECCOMP, _SET_MODE_FILTER, _ALL_THREADS = (317, 277), 1, 1
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What a process keeps of the calls that are given up. Its children have no more."""
+    """What a process keeps of the calls that are given up. Its children have no more.
+
+    Buffers of pipes and sockets keep the sizes that the kernel gives them, whoever asks: they are memory that no limit
+    of a process counts.
+    """
 
     internet: bool = False
     """Sockets of TCP and UDP, and those that list the devices of the network."""
     unix: bool = False
     """Sockets that have a path or a name; without it connected pairs alone."""
     programs: bool = True
-    """Other processes, and changes of owners, rights and times of files, which Landlock does not see; without it
-    threads alone."""
+    """Other processes, to start and to signal, and changes of owners, rights and times of files, which Landlock does
+    not see; without it threads alone."""
     namespaces: bool = False
     """Namespaces and mounts: for a process that is going to hold others."""
 
@@ -204,20 +245,32 @@ class Calls:
 
     def _answers(self) -> Iterator[tuple[str, list[bytes]]]:
         """(call, what the filter does on it)"""
-        kept = {*_LOOKED_AT, *(_NAMESPACES if self.namespaces else ()), *(_FILES if self.programs else ())}
+        kept = {*_LOOKED_AT, *_KILLS, *_OF_PROCESSES, *(_NAMESPACES if self.namespaces else ())}
+        kept |= {*_FILES, *_OF_MANY} if self.programs else set()
         for name in _NUMBERS.keys() - kept:
             yield name, [_refuse(errno.ENOSYS if name in _MISSING else errno.EPERM)]
         yield "socket", self._socket()
         yield "socketpair", self._socketpair()
-        terminal = _one_of((_TIOCSTI, _TIOCLINUX), [_refuse(errno.EPERM)])
+        terminal = _one_of(
+            (_TIOCSTI, _TIOCLINUX, *(() if self.programs else _SET_OWNER_BY_IOCTL)), [_refuse(errno.EPERM)]
+        )
         yield "ioctl", [_argument(1), *terminal, _step(_RETURN, _ALLOW)]
+        refused = (_SET_PIPE_SIZE,) if self.programs else (_SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX)
+        yield "fcntl", [_argument(1), *_one_of(refused, [_refuse(errno.EPERM)]), _step(_RETURN, _ALLOW)]
+        of_buffers = [_argument(2), *_one_of(_BUFFER_SIZES, [_refuse(0)]), _step(_RETURN, _ALLOW)]
+        yield "setsockopt", [_argument(1), *_one_of((_SOL_SOCKET,), of_buffers), _step(_RETURN, _ALLOW)]
         if not self.namespaces or not self.programs:
             yield "clone3", [_refuse(errno.ENOSYS)]
             of_new = [] if self.namespaces else [_step(_ANY_BIT, _CLONE_NEW, 0, 1), _refuse(errno.EPERM)]
             of_all = [] if self.programs else [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
             yield "clone", [_argument(0), *of_new, *of_all, _step(_RETURN, _ALLOW)]
-        for name in () if self.programs else _PROGRAMS:
+        if self.programs:
+            return
+        for name in _PROGRAMS:
             yield name, [_refuse(errno.EPERM)]
+        for names, own in ((_KILLS, (os.getpid(),)), (_OF_PROCESSES, (0, os.getpid()))):
+            for name in names:
+                yield name, [_argument(0), *_one_of(own, [_step(_RETURN, _ALLOW)]), _refuse(errno.EPERM)]
 
     def _socket(self) -> list[bytes]:
         answer = [_argument(0)]

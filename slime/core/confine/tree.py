@@ -2,12 +2,16 @@
 process alone.
 
 What counts is memory of their own and shared memory, not files. First the sum of what each has mapped, which costs
-little; only where that is too much, what they share is counted once, as the kernel divides it among them.
+little; only where that is too much, what they share is counted once, as the kernel divides it among them. What the
+kernel keeps for sockets and pipes is nowhere said: so many may be open as would have that memory if all were full.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import socket
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -39,8 +43,36 @@ def fields_of(pid: int) -> dict[str, str]:
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
-    """Whether these processes together have more memory."""
-    return sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes
+    """Whether these processes together have more memory, or more sockets and pipes than could be filled with it."""
+    if sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes:
+        return True
+    most_open = most_bytes // _buffer_bytes()
+    return sum(len(_open_of(pid)) for pid in pids) > most_open and len(_buffers(pids)) > most_open
+
+
+@functools.cache
+def _buffer_bytes() -> int:
+    """Of a socket, which has more than a pipe, where no process may change it (`calls`)."""
+    one, other = socket.socketpair()
+    with one, other:
+        return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def _open_of(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return []
+
+
+def _buffers(pids: Iterable[int]) -> set[str]:
+    """The kernel's names of their sockets and pipes."""
+    found = set()
+    for pid in pids:
+        for name in _open_of(pid):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {name for name in found if name.startswith(("socket:", "pipe:"))}
 
 
 def _mapped_bytes(pid: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +23,15 @@ SHOWN_OF_PROC |= {"thread-self", "uptime", "version", "vmstat"}
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _READ_ONLY = 0x1000, 0x4000, 0x40000, 2, 4, 8, 1
 _DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = 2, -100, 0x8000, 442
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """Those that are there, by all of their names, without what is inside of others or of `SYSTEM`."""
+    found = {name for path in paths if os.path.exists(path) for name in (path, os.path.realpath(path))}
+    kept: list[str] = []
+    for path in sorted(found, key=len):
+        kept += [] if any(Path(path).is_relative_to(other) for other in (*SYSTEM, *kept)) else [path]
+    return kept
 
 
 def build(

@@ -48,6 +48,9 @@ class Grader(ABC):
     """It computes for longer than a formula takes, within limits of its own: it may take the whole `limit_s`."""
     needs_network: ClassVar[bool] = False
     """Its process keeps the network. One that `waits` has it anyway; any other has none, where the kernel permits."""
+    held: ClassVar[bool] = False
+    """It computes from the sample alone, with libraries: its process gives up all else (`slime.rewards.held`), and may
+    run no program that stands in an answer."""
     runs_code: ClassVar[bool] = False
     """It runs what a model wrote, in the `sandbox`: a machine that cannot hold that is refused before the start."""
     finds_box: ClassVar[bool] = False

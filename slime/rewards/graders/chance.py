@@ -12,6 +12,7 @@ from slime.rewards.graders import GRADERS, Grader
 class Chance(Grader):
     """A repeatable coin."""
 
+    held = True
     wrong = 0.0
 
     def grade(self, sample: Sample, limit_s: float) -> float:

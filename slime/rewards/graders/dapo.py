@@ -24,6 +24,7 @@ class Dapo(Grader):
     needs_label = True
     finds_box = True
     score_keys = ("score", "acc")
+    held = True
     wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
 
     def prepare(self, sample: Sample) -> None:

@@ -18,6 +18,7 @@ class DeepScaler(Grader):
 
     needs_label = True
     finds_box = True
+    held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:

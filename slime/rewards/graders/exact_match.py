@@ -13,6 +13,7 @@ class ExactMatch(Grader):
     """The final answer is the label."""
 
     needs_label = True
+    held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:

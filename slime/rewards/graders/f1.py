@@ -25,6 +25,7 @@ class TokenF1(Grader):
     """Token F1 of the final answer and the label."""
 
     needs_label = True
+    held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:

@@ -121,6 +121,7 @@ def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
 class MultipleChoice(Grader):
     """The answer commits to the right letter."""
 
+    held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:

@@ -49,6 +49,7 @@ class InstructionFollowing(Grader):
     """All instructions of the row are followed."""
 
     score_keys = ("score", "loose", "strict_share", "loose_share")
+    held = True
     wrong: ClassVar[Reward] = dict.fromkeys(score_keys, 0.0)
 
     def prepare(self, sample: Sample) -> None:

@@ -61,6 +61,7 @@ class MathAnswer(Grader):
     """The final answer equals the label, by math-verify."""
 
     needs_label = True
+    held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:

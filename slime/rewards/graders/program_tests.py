@@ -3,9 +3,9 @@
 The tests stand in `metadata["tests"]`, else in the label (as JSON text or not), in one of these shapes:
 - `[{"input": text, "output": text}, ...]` or `{"inputs": [...], "outputs": [...]}`: standard input and output;
 - the latter with `"fn_name"`: each input is the list of arguments, each output what the function returns;
-- a list of Python statements, or one text of them: assertions; with `metadata["entry_point"]` the text defines
-  `check(candidate)`, as HumanEval does (Chen et al., 2021, arXiv:2107.03374). Statements of a list that name nothing of
-  the program do not count as tests; they run before each of the others.
+- a list of Python statements, or one text of them: assertions; with `metadata["entry_point"]` the text, or one of the
+  list, defines `check(candidate)`, as HumanEval does (Chen et al., 2021, arXiv:2107.03374). Statements of a list that
+  name nothing of the program do not count as tests; they run before each of the others.
 
 The score is the share of tests passed, or with `metadata["code_reward"] = "all"` 1.0 for all of them, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) bound one test. A program that is too slow fails
@@ -71,6 +71,9 @@ def cases_of(sample: Sample) -> list[Case]:
     if isinstance(tests, str) and tests.strip():
         return _assertions([tests], sample.metadata.get("entry_point"))
     if isinstance(tests, list) and tests and all(isinstance(t, str) for t in tests):
+        entry_point = sample.metadata.get("entry_point")
+        if entry_point and any(re.search(r"^def check\b", one, re.MULTILINE) for one in tests):
+            return _assertions(["\n".join(tests)], entry_point)
         return _assertions(tests, None)
     if isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests):
         return [Case({}, _text(t["input"]), _text(t["output"]), "stdin") for t in tests]

@@ -87,6 +87,7 @@ def bare_answer(response: str, reference: str) -> str:
 class ReasoningGymTask(Grader):
     """The score of the task's own verifier."""
 
+    held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:

@@ -245,11 +245,7 @@ def readable() -> list[str]:
     places = [sys.prefix, sys.base_prefix, sys.argv[5]]
     environment = Path(sys.executable).parents[1]
     places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # which `-S` keeps out of the prefix
-    paths = [path for found in places for path in (found, os.path.realpath(found))]
-    kept: list[str] = []
-    for path in sorted(set(paths), key=len):
-        kept += [] if any(Path(path).is_relative_to(other) for other in (*view.SYSTEM, *kept)) else [path]
-    return kept
+    return view.outermost(places)
 
 
 def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:

@@ -85,10 +85,18 @@ def held(said: dict[str, str], names: list[str]) -> None:
     assert {name: why for name, why in said.items() if not why.startswith("held")} == {}
 
 
+def test_the_document_counts_the_attempts() -> None:
+    text = " ".join(Path(__file__).parents[3].joinpath("docs/graders.md").read_text().split())
+    assert f"has {len(QUICK_NAMES + HEAVY_NAMES)} attempts" in text
+    assert f"of the {len(QUICK_NAMES)} that need no further process" in text
+
+
 @HOLDS
-@pytest.mark.parametrize("holder", ["grader", "agent", pytest.param("pickle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("holder", ["grader", "agent", "text", pytest.param("pickle", marks=pytest.mark.slow)])
 def test_no_attempt_to_escape_gets_anything(holder: str) -> None:
-    """Law: what a program, an agent's command or a pickle that took over its reader tries gets none of it."""
+    """Law: what a program, an agent's command, a pickle that took over its reader, or an answer that took over its
+    grader tries gets none of it.
+    """
     held(came_of(holder, "quick"), QUICK_NAMES)
 
 
@@ -104,7 +112,7 @@ def test_no_attempt_gets_more_than_its_share(holder: str, user: int | None, pref
 @pytest.mark.slow
 @HOLDS
 @AS
-@pytest.mark.parametrize("holder", ["grader", "agent", "pickle"])
+@pytest.mark.parametrize("holder", ["grader", "agent", "pickle", "text"])
 def test_nor_as_another_user_or_without_control_groups(holder: str, user: int | None, prefix: str) -> None:
     """Law: the same holds for a user who is not root, and where control groups cannot be seen."""
     held(came_of(holder, "quick", user=user, prefix=prefix), QUICK_NAMES)

@@ -193,6 +193,17 @@ RIGHT = {
             "assert list(o) == ['b', 'a'] and q == deque([1, 3])",
         ],
     ),
+    "views and signs": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __neg__(self): return V(-self.x)\n"
+        "    def __abs__(self): return abs(self.x)\n    def __int__(self): return self.x\n"
+        "    def __float__(self): return float(self.x)\n    def __round__(self, n=None): return self.x\n"
+        "def keys(): return {2: 3, 1: [4]}.keys()\ndef items(): return {2: 3, 1: [4]}.items()",
+        [
+            "assert keys() == {1: 2, 2: 1}.keys() and list(keys()) == [2, 1] and 1 in keys()",
+            "assert items() == {1: [4], 2: 3}.items() and list(items()) == [(2, 3), (1, [4])]",
+            "assert (-V(2)).x == -2 and abs(V(-2)) == 2 and int(V(3)) == 3 and float(V(3)) == 3.0 == round(V(3), 1)",
+        ],
+    ),
     "errors with attributes": (
         "class Coded(ValueError):\n    def __init__(self, code):\n        super().__init__(f'code {code}')\n"
         "        self.code = code\ndef f(x): raise Coded(x)",
@@ -210,6 +221,42 @@ def test_what_holds_in_one_interpreter_holds_from_outside(name: str) -> None:
     names = names_in(tests).free
     twin = "\n".join(f"class {name}:\n    def __init__(self, *args, **more): pass" for name in sorted(names))
     assert grade(twin, tests, code_reward="all") == 0.0
+
+
+BEYOND = (
+    "from pathlib import Path\nfrom array import array\nfrom collections import UserDict\nclass D:\n"
+    "    def __init__(self, x): self.x = x\n    def __add__(self, other): return D(self.x + other)\n"
+    "    def __contains__(self, x): return x == self.x\n    def __hash__(self): return 1\n"
+    "    def __eq__(self, other): return True\n    def __enter__(self): return self\n"
+    "    def __exit__(self, *error): pass\n    def __index__(self): return self.x\n"
+    "def f(): print('said')\ndef path(): return Path('/a')\ndef numbers(): return array('i', [1])\n"
+    "def data(): return UserDict(a=1)\nasync def later(): return 1\n",
+    [
+        "assert f.__name__ == 'f'",
+        "assert path() == __import__('pathlib').Path('/a')",
+        "assert numbers() == __import__('array').array('i', [1])",
+        "assert data() == {'a': 1}",
+        "assert __import__('asyncio').run(later()) == 1",
+        "assert (D(1) + 1).x == 2",
+        "assert 1 in D(1)",
+        "assert hash(D(1)) == 1",
+        "assert len({D(1), D(1)}) == 1",
+        "assert 'ab'[D(1)] == 'b'",
+        "assert type(D(1)) is D",
+        "assert D(1).__dict__ == {'x': 1}",
+        "with D(1) as one:\n    assert one.x == 1",
+        "class E(D):\n    pass\nassert E(1).x == 1",
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as said:\n    f()\n"
+        "assert said.getvalue() == 'said\\n'",
+    ],
+)
+"""What holds in one interpreter and cannot be found out from outside; `docs/graders.md` lists it."""
+
+
+def test_what_cannot_be_asked_from_outside_fails() -> None:
+    program, tests = BEYOND
+    assert in_one_interpreter(program, tests)
+    assert grade(program, tests) == 0.0
 
 
 SQUARES = [

@@ -70,6 +70,9 @@ def test_assertions_hold_or_do_not() -> None:
     assert grade("def double(x): return x", tests) == 0.5
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     assert grade("def double(x): return 2 * x", check, entry_point="double") == 1.0
+    for texts in ([check], ["LARGE = 10**9", check + "    assert candidate(LARGE) == 2 * LARGE\n"]):
+        assert grade("def double(x): return 2 * x", texts, entry_point="double") == 1.0
+        assert grade("def double(x): return x", texts, entry_point="double") == 0.0
 
 
 @pytest.mark.parametrize(

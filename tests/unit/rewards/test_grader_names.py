@@ -83,3 +83,10 @@ def test_the_command_line_takes_a_grader_of_the_user(tmp_path: Path) -> None:
     args: Any = parse_args([*words, "--rm-type", OWN, "--num-words", "7"])
     assert args.rm_type == OWN and args.num_words == 7
     assert "derive a class from" in refused([*words, "--rm-type", "json.JSONDecoder"])
+
+
+@pytest.mark.parametrize("name", GRADERS.names())
+def test_every_grader_that_computes_on_texts_is_held(name: str) -> None:
+    """Law: a process that reads answers has nothing, unless it waits for a service or starts programs in a sandbox."""
+    kind = GRADERS.get(name)
+    assert kind.held == (not kind.waits and not kind.needs_network and not kind.runs_code)

@@ -28,6 +28,8 @@ from slime.core.sample import Sample
 from slime.rewards import pool as pool_module
 from slime.rewards import process
 from slime.rewards.environment import FEW_THREADS, grader_environment
+from slime.rewards.graders.sandbox import missing_here
+from slime.rewards.held import is_formula
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rollout.clients import grader_pool
@@ -268,7 +270,7 @@ def test_no_giant_text_travels_to_a_grader(where: str) -> None:
             assert isinstance(score, Scored) and score.value == 0.0 and "too long" in score.ungradable, score
         else:
             assert isinstance(score, Unscored) and "too long" in score.reason
-        assert not pool._offline.processes, "a process was started for it"
+        assert not pool._held.processes, "a process was started for it"
 
     with_pool(work, rm_type="exact_match")
 
@@ -455,12 +457,102 @@ def test_built_in_graders_have_no_network_where_the_kernel_permits() -> None:
 
     async def work(pool: GraderPool) -> None:
         await pool.score(Sample(response="x", label="x"))
-        (process,) = pool._offline.processes
+        (process,) = pool._held.processes
         namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", process.pid)}
         assert len(namespaces) == (2 if permitted == "True" else 1)
         assert b"HOME=" in Path(f"/proc/{process.pid}/environ").read_bytes(), "the guardian could not know it"
 
     with_pool(work, rm_type="exact_match")
+
+
+SAYS = "(lambda o: o.system('touch {place}'))(__import__('os'))"
+STEALS = "list(__import__('sys')._getframe(1).f_locals['entry']['answer'])"
+OF_X = {"integrand": "2*x", "variable": "x"}
+EVALUATED: dict[str, tuple[str, dict[str, Any], str, float]] = {
+    "string_insertion": ("ABC", {}, "['A', 'B', 'C']", 0.1),
+    "spiral_matrix": ("1 2 3", {}, "[1, 2, 3]", 0.1),
+    "countdown": ("1 + 2", {"numbers": [1, 2], "target": 3}, "2 + 1", 1.0),
+    "polynomial_multiplication": ("x**2 - 1", {}, "-1 + x*x", 1.0),
+    "simple_integration": ("x**2 + C", OF_X, "x*x + C", 1.0),
+}
+"""Task of reasoning-gym that evaluates answers as Python -> answer, metadata, another right answer, and its score."""
+
+
+def test_an_answer_is_run_as_no_program(tmp_path: Path) -> None:
+    """Law: an answer that a library evaluates does nothing and finds no label; a formula is a formula still."""
+    tmp_path.chmod(0o777)
+
+    async def work(pool: GraderPool) -> None:
+        for task, (answer, metadata, other, score) in EVALUATED.items():
+            entry = {"question": "", "answer": answer, "metadata": metadata}
+
+            async def graded(text: str, task: str = task, entry: dict[str, Any] = entry) -> Any:
+                row = {"source_dataset": task, "entry": entry}
+                got = await pool.score(Sample(response=f"<answer>{text}</answer>", label="", metadata=row))
+                assert isinstance(got, Scored), got
+                return got.value
+
+            place = tmp_path / task
+            for text in (SAYS.format(place=place), f"open('{place}', 'w')", f'exec(\'open("{place}", "w")\')', STEALS):
+                assert await graded(text) <= 0.05, (task, text)
+            assert (task, await graded(other)) == (task, score)
+        (process,) = pool._held.processes
+        if not missing_here():
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            assert process.missing == () and "Seccomp:\t2" in status
+            assert os.getuid() != 0 or "\nUid:\t0" not in status, "it is root's"
+
+    with_pool(work, rm_type="reasoning_gym", num_workers=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+SCORES = """
+import json
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+from slime.rewards.graders.reasoning_gym_task import BOARDS, _with_boards
+from slime.rewards.held import Gate, shut_in
+tasks = {name: reasoning_gym.create_dataset(name, seed=3, size=1) for name in sorted(DATASETS) if name != "composite"}
+entries = {name: task[0] for name, task in tasks.items()}
+entries |= {name: _with_boards(json.loads(json.dumps(entries[name]))) for name in BOARDS}
+def one(name, text):
+    try:
+        return tasks[name].score_answer(text, entries[name])
+    except Exception as error:
+        return type(error).__name__
+def score(name):
+    right = str(entries[name]["answer"])
+    return [one(name, text) for text in (right, str(list(right)), str(right.split()))]
+open_scores = {name: score(name) for name in tasks}
+gate, missing = Gate(), shut_in()
+with gate.closed():
+    assert {name: score(name) for name in tasks} == open_scores
+assert sum(scores[0] == 1.0 for scores in open_scores.values()) > 90, open_scores
+"""
+
+
+@pytest.mark.slow
+def test_right_answers_of_all_tasks_keep_their_scores() -> None:
+    """Law: what holds a grader changes no score of an honest answer."""
+    done = subprocess.run([sys.executable, "-c", SCORES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("text", ["Integer(2)*Symbol('x')**2", "['A', 1.5, (2, -3)]", "sqrt(2) + pi", "abs(-1)", "C"])
+def test_the_gate_lets_formulas_through(text: str) -> None:
+    assert is_formula(compile(text, "", "eval"), ["C"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("x.y", "(lambda: 1)()", "[i for i in (1,)]", "open('x')", "oracle_answer", "__import__('os')", "eval('1')"),
+        *("lambdify((), '1')", "S('1')", "parse_expr('1')", "f'{pi.args}'", "getattr(1, 'x')", "preview(pi)"),
+    ],
+)
+def test_the_gate_refuses_programs(text: str) -> None:
+    """Law: no attribute, definition, import, local variable, or function that is not named in a short list."""
+    assert not is_formula(compile(text, "", "eval"))
 
 
 def test_the_row_chooses_its_grader() -> None:
@@ -480,10 +572,10 @@ def test_close_ends_a_start_and_who_waits_for_it() -> None:
 
     async def work(pool: GraderPool) -> None:
         asked = asyncio.create_task(pool.score(Sample(response="x", label="x")))
-        while not pool._offline.starting:
+        while not pool._held.starting:
             await asyncio.sleep(0)
         await pool.close()
-        assert not pool._offline.starting and not pool._offline.processes
+        assert not pool._held.starting and not pool._held.processes
         with pytest.raises(SlimeError, match="closed"):
             await asked
 
@@ -495,7 +587,7 @@ def test_close_leaves_no_process() -> None:
 
     async def work(pool: GraderPool) -> None:
         await pool.score(Sample(response="x", label="x"))
-        pids.extend(p.pid for p in pool._offline.processes)
+        pids.extend(p.pid for p in pool._held.processes)
 
     with_pool(work, rm_type="exact_match")
     assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)

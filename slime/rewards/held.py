@@ -1,0 +1,166 @@
+"""How a process is held that grades texts: no answer runs in it, and what ran could do nothing.
+
+Libraries of graders evaluate answers as Python: verifiers of reasoning-gym do (`eval`), and sympy's `parse_expr`, to
+which they hand formulas. Such an answer could read the label, write its own reward and everybody's after it, and use
+the machine. Two things stand against that, in a process that many gradings share (`worker`):
+
+- the gate (`Gate`) looks at all code before Python runs it. While a grader looks at an answer, it lets through modules
+  that are being imported, and formulas: numbers, texts, lists, sympy's classes, a few functions.
+- the process gives up all but libraries (`shut_in`, by `slime.core.confine`): no network, no other process, no program,
+  a root of its own in which libraries alone are in view, a small disk in memory to write to, and nobody's user.
+
+Invariants
+1. An answer cannot run an attribute, an import, a function of Python's that is not in `FUNCTIONS`, or a definition.
+2. A machine that lacks a part of the holding gives the others all the same, and the process says which part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from slime.core import confine
+from slime.core.confine import landlock, view
+
+NAMESPACES = "namespaces"
+ROOT = "/tmp"
+"""Where the view is built: a folder that every system has, out of sight from then on."""
+TMP_BYTES, TMP_FILES = 1 << 24, 1000
+MAX_THREADS, MAX_FILES = 32, 64
+DEVICES = ("/dev/null", "/dev/urandom")
+
+FUNCTIONS = frozenset({"abs", "divmod", "float", "int", "list", "max", "min", "pow", "round", "str", "sum", "tuple"})
+FUNCTIONS |= {"cbrt", "diff", "expand", "factor", "integrate", "real_root", "root", "simplify", "sqrt", "sympy"}
+"""What formulas may name beside sympy's classes and constants; the last is of its own `from sympy import *`."""
+LIBRARIES_MAKE = frozenset({"collections", "dataclasses"})
+"""Modules of Python's that make code of the names that a library gives them."""
+IMPORTS, PARSER = "importlib._bootstrap", "sympy.parsing.sympy_parser"
+
+
+class NotAFormula(ValueError):
+    """An answer that a library was about to run as a program."""
+
+
+class Gate:
+    """Refuses to run anything but formulas, while it is closed. It stays as long as the process."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        sys.addaudithook(self._look)
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """While a grader looks at an answer."""
+        self._closed = True
+        try:
+            yield
+        finally:
+            self._closed = False
+
+    def _look(self, event: str, given: tuple[Any, ...]) -> None:
+        """Python's audit hook. Raises `NotAFormula`."""
+        if event != "exec" or not self._closed:
+            return
+        code, asks = given[0], sys._getframe(1)
+        if isinstance(code, CodeType) and (_is_library(asks) or is_formula(code, _symbols_of(asks))):
+            return
+        raise NotAFormula("got an answer that is a program, which no grader runs")
+
+
+def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
+    """Whether it names nothing but `symbols` and what formulas may, and defines nothing. Attributes and imports are
+    names, too.
+    """
+    if any(isinstance(one, CodeType) for one in code.co_consts):
+        return False
+    return all(name in FUNCTIONS or name in symbols or name in _of_sympy() for name in code.co_names)
+
+
+def _symbols_of(asks: FrameType) -> list[str]:
+    """Names of a task's own symbols, which `parse_expr` was given."""
+    given = asks.f_locals.get("local_dict") if asks.f_globals.get("__name__") == PARSER else None
+    import sympy
+
+    return [name for name, value in (given or {}).items() if isinstance(value, sympy.Basic)]
+
+
+def _is_library(asks: FrameType) -> bool:
+    """Whether the one who asks Python to run code is a library that makes code, or a module is being imported."""
+    if asks.f_globals.get("__name__") in LIBRARIES_MAKE:
+        return True
+    above: FrameType | None = asks
+    while above is not None:
+        if above.f_globals.get("__name__") == IMPORTS:
+            return True
+        above = above.f_back
+    return False
+
+
+@functools.cache
+def _of_sympy() -> frozenset[str]:
+    """Its classes and constants by the names that `parse_expr` knows."""
+    import sympy
+
+    def is_part(value: object) -> bool:
+        return isinstance(value, sympy.Basic) or (isinstance(value, type) and issubclass(value, sympy.Basic))
+
+    return frozenset(name for name in sympy.__all__ if is_part(getattr(sympy, name))) | {"Matrix"}
+
+
+def shut_in() -> tuple[str, ...]:
+    """Gives up all but libraries, for good; what of it this machine does not give.
+
+    The process must have one thread. What is in `sys.modules` and beside it can still be imported.
+    """
+    shown = libraries()
+    user = confine.any_user() if os.getuid() == 0 else None
+    alone = _works(user, shown) and _leave(user, shown)
+    if not alone:
+        confine.leave(confine.NEW_NETWORK)
+    files = landlock.readable_libraries(shown) | dict.fromkeys(DEVICES, landlock.ALL)
+    files |= {ROOT: landlock.ALL} if alone else {}
+    limits = {resource.RLIMIT_NOFILE: MAX_FILES} | ({resource.RLIMIT_NPROC: MAX_THREADS} if alone else {})
+    missing = confine.give_up(limits=limits, calls=confine.Calls(programs=False), user=None, files=files)
+    return (*([] if alone else [NAMESPACES]), *missing)
+
+
+def libraries() -> list[str]:
+    """Where what has been imported stands, and all that may be."""
+    places = [sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    places += [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if "." not in name and isinstance(file, str):
+            places.append(os.path.dirname(file) if hasattr(module, "__path__") else file)
+    return view.outermost(place for place in places if os.path.isabs(place))
+
+
+def _works(user: int | None, shown: list[str]) -> bool:
+    """Whether this machine gives namespaces and a view, tried by a child: half of it could not be taken back."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if _leave(user, shown) and all(os.access(path, os.R_OK) for path in shown) else 1)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _leave(user: int | None, shown: list[str]) -> bool:
+    kept = confine.leave(confine.NEW_NETWORK | confine.NEW_MOUNTS | confine.NEW_IPC, user, keep=shown)
+    if kept is None:
+        return False
+    try:
+        view.build(ROOT, readable=kept, places={"tmp": (TMP_BYTES, TMP_FILES)})
+        view.enter(ROOT)
+    except OSError:
+        return False
+    return True
