@@ -5,6 +5,12 @@ from __future__ import annotations
 from tests.mutation.record import Mutation
 
 ENGINE_WIRING: dict[str, Mutation] = {
+    "an engine that comes back gets a group of its own": Mutation(
+        "sequence",
+        "cluster/weight_sync_sequence.py",
+        "self._joins_alone = not sends_to_all",
+        "self._joins_alone = True",
+    ),
     "four failures of an engine": Mutation(
         "supervisor", "fleet/supervisor.py", "failures >= MAX_FAILURES and", "failures > MAX_FAILURES and"
     ),
@@ -262,6 +268,24 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "cluster/rank_weight_sync.py",
         "lambda: (info.url, info.incarnation) in self._given_up",
         "lambda: info.url in {url for url, _ in self._given_up}",
+    ),
+    "every rank has the first one's GPU": Mutation(
+        "wiring",
+        "cluster/rank_weight_sync.py",
+        "gpu_id=gpu_of_slot.get(slots[rank]) if",
+        "gpu_id=gpu_of_slot.get(slots[0]) if",
+    ),
+    "every rank tells of the first one's slot": Mutation(
+        "wiring", "cluster/rank_weight_sync.py", "self._gpus(slots[rank])", "self._gpus(slots[0])"
+    ),
+    "no rank hands the function after a write on": Mutation(
+        "wiring", "cluster/rank_weight_sync.py", "                post_write=_post_write(args),\n", ""
+    ),
+    "each rank sends again as it thinks best": Mutation(
+        "wiring",
+        "cluster/rank_weight_sync.py",
+        "if not self._peers.broadcast(self._channel.heals):",
+        "if not self._channel.heals:",
     ),
     "what engines loaded themselves is not compared": Mutation(
         "wiring", "cluster/rank_weight_sync.py", "            carried=self._carried,\n", ""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_plac
 from slime.cluster.rank_weight_sync import RankWeightSync
 from slime.cluster.ray_engines import RayEngines
 from slime.core import silence
+from slime.core.errors import WeightSyncError
 from slime.core.hidden import EngineKeys
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.topology import Worker
@@ -261,6 +263,85 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     rank._carried = {"visual": "a digest"}
     rank.sync_weights([new])
     assert (told.get("carried"), told["version"]) == ({"visual": "a digest"}, 5), "what engines loaded themselves"
+
+
+@pytest.fixture
+def second(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankWeightSync, Any, dict[str, Any]]:
+    """Training rank 1 of two, on slot 7 with GPU-b; rank 0 conducts, on slot 4 with GPU-a. With the context that its
+    transport was opened in, and what the conductor says next.
+    """
+    opened: list[Any] = []
+    said: dict[str, Any] = {"word": None}
+
+    def hear_of_gpus(everyone: list[Any], mine: Any, group: Any) -> None:
+        everyone[:] = [(4, "GPU-a"), mine]
+
+    def hear(box: list[Any], src: int, group: Any) -> None:
+        box[0] = said["word"]
+
+    def transport(name: str, args: Args) -> Any:
+        return SimpleNamespace(open=lambda context: opened.append(context) or Noting("channel", [], heals=False))
+
+    hook = tmp_path / "hook.py"
+    hook.write_text("def written(args, folder, engines):\n    return args, folder, engines\n")
+    args = rollout_args(tmp_path, "--sglang-dtype", "float32")
+    args = args.replace(device="cuda", custom_update_weight_post_write_path=f"{hook}:written")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-b"))
+    monkeypatch.setattr(dist, "all_gather_object", hear_of_gpus)
+    monkeypatch.setattr(dist, "broadcast_object_list", hear)
+    monkeypatch.setattr(rank_weight_sync.TRANSPORTS, "build", transport)
+    (table, state) = model()
+    backend: Any = SimpleNamespace(
+        outgoing=lambda dtype: Whole(table, state.items()),
+        device=torch.device("cpu"),
+        weight_version=5,
+        require_weights=lambda: None,
+        note_synced=lambda: None,
+    )
+    rank = RankWeightSync(args, backend, rank=1, slots=[4, 7], address="10.0.0.1")
+    (context,) = opened
+    return rank, context, said
+
+
+def test_each_rank_opens_its_transport_with_its_own_gpu_and_the_users_function(
+    second: tuple[RankWeightSync, Any, dict[str, Any]],
+) -> None:
+    """Law: the GPU is that of the rank's own slot, engines are known by the GPUs of theirs, and whoever writes a
+    version calls the user's function, with the settings.
+    """
+    rank, context, _ = second
+    assert (context.peers.rank, context.gpu_id, context.training_gpus) == (1, "GPU-b", {"GPU-a", "GPU-b"})
+    assert context.address == "10.0.0.1"
+    receiver = rank._receiver(EngineInfo(0, "http://a", TP2, (7, 9), None, 0))
+    assert receiver.gpu_ids == ("GPU-b", "slot 9")
+    assert context.post_write is not None, "nobody calls the user's function"
+    assert context.post_write(Path("/v"), ("http://a",)) == (rank._args, "/v", ["http://a"])
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_whether_a_failed_weight_sync_is_sent_again_is_what_the_conductor_says(
+    second: tuple[RankWeightSync, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    """Law: all ranks go on together or end together, though each of the others thinks the contrary of its own part."""
+    rank, _, said = second
+    sent: list[int] = []
+
+    def send(outgoing: Any, **named: Any) -> dict[str, float]:
+        sent.append(named["version"])
+        if len(sent) == 1:
+            raise WeightSyncError("differs")
+        return {}
+
+    monkeypatch.setattr(rank_weight_sync, "sync_weights", send)
+    monkeypatch.setattr(rank._channel, "heals", not heals)
+    monkeypatch.setattr(rank._channel, "costs", dict)
+    said["word"] = heals
+    went_on = False
+    with suppress(WeightSyncError):
+        rank.sync_weights([])
+        went_on = True
+    assert (went_on, sent) == (heals, [5] * (1 + heals))
 
 
 class Hosts:
