@@ -115,6 +115,18 @@ def test_trainer_and_engine_on_two_hosts(two: FakeCluster, shared: Path, flags: 
     assert json.loads((run.run_dir / "args.json").read_text())["update_weight_transport"] == "distributed"
 
 
+def test_hosts_that_have_ipv6_alone(shared: Path, flags: Flags) -> None:
+    """Law: trainer and engine on two hosts without IPv4 between them: Ray, weight sync and requests go over IPv6."""
+    with ray_cluster(shared, [1, 2], version=6) as cluster:
+        one, other = cluster.hosts
+        with HostedRun(cluster, shared / "ipv6", flags) as run:
+            finished(run)
+    assert cluster.address == f"[{one.address}]:6379" and ":" in other.address
+    log = (run.run_dir / "logs" / "driver.log").read_text()
+    assert f"({one.address}) has training ranks [0], the rollout side" in log, log
+    assert f"({other.address}) has engines [0]" in log and f"--host {other.address} " in command_of(run, 0)
+
+
 def test_data_parallel_ranks_on_two_hosts(two: FakeCluster, shared: Path, flags: Flags) -> None:
     """Law: ranks on two hosts train one model, write one checkpoint, and feed an engine through the shared disk."""
     save = shared / "save"

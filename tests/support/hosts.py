@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.core.addresses import INTERFACE_ENVS
+from slime.core.addresses import INTERFACE_ENVS, host_port
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 from tests.support.openness import Listening, listening, sockets_of, who
@@ -54,6 +54,10 @@ while :; do sleep 3600 & wait; done
 as an init does: a dead process that nobody waits for would look alive to its children."""
 ISOLATED = ("--net", "--mount", "--pid", "--uts", "--fork", "--kill-child=SIGKILL", "--mount-proc")
 BRIDGE = "hosts"
+SUBNETS = {4: "10.77.0.{}", 6: "fd77::{}"}
+"""Version of IP -> addresses of hosts on the bridge."""
+WHOLE = {4: 24, 6: 64}
+"""Bits of an address that say its network."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -178,9 +182,9 @@ LATE_PORT = 44217
 
 
 @contextmanager
-def ray_cluster(shared: Path, cpus: Sequence[int], *, token: bool = True) -> Iterator[FakeCluster]:
+def ray_cluster(shared: Path, cpus: Sequence[int], *, token: bool = True, version: int = 4) -> Iterator[FakeCluster]:
     """One host for each number of CPUs, the first with Ray's head. `shared`: the folder that all of them see; `token`:
-    whether the cluster asks for one.
+    whether the cluster asks for one; `version`: of IP, between hosts.
     """
     auth = (
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if token else {"RAY_AUTH_MODE": "disabled"}
@@ -188,8 +192,8 @@ def ray_cluster(shared: Path, cpus: Sequence[int], *, token: bool = True) -> Ite
     variables = {**auth, "RAY_worker_niceness": "0"}
     # The daemons lack what the driver's environment says: whatever a process of a run needs has to reach it by name.
     with ExitStack() as stack:
-        hosts = stack.enter_context(network_of_hosts(shared, len(cpus)))
-        address = f"{hosts[0].address}:{PORT}"
+        hosts = stack.enter_context(network_of_hosts(shared, len(cpus), version=version))
+        address = host_port(hosts[0].address, PORT)
         for number, host in enumerate(hosts):
             host.environment = variables
             host.start_ray(cpus[number], head=None if number == 0 else address)
@@ -201,28 +205,33 @@ def ray_cluster(shared: Path, cpus: Sequence[int], *, token: bool = True) -> Ite
 
 
 @contextmanager
-def network_of_hosts(shared: Path, count: int) -> Iterator[list[FakeHost]]:
-    """Hosts on one bridge, which is in the namespace of the first; nothing of the machine's own network is touched."""
-    subnet = "10.77.0"
+def network_of_hosts(shared: Path, count: int, *, version: int = 4) -> Iterator[list[FakeHost]]:
+    """Hosts on one bridge, which is in the namespace of the first; nothing of the machine's own network is touched.
+    `version`: of IP; there are no addresses of the other one, but on loopback.
+    """
+    ip, bits = f"-{version}", WHOLE[version]
+    own = ["nodad"] * (version == 6)  # nobody else is there who could have the address
     with ExitStack() as stack:
         hosts = []
         for number in range(1, count + 1):
             name = f"host{number}-{os.getpid()}"
-            hosts.append(FakeHost(name, f"{subnet}.{number}", stack.enter_context(_first_process(name, shared))))
+            hosts.append(
+                FakeHost(name, SUBNETS[version].format(number), stack.enter_context(_first_process(name, shared)))
+            )
         first = hosts[0]
         for words in (
             ("link", "add", BRIDGE, "type", "bridge"),
-            ("addr", "add", f"{first.address}/24", "dev", BRIDGE),
+            ("addr", "add", f"{first.address}/{bits}", "dev", BRIDGE, *own),
             ("link", "set", BRIDGE, "up"),
-            ("route", "add", "default", "dev", BRIDGE),  # Ray finds its own address by asking for a way out
+            (ip, "route", "add", "default", "dev", BRIDGE),  # Ray finds its own address by asking for a way out
         ):
             _ip(first, *words)
-        for number, host in enumerate(hosts[1:], start=2):
-            _ip(first, *f"link add v{number} type veth peer name eth0 netns {host.init}".split())
-            _ip(first, "link", "set", f"v{number}", "master", BRIDGE, "up")
-            _ip(host, "addr", "add", f"{host.address}/24", "dev", "eth0")
+        for host_number, host in enumerate(hosts[1:], start=2):
+            _ip(first, *f"link add v{host_number} type veth peer name eth0 netns {host.init}".split())
+            _ip(first, "link", "set", f"v{host_number}", "master", BRIDGE, "up")
+            _ip(host, "addr", "add", f"{host.address}/{bits}", "dev", "eth0", *own)
             _ip(host, "link", "set", "eth0", "up")
-            _ip(host, "route", "add", "default", "via", first.address)
+            _ip(host, ip, "route", "add", "default", "via", first.address)
         yield hosts
 
 
