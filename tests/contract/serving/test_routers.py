@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from slime.serving.routers import Routers
 from slime.serving.server import SGLangServer
 from slime.settings.topology import topology_of
 from tests.support.forwarding import LockedProxy, between
+from tests.support.openness import WITHOUT_KEY
 from tests.support.rollout import rollout_args
 
 BACK_LIMIT_S = 120.0
@@ -98,8 +100,55 @@ def test_the_router_of_a_run_has_the_key_of_its_engines_and_its_settings(
             assert request("POST", f"{url}/generate", long, timeout_s=60, api_key=locked.key)[0] == 413
             assert request("POST", f"{url}/flush_cache", timeout_s=60, api_key=locked.key)[0] == 200
             assert not locked.refused
+            require_closed(url, str(engine_server.model_path))
         finally:
             started.close()
+
+
+def require_closed(url: str, model: str) -> None:
+    """Law: without a key a router answers what docs/hosts.md says, and no more; of the two routes that are no health
+    checks one says which model it is, the other one how many engines there are, and neither takes anything.
+    """
+    told: dict[str, str] = {}
+    for path in ROUTES_OF_ROUTERS:
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            status, text = request(method, f"{url}{path}", {} if method in ("POST", "PUT") else None, timeout_s=60)
+            if status not in (401, 404, 405):
+                assert method == "GET", f"{method} {path} without a key: {status} {text}"
+                told[path] = text
+    assert told.keys() == set(WITHOUT_KEY["sglang::router"]), told
+    assert [one.get("id") for one in json.loads(told["/v1/models"])["data"]] == [model]
+    for path in ("/get_server_info", "/readiness"):
+        assert {type(value) for name, value in json.loads(told[path]).items() if name != "status"} <= {bool, int}, told
+
+
+ROUTES_OF_ROUTERS = (
+    *(
+        "/liveness",
+        "/readiness",
+        "/health",
+        "/health_generate",
+        "/engine_metrics",
+        "/get_server_info",
+        "/get_model_info",
+    ),
+    *("/v1/models", "/generate", "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/classify"),
+    *("/v1/responses", "/v1/responses/a", "/v1/responses/a/cancel", "/v1/responses/a/input_items", "/v1/rerank"),
+    *("/v1/conversations", "/v1/conversations/a", "/rerank", "/v1/tokenize", "/v1/detokenize", "/v1/tokenizers"),
+    *("/v1/tokenizers/a", "/v1/tokenizers/a/status", "/flush_cache", "/get_loads", "/parse/function_call"),
+    *("/parse/reasoning", "/wasm", "/wasm/a", "/workers", "/workers/a", "/ha/status", "/ha/health", "/ha/workers"),
+    *(
+        "/ha/workers/a",
+        "/ha/policies",
+        "/ha/policies/a",
+        "/ha/config",
+        "/ha/config/a",
+        "/ha/rate-limit",
+        "/ha/shutdown",
+    ),
+    *("/metrics", "/server_info", "/model_info", "/add_worker", "/remove_worker", "/list_workers", "/openapi.json"),
+)
+"""Those that the binary of 0.3.2 names, and older ones."""
 
 
 def is_stopped(pid: int) -> bool:
