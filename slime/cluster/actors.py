@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 WEIGHT_VERSION = "perf/weight_version"
 """Metric of a weight sync: the version that engines serve after it."""
-TRAINERS_LIMIT_S = 3600.0
-"""Limit of one call to the training ranks other than a training step; collectives have their own, shorter limit."""
+TRAINERS_LIMIT_S = 24 * 3600.0
+"""Limit of one call to the training ranks, a training step or what takes as long: far above any sane one. What they
+wait for in it, each other or an engine, has a limit of its own (--distributed-timeout-minutes,
+--weight-sync-timeout-s)."""
+MEMORY_LIMIT_S = 3600.0
+"""Limit of one that moves memory of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,18 @@ class Actors:
     rollout: Any
     """The one `RolloutActor`."""
 
-    def on_trainers(self, method: str, *arguments: Any, on_poll: Callable[[], str] | None = None) -> list[Any]:
-        """Calls a method of every training rank; their answers in rank order."""
+    def on_trainers(
+        self,
+        method: str,
+        *arguments: Any,
+        limit_s: float = TRAINERS_LIMIT_S,
+        flag: str = "",
+        on_poll: Callable[[], str] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every training rank; their answers in rank order. `flag`: raises the limit."""
         refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
         what = f"{method} on {len(refs)} training ranks"
-        return wait_for(refs, for_what=what, limit_s=TRAINERS_LIMIT_S, on_poll=on_poll)
+        return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
     def give_up(self, engine: EngineInfo) -> None:
         """Tells the training ranks, of which several send, that an engine is lost. No answer is waited for."""
@@ -66,8 +77,9 @@ class Actors:
         *arguments: Any,
         for_what: str,
         limit_s: float,
+        flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> Any:
-        """Calls a method of the rollout side; its answer."""
+        """Calls a method of the rollout side; its answer. `flag`: raises the limit."""
         answers = [getattr(self.rollout, method).remote(*arguments)]
-        return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll)[0]
+        return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll, flag=flag)[0]

@@ -60,7 +60,7 @@ class EngineActor:
         called so. `host`: the address of this host that the server listens on. `node`: for an engine on several hosts;
         `meeting_point`: where their servers meet, which the first one decides. `takes_weights`: of the trainer.
         """
-        setup_logging(Path(log_dir) / f"engine_actor_{name}.log")
+        setup_logging(Path(log_dir) / f"engine_actor_{name}.log", crashes=True)
         self._name = name
         self._meeting: PortLease | None = None
         if node is not None:

@@ -20,7 +20,7 @@ import ray
 from slime.cluster.actors import EngineInfo
 from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
-from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
+from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
 from slime.core.silence import WORKING, Silence
 from slime.fleet.engine import FROZEN, POLICY, Engine, State
@@ -175,6 +175,7 @@ class Engines:
                 for_what="an engine that answers",
                 limit_s=limit_s,
                 last_progress="; ".join(map(str, self.members.engines)),
+                flag=START_FLAG,
             )
         takers = self._still(engines)
         self._supervisor.syncing(takers)
@@ -243,7 +244,10 @@ class Engines:
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
             raise DeadlineExceeded.waiting(
-                owner="trainer", for_what="an engine that starts on its GPU to have its memory", limit_s=limit_s
+                owner="trainer",
+                for_what="an engine that starts on its GPU to have its memory",
+                limit_s=limit_s,
+                flag=START_FLAG,
             )
 
     def stop(self) -> list[Any]:

@@ -15,8 +15,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.cluster.failures import translated
+from slime.cluster.failures import introduce, translated
 from slime.cluster.slots import on_node
+from slime.core import ending
 from slime.core.errors import ActorDied, WorkerStalled
 from slime.core.hidden import EngineKeys
 from slime.observability.logs import setup_logging
@@ -37,7 +38,7 @@ class EpisodeActor:
     """Shell around `EpisodeWorker`."""
 
     def __init__(self, args: Args, number: int, log_dir: str, keys: EngineKeys) -> None:
-        setup_logging(Path(log_dir) / f"rollout_worker_{number}.log")
+        setup_logging(Path(log_dir) / f"rollout_worker_{number}.log", crashes=True)
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
         stall = stall_file(log_dir, number)
@@ -76,7 +77,7 @@ class RayWorker:
         try:
             return await answer
         except RayError as error:
-            problem = translated(error, f"{method} of rollout worker {self._number}")
+            problem = translated(error, f"its call {method}")
             why = last_words(self._stall) if isinstance(problem, ActorDied) else None
             raise problem if why is None else WorkerStalled(why) from error
 
@@ -90,6 +91,7 @@ def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | No
 
     def start(number: int) -> RayWorker:
         worker = actor.options(**here).remote(args, number, log_dir, keys)
-        return RayWorker(worker, number, stall_file(log_dir, number))
+        process = ending.here(f"rollout worker {number}", Path(log_dir) / f"rollout_worker_{number}.log")
+        return RayWorker(introduce(worker, process), number, stall_file(log_dir, number))
 
-    return WorkerFleet(start, args.rollout_num_workers)
+    return WorkerFleet(start, args.rollout_num_workers, start_limit_s=args.engine_start_timeout_s)

@@ -10,27 +10,29 @@ Ray itself cannot go on (disk, memory, a host)  `ClusterFailed`: what Ray said, 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from slime.core import errors
 from slime.core.blame import RAISED_AT, first_line, one_line, place_in
+from slime.core.ending import Process
 from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, SlimeError
 from slime.core.text import shorten
 
-WHO = {
-    "TrainActor": "a training rank",
-    "RolloutActor": "the process of the rollout side",
-    "EngineActor": "the owner of an engine",
-    "EpisodeActor": "a worker of the rollout",
-    "HostActor": "the owner of a host's guardian",
-}
-"""Ray's name of an actor -> ours."""
+_introduced: dict[str, Process] = {}
+"""Ray's id of an actor that this process started -> what it is."""
 RAY_CHARS = 600
 """Of what Ray says of itself."""
-_CLASS, _PID = re.compile(r"class_name: (\w+)"), re.compile(r"pid: (\d+)")
+_ACTOR, _CLASS, _HOST = (re.compile(rf"{key}: (\S+)") for key in ("actor_id", "class_name", "ip"))
 _OURS = re.compile(r"^slime\.core\.errors\.(\w+): (.*)\Z", re.MULTILINE | re.DOTALL)
 _DETAIL = re.compile(r"Worker exit detail: ([^.\n]+\.)")
+
+
+def introduce(actor: Any, process: Process) -> Any:
+    """The same actor; its end will be that of `process`."""
+    _introduced[actor._actor_id.hex()] = process
+    return actor
 
 
 def translated(error: RayError, for_what: str) -> SlimeError:
@@ -45,7 +47,7 @@ def translated(error: RayError, for_what: str) -> SlimeError:
         return ClusterFailed(f"Ray: {type(error).__name__}: {said}, during {for_what}")
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return _not_started(text)
-    return ActorDied(f"{_name(text)} died during {for_what}{_detail(text)}")
+    return ActorDied(_process(text).ended(None, during=for_what) + _detail(text))
 
 
 def _raised(error: RayTaskError, for_what: str) -> SlimeError:
@@ -76,14 +78,14 @@ def _last_line(trace: str) -> str:
     return first_line(lines[-1]) if lines else "an error without a text"
 
 
-def _name(text: str) -> str:
-    kind, pid = _CLASS.search(text), _PID.search(text)
-    name = WHO.get(kind[1], kind[1]) if kind else "a process"
-    return f"{name} (pid {pid[1]})" if pid else name
+def _process(text: str) -> Process:
+    actor, kind, host = (pattern.search(text) for pattern in (_ACTOR, _CLASS, _HOST))
+    if actor and (known := _introduced.get(actor[1])):
+        return known
+    return Process(kind[1] if kind else "a process", host[1] if host else "some host")
 
 
 def _detail(text: str) -> str:
-    if "connection error" in text:  # Ray sees a connection that ended, whatever ended the process
-        return ": it was killed, or it crashed"
-    detail = _DETAIL.search(text)
-    return f": {detail[1]}" if detail else ""
+    """What Ray knows of its end; of a connection that ended, whatever ended the process, nothing."""
+    detail = None if "connection error" in text else _DETAIL.search(text)
+    return f" (Ray: {detail[1]})" if detail else ""

@@ -1,6 +1,7 @@
 """The guardian of a run: when the driver is gone, for whatever reason, so is everything that the run started.
 
-A small process (`python -m slime.cluster.guardian`, standard library only) in a session of its own. The driver starts
+A small process (`python -m slime.cluster.guardian`, standard library only) in a session of its own, and nobody's child:
+who ends the driver with all that descends from it, as `ray job stop` does, does not end the guardian. The driver starts
 it before Ray and holds the write end of a pipe to it (`Guardian`). One that was killed is replaced as soon as the
 driver looks (`Guardian.tend`), at the latest at the end.
 
@@ -35,13 +36,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import slime
+from slime.core.ending import here
 from slime.core.errors import EngineError
 from slime.core.ids import RUN_ID_ENV
-from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily, ProcessId, read_stat
+from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily, ProcessId, ancestors, read_stat
 from slime.serving.shm import SharedMemoryFiles
 
 GRACE_S = 2.0
@@ -52,74 +56,110 @@ LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
 _CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
 """After one that did not start."""
-WATCHING, ENDED = b"watching\n", b"ended "
-"""What a guardian says when it watches; and, detached, before the number of processes that are left."""
+WATCHING, ENDED = b"watching ", b"ended "
+"""What a guardian says before its pid when it watches, and before the number of processes that are left at its end."""
 _MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """A guardian that watches. It is nobody's child: Ray ends the children of an actor with it, and `ray job stop` ends
+    all that descends from the driver.
+    """
+
+    pid: int
+    pipe: IO[bytes]
+    """Closed, by us or with us, it ends the run."""
+    words: IO[bytes]
+    """Its last word (`ENDED`), or an end without one if it was killed."""
+
+    def last_word(self, limit_s: float | None = None) -> int | None:
+        """How many processes are left; None if it was killed. Raises `TimeoutError` if it says nothing so long."""
+        if not self._has_said(limit_s):
+            raise TimeoutError
+        word = self.words.readline()
+        return int(word.removeprefix(ENDED)) if word.startswith(ENDED) else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has said its last word, or was killed."""
+        return self._has_said(0.0)
+
+    def _has_said(self, limit_s: float | None) -> bool:
+        poll = select.poll()  # `select.select` takes no file beyond the first 1,024 of a process
+        poll.register(self.words, select.POLLIN)
+        return bool(poll.poll(None if limit_s is None else 1000 * limit_s))
+
+    def end(self) -> None:
+        """Has it end the run; nobody waits."""
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.close()
 
 
 class Guardian:
     """The driver's handle of its guardian."""
 
-    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
-        """`start` returns a guardian that watches."""
-        self._start, self._process = start, start()
+    def __init__(self, start: Callable[[], Watcher], log_path: str | Path | None = None) -> None:
+        self._start, self._watcher = start, start()
+        self._num_left: int | None = None
         self._again_at = 0.0
+        self._what = here("the guardian", None if log_path is None else Path(log_path))
 
     @property
     def pid(self) -> int:
         """Pid of the guardian."""
-        return self._process.pid
+        return self._watcher.pid
 
     @property
     def alive(self) -> bool:
         """Whether the guardian watches."""
-        return self._process.poll() is None
+        return self._num_left is None and not self._watcher.is_over
 
     def close(self, timeout_s: float = _CLOSE_LIMIT_S) -> None:
         """Ends the run's processes now and waits until none is left. May be called again.
 
         Raises `EngineError` if some are left or the guardian does not answer in time.
         """
-        status = self._end(timeout_s)
-        if status < 0:
-            _log.warning("the guardian (pid %d) was killed by signal %d; another one ends the run", self.pid, -status)
-            self._process = self._start()
-            status = self._end(timeout_s)
-        if status < 0:
+        if self._num_left is None and (left := self._end(timeout_s)) is None:
+            _log.warning("%s; another one ends the run", self._what.ended(None))
+            self._watcher = self._start()
+            left = self._end(timeout_s)
+        else:
+            left = self._num_left
+        if left is None:
             raise EngineError(
-                f"the guardian was killed by signal {-status}, and so was the one before it: nobody has looked what is "
-                f"left of the run; environment variable {RUN_ID_ENV} marks its processes"
+                f"{self._what.ended(None)}; so was the one before it, and nobody has looked what is left of the run: "
+                f"environment variable {RUN_ID_ENV} marks its processes"
             )
-        if status != 0:
+        if left:
             raise EngineError(
-                f"the guardian ended with status {status}: processes of the run are left; its log names them "
-                f"(environment variable {RUN_ID_ENV} marks them)"
+                f"{self._what} left {left} processes of the run, which SIGKILL did not end; its log "
+                f"{self._what.log or ''} names them, and environment variable {RUN_ID_ENV} marks them"
             )
 
     def tend(self) -> None:
         """Starts another one if this one was killed. Never raises; tries again later if none starts."""
         if self.alive or time.monotonic() < self._again_at:
             return
-        _log.warning("the guardian (pid %d) ended with status %s; another one starts", self.pid, self._process.poll())
+        _log.warning("%s; another one starts", self._what.ended(None))
         try:
-            self._process = self._start()
+            self._watcher = self._start()
         except (OSError, EngineError) as error:
             _log.error("no other guardian started: %s", error)
             self._again_at = time.monotonic() + START_AGAIN_S
 
-    def _end(self, timeout_s: float) -> int:
-        """Has the guardian do its work; its exit status, negative if a signal ended it before."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+    def _end(self, timeout_s: float) -> int | None:
+        """Has the guardian do its work; how many processes are left, None if it was killed before it was done."""
+        self._watcher.end()
         try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            self._num_left = self._watcher.last_word(timeout_s)
+        except TimeoutError:
             raise EngineError(
-                f"the guardian (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the "
-                "run does not die; look for processes in state D"
+                f"{self._what} did not finish in {timeout_s:.0f} s, because a process of the run does not die: look "
+                f"for one in state D; its log is {self._what.log}"
             ) from None
+        return self._num_left
 
 
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
@@ -128,26 +168,11 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
     `temp_dirs`: folders to remove at the end; `log_path`: what it did (default: nowhere). Also sets `SPT_NOENV` in
     this process's environment, so that the run's processes keep the mark when they rename themselves.
     """
-
-    def start() -> subprocess.Popen[bytes]:
-        process = start_guardian_process(run_id, temp_dirs, log_path, detached=False)
-        assert process.stdout is not None, "the guardian was started without a pipe for its greeting"
-        with process.stdout as greeting:
-            if greeting.readline() != WATCHING:
-                raise EngineError(f"the guardian ended with status {process.wait()} instead of watching run {run_id}")
-        return process
-
-    return Guardian(start)
+    return Guardian(lambda: start_watcher(run_id, temp_dirs, log_path), log_path)
 
 
-def start_guardian_process(
-    run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None, *, detached: bool
-) -> subprocess.Popen[bytes]:
-    """The process, with pipes to its standard input and output.
-
-    `detached`: it leaves this process's children, so that nothing that ends those ends it, and says on its standard
-    output how many processes are left when it has done its work (`ENDED`).
-    """
+def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None) -> Watcher:
+    """Returns when it watches. Raises `EngineError` if it does not."""
     assert run_id, "an empty run id would mark every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)
@@ -158,9 +183,7 @@ def start_guardian_process(
         command += ["--temp-dir", str(folder)]
     if log_path is not None:
         command += ["--log", str(Path(log_path).resolve())]
-    if detached:
-        command += ["--detached"]
-    return subprocess.Popen(
+    starter = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -169,6 +192,13 @@ def start_guardian_process(
         start_new_session=True,
         cwd="/",
     )
+    assert starter.stdin is not None and starter.stdout is not None, "the guardian was started without pipes"
+    greeting = starter.stdout.readline()
+    status = starter.wait()
+    if not greeting.startswith(WATCHING):
+        guardian = here("the guardian", None if log_path is None else Path(log_path))
+        raise EngineError(f"{guardian.ended(status)} before it watched")
+    return Watcher(int(greeting.removeprefix(WATCHING)), starter.stdin, starter.stdout)
 
 
 def ending_guardians(run_id: str) -> list[int]:
@@ -188,31 +218,50 @@ def _driver_id(pid: int) -> ProcessId | None:
     return stat.id if stat is not None and stat.state not in "ZX" else None
 
 
-def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, SharedMemoryFiles]:
-    """Follows the run's processes until the driver closes the pipe or is gone."""
-    family = ProcessFamily(RUN_ID_ENV, run_id, spare=[driver_pid])
-    files = SharedMemoryFiles()
+def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, SharedMemoryFiles, set[str]]:
+    """Follows the run's processes until the driver closes the pipe or is gone.
+
+    Returns them, their shared memory, and where their temporary folders are: daemons of a Ray that was there before
+    the run may have another TMPDIR than the driver.
+    """
+    family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
+    files, seen = SharedMemoryFiles(), set[ProcessId]()
+    rooms = {tempfile.gettempdir()}
     driver = _driver_id(driver_pid)
     while driver is not None and _driver_id(driver_pid) == driver:
         began = time.monotonic()
-        files.observe(family.refresh())
+        members = family.refresh()
+        files.observe(members)
+        rooms |= {room for member in members if member.id not in seen and (room := _temp_dir_of(member.id.pid))}
+        seen |= {member.id for member in members}
         # Little of a core, with very many or very large processes too; but an engine that dies soon after its start
         # must have been looked at, or its shared memory is nobody's.
         pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
             break
-    return family, files
+    return family, files, rooms
 
 
-def end_run(family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: str = "") -> int:
+def _temp_dir_of(pid: int) -> str:
+    """Where a process makes its temporary folders; empty if it does not say."""
+    with contextlib.suppress(OSError):  # gone, or somebody else's
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"TMPDIR="):
+                return os.fsdecode(entry.removeprefix(b"TMPDIR="))
+    return ""
+
+
+def end_run(
+    family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: Sequence[str] = ()
+) -> int:
     """Ends the family and removes what it left; returns the number of processes that are still there (normally 0).
 
-    `scratch`: a pattern of folders, looked for when nobody is left who could make one.
+    `scratch`: patterns of folders, looked for when nobody is left who could make one.
     """
     left = family.end(grace_s=GRACE_S, limit_s=KILL_LIMIT_S, before_kill=files.observe)
     _log.info("removed from shared memory: %s", files.remove_orphans())
-    for folder in (*temp_dirs, *glob.glob(scratch)):
+    for folder in (*temp_dirs, *(found for pattern in scratch for found in glob.glob(pattern))):
         shutil.rmtree(folder, ignore_errors=True)
     for process in left:
         _log.error("still alive after SIGKILL: pid %d %s in state %s", process.id.pid, process.name, process.state)
@@ -225,7 +274,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--driver-pid", type=int, required=True)
     parser.add_argument("--temp-dir", action="append", default=[])
     parser.add_argument("--log")
-    parser.add_argument("--detached", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -236,18 +284,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     if options.log:
         logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(message)s")
-    if options.detached:
-        if os.fork():
-            os._exit(0)
-        os.setsid()
-    os.write(1, WATCHING)  # the protocol with who started it
-    family, files = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.write(1, WATCHING + b"%d\n" % os.getpid())  # the protocol with who started it
+    family, files, rooms = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
     _log.info("run %s is over; ending what is left of it", options.run_id)
-    scratch = os.path.join(tempfile.gettempdir(), f"slime-{glob.escape(options.run_id)}-*")
+    scratch = [os.path.join(glob.escape(room), f"slime-{glob.escape(options.run_id)}-*") for room in sorted(rooms)]
     num_left = end_run(family, files, options.temp_dir, scratch)
-    if options.detached:
-        with contextlib.suppress(BrokenPipeError):  # who started it is gone
-            os.write(1, ENDED + b"%d\n" % num_left)
+    with contextlib.suppress(BrokenPipeError):  # who started it is gone
+        os.write(1, ENDED + b"%d\n" % num_left)
     return 1 if num_left else 0
 
 

@@ -52,7 +52,7 @@ class HostActor:
     def guard(self, log_dir: str) -> None:
         """Starts the guardian; from now on nothing of the run outlives its driver here. `log_dir` is shared."""
         name = socket.gethostname()
-        setup_logging(Path(log_dir) / f"host_{name}.log")
+        setup_logging(Path(log_dir) / f"host_{name}.log", crashes=True)
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:

@@ -19,22 +19,20 @@ with limits, for guardians of the run here whose owners are gone before it start
 guardian's last word. One thread waits for the guardian's next word and is woken by it, or by its end.
 
 Invariants
-1. The guardian is not a child of this process: Ray ends the children of an actor with it.
-2. It has no pipe but the two of this process, so its end-of-file is this process's end.
-3. `close` ends the guardian that watches, and none starts after it.
-4. No guardian that ends what is left of the run here is there when a new one starts to watch: it would end new things.
+1. The guardian has no pipe but the two of this process, so its end-of-file is this process's end.
+2. `close` ends the guardian that watches, and none starts after it.
+3. No guardian that ends what is left of the run here is there when a new one starts to watch: it would end new things.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import subprocess
 import threading
 import time
 from pathlib import Path
 
-from slime.cluster.guardian import ENDED, WATCHING, ending_guardians, start_guardian_process
+from slime.cluster.guardian import Watcher, ending_guardians, start_watcher
+from slime.core.ending import here
 from slime.core.errors import DeadlineExceeded, EngineError
 
 MAX_STARTS = 4
@@ -54,7 +52,7 @@ class HostGuardian:
         self._run_id, self._log_path = run_id, log_path
         self._lock, self._closing, self._over = threading.Lock(), False, threading.Event()
         self._num_left: int | None = None
-        self._process = self._start()
+        self._watcher = self._start()
         self._thread = threading.Thread(target=self._listen, name="guardian", daemon=True)
         self._thread.start()
 
@@ -69,37 +67,29 @@ class HostGuardian:
         """
         with self._lock:  # never the pipe of a guardian that is just being replaced
             self._closing = True
-            assert self._process.stdin is not None, "the guardian was started without a pipe"
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+            self._watcher.end()
         if not self._over.wait(limit_s):
-            raise DeadlineExceeded.waiting(owner="a host's actor", for_what="its guardian", limit_s=limit_s)
-        if self._num_left != 0:
-            raise EngineError(
-                f"got {'no word' if self._num_left is None else f'{self._num_left} processes left'} from the guardian "
-                f"at its end; {self._log_path} names what it found"
+            raise DeadlineExceeded.waiting(
+                owner="a host's actor", for_what=f"{here('the guardian')} (log: {self._log_path})", limit_s=limit_s
             )
+        if self._num_left != 0:
+            guardian = here("the guardian", self._log_path)
+            if self._num_left is None:
+                raise EngineError(f"{guardian.ended(None)}; nobody has looked what is left of the run there")
+            raise EngineError(f"{guardian} left {self._num_left} processes; its log {self._log_path} names them")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = start_guardian_process(self._run_id, [], self._log_path, detached=True)
-        assert process.stdout is not None, "the guardian was started without a pipe for its words"
-        if process.stdout.readline() != WATCHING:
-            raise EngineError(f"the guardian ended with status {process.wait()} instead of watching; {self._log_path}")
-        process.wait()  # the one that detached it
-        return process
+    def _start(self) -> Watcher:
+        return start_watcher(self._run_id, [], self._log_path)
 
     def _listen(self) -> None:
         for start in range(1, MAX_STARTS + 1):
-            assert self._process.stdout is not None, "the guardian was started without a pipe for its words"
-            word = self._process.stdout.readline()
-            if word.startswith(ENDED):
-                self._num_left = int(word.removeprefix(ENDED))
+            self._num_left = self._watcher.last_word()
             with self._lock:
-                if word or self._closing or start == MAX_STARTS:
+                if self._num_left is not None or self._closing or start == MAX_STARTS:
                     break
                 logger.warning("the guardian of this host was killed; another one starts")
                 try:
-                    self._process = self._start()
+                    self._watcher = self._start()
                 except (OSError, EngineError):
                     logger.exception("no other guardian started")
                     break
@@ -113,8 +103,8 @@ def _wait_for_old(run_id: str) -> None:
         if time.monotonic() > deadline:
             raise DeadlineExceeded.waiting(
                 owner="a host's actor",
-                for_what="the guardian of the one before it to end",
+                for_what=f"{here('the guardian')} of the one before it to end",
                 limit_s=OLD_LIMIT_S,
-                last_progress=f"it is pid {old[0]}",
+                last_progress=f"it lives, as process {old[0]}",
             )
         time.sleep(POLL_S)

@@ -20,17 +20,19 @@ from typing import Any
 
 import ray
 
+from slime.cluster.failures import introduce
 from slime.cluster.host_actor import HostActor
 from slime.cluster.shared_paths import Contract, contract_of
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import all_there, wait_for
-from slime.core.errors import DeadlineExceeded, SlimeError
+from slime.core.ending import Process
+from slime.core.errors import START_FLAG, DeadlineExceeded, SlimeError
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
-HOST_LIMIT_S = 120.0
-"""Limit of a call to the actors of hosts: a process starts, and may wait for a shared folder."""
+EMPTY_LIMIT_S = 120.0
+"""Of the end: a guardian ends what is left on the host, which takes it 15 s."""
 TOKENS_LIMIT_S = 5.0
 """How long the removal of tokens may take at the end of the run."""
 
@@ -38,10 +40,13 @@ TOKENS_LIMIT_S = 5.0
 class HostHandle:
     """The actor of one node."""
 
-    def __init__(self, node_id: str) -> None:
-        """Starts it."""
-        self._node_id = node_id
-        self.actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
+    def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
+        """Starts it. `host`: for people. `limit_s`: of each of its answers (--engine-start-timeout-s), because a
+        process starts, imports, and may wait for a shared folder.
+        """
+        self._node_id, self._host, self._limit_s = node_id, host, limit_s
+        actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
+        self.actor = introduce(actor, Process("the owner of the guardian", host))
         self._watching: Any = None
         """Answered when nobody guards the host any more."""
         self._contract: Future[Contract] = Future()
@@ -81,12 +86,13 @@ class HostHandle:
             self._asked = self.actor.take_up.remote(self._contract.result(), str(self._log_dir))
             self._asked_at = time.monotonic()
         if not all_there([self._asked]):
-            if time.monotonic() - self._asked_at > HOST_LIMIT_S:
-                raise DeadlineExceeded.waiting(owner="driver", for_what="a host's answer", limit_s=HOST_LIMIT_S)
+            if time.monotonic() - self._asked_at > self._limit_s:
+                what = f"an answer of host {self._host}"
+                raise DeadlineExceeded.waiting(owner="driver", for_what=what, limit_s=self._limit_s, flag=START_FLAG)
             return None
         self._answered.set()
         unseen: list[str]
-        (unseen,) = wait_for([self._asked], for_what="the return of a host", limit_s=HOST_LIMIT_S)
+        (unseen,) = wait_for([self._asked], for_what=f"the return of host {self._host}", limit_s=self._limit_s)
         if not unseen:
             self.guarded()
         return unseen
@@ -104,7 +110,7 @@ class HostHandle:
             self._holder.join(TOKENS_LIMIT_S)
             return
         try:
-            wait_for([self.actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
+            wait_for([self.actor.close.remote()], for_what=f"host {self._host} to be empty", limit_s=EMPTY_LIMIT_S)
         except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
             logger.warning("host %s did not say that it is empty: %s", self._node_id, str(error).splitlines()[0])
 
@@ -124,6 +130,6 @@ class RayNodes:
         return found
 
     def take_up(self, node_id: str) -> HostHandle:
-        handle = HostHandle(node_id)
+        handle = HostHandle(node_id, node_id[:8], limit_s=self._args.engine_start_timeout_s)
         handle.take_up(self._args, self._log_dir)
         return handle

@@ -25,7 +25,7 @@ from typing import Any
 from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.core.addresses import LOOPBACK, ip_of
-from slime.core.errors import ConfigError
+from slime.core.errors import START_FLAG, ConfigError
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
 from slime.settings.topology import topology_of
@@ -49,7 +49,8 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterat
     from slime.cluster.slots import give_back
 
     plan = _plan(args, nodes_of_cluster(args))
-    handles = [HostHandle(str(host.node_id)) for host in plan.hosts[1:]]
+    limit_s = args.engine_start_timeout_s
+    handles = [HostHandle(str(host.node_id), str(host), limit_s=limit_s) for host in plan.hosts[1:]]
     actors = [handle.actor for handle in handles]
     hosts: GuardedHosts | None = None
     try:
@@ -57,7 +58,7 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterat
         _check(args, plan)
         if actors:
             _require_shared(args, folder, plan.hosts[1:], actors)
-            _on_all(actors, "guard", "guardians to watch", str(folder.logs))
+            _on_all(args, actors, "guard", "guardians to watch", str(folder.logs))
             _tell(args, plan)
         for handle in handles:
             handle.guarded()
@@ -125,7 +126,7 @@ def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> Placement
     """The same plan with what the hosts say of themselves: their cores decide the threads."""
     from slime.cluster.host_actor import facts_here
 
-    facts = [facts_here(), *_on_all(actors, "facts", "the hosts of the run")]
+    facts = [facts_here(), *_on_all(args, actors, "facts", "the hosts of the run")]
     told = [
         dataclasses.replace(host, name=fact.name, num_cores=fact.num_cores)
         for host, fact in zip(plan.hosts, facts, strict=True)
@@ -170,7 +171,7 @@ def _require_shared(args: Args, folder: RunFolder, hosts: Sequence[Host], actors
     from slime.cluster.shared_paths import contract_of, require_seen
 
     with contract_of(args, folder.path) as contract:
-        found = _on_all(actors, "not_seen", "hosts to look for the shared folders", ray.put(contract))
+        found = _on_all(args, actors, "not_seen", "hosts to look for the shared folders", ray.put(contract))
     require_seen({str(host): problems for host, problems in zip(hosts, found, strict=True)})
 
 
@@ -189,9 +190,8 @@ def _tell(args: Args, plan: PlacementPlan) -> None:
     )
 
 
-def _on_all(actors: list[Any], method: str, for_what: str, *arguments: Any) -> list[Any]:
-    from slime.cluster.host_handle import HOST_LIMIT_S
+def _on_all(args: Args, actors: list[Any], method: str, for_what: str, *arguments: Any) -> list[Any]:
     from slime.cluster.waiting import wait_for
 
     calls = [getattr(actor, method).remote(*arguments) for actor in actors]
-    return wait_for(calls, for_what=for_what, limit_s=HOST_LIMIT_S)
+    return wait_for(calls, for_what=for_what, limit_s=args.engine_start_timeout_s, flag=START_FLAG)

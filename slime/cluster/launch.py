@@ -26,7 +26,7 @@ from slime.cluster.preflight import preflight
 from slime.cluster.restarting import this_restart
 from slime.cluster.resuming import how_to_resume
 from slime.core.blame import one_line
-from slime.core.errors import ActorDied, ActorFailed, LoopStalled
+from slime.core.errors import ActorDied, ActorFailed, LoopStalled, Terminated
 from slime.core.lease import FILE_NAME, Lease
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
@@ -44,8 +44,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 DRIVER_LOG = "driver.log"
-RESCUE_LIMIT_S = 600.0
-"""How long a save in the background may still take after an error."""
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 """How long the processes may take to stop by themselves; after an error or Ctrl-C the cluster ends them soon."""
 
@@ -104,7 +102,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
                         run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
             except BaseException as error:  # after the end of a save in the background
-                if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt)):
+                if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt | Terminated)):
                     error.add_note(told)
                 raise
     except Exception:  # the console gets one message, from `run_or_exit`
@@ -200,7 +198,7 @@ def _views(args: Args, settings: dict[str, Any]) -> Views:
 def _rescue(run: Run) -> None:
     """A checkpoint that was being written when training failed is the one that is wanted next. Never raises."""
     try:
-        run.finish_save(limit_s=RESCUE_LIMIT_S)
+        run.finish_save(limit_s=run.args.save_timeout_s)
     except Exception as error:  # with a dead rank there is nothing to save
         logger.warning("the checkpoint under way was not finished: %s", str(error).splitlines()[:1] or repr(error))
 

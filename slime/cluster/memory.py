@@ -16,7 +16,7 @@ concerned, with a limit; nobody wakes it. Without `--offload-rollout` and `--off
 
 from __future__ import annotations
 
-from slime.cluster.actors import Actors
+from slime.cluster.actors import MEMORY_LIMIT_S, Actors
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
@@ -86,6 +86,6 @@ class MemoryHandOver:
     def _on_trainers(self, method: str, what: str) -> None:
         """Calls all training ranks, timed as `what`; tells the most that any of them saw."""
         with span(what):
-            answers = self._actors.on_trainers(method)
+            answers = self._actors.on_trainers(method, limit_s=MEMORY_LIMIT_S)
         names = {name for answer in answers for name in answer}
         self._tracker.add({name: max(answer.get(name, 0.0) for answer in answers) for name in sorted(names)})

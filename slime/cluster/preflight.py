@@ -63,7 +63,7 @@ def _of_pairs(args: Args) -> Iterator[str]:
     if args.ray_address is not None or not groups:
         return
     first = groups[0]  # all of a run travel one way, but for odd overrides
-    if problem := pair_problem(first.worker, settings_of_group(args, first), args.device):
+    if problem := pair_problem(first.worker, settings_of_group(args, first), args.device, args.engine_start_timeout_s):
         yield problem
 
 

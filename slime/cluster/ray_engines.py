@@ -25,10 +25,11 @@ import ray
 from ray.exceptions import RayError
 
 from slime.cluster.engine_actor import EngineActor, Node
-from slime.cluster.failures import translated
+from slime.cluster.failures import introduce, translated
 from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import Host, PlacementPlan
 from slime.cluster.slots import Slots
+from slime.core.ending import Process
 from slime.core.errors import EngineError
 from slime.core.hidden import EngineKeys
 from slime.core.layout import EngineLayout
@@ -257,7 +258,12 @@ class RayEngines:
             host = self._plan.address_of(part[0])
             trained = self._placed[index][1].model.trained
             words = (name, self._spec(index), str(self._log_dir), self._args, host, own, *meeting)
-            crew.append(actor.remote(*words, takes_weights=trained))
+            owner = Process(
+                f"the owner of engine {index}" + f", on its host {node}," * bool(node),
+                str(self._plan.hosts[self._plan.slot_hosts[part[0]]]),
+                self._log_dir / f"engine_actor_{name}.log",
+            )
+            crew.append(introduce(actor.remote(*words, takes_weights=trained), owner))
         return tuple(crew)
 
     def _spec(self, index: int) -> ServerSpec:

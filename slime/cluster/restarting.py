@@ -13,8 +13,8 @@ folder, or the exit status of the last one. Waits for: a start to end, then for 
 Is woken by: the kernel, when a child ends; SIGINT and SIGTERM, which it hands to the start, after which there is none.
 
 Invariants
-1. A start begins when nothing of the one before is left on this host: its orphans become children of the keeper, which
-   waits for them (the guardian ends them).
+1. A start begins when nothing of the one before is left on this host: its guardian ends that, and the keeper looks. It
+   adopts no orphans, or the guardian would be one, and end with all that descends from the keeper.
 2. No start outlives the keeper, whatever ends it.
 3. A start resumes as `--load` does by hand: the checkpoint says what was trained, and the ledger goes on with it.
 """
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -39,11 +38,13 @@ from types import FrameType
 from typing import NoReturn
 
 from slime.cluster.faults import NO_STEP, End, Restarts
+from slime.cluster.guardian import ending_guardians
 from slime.core.errors import CheckpointError, ConfigError
-from slime.core.ids import new_run_id
+from slime.core.ids import RUN_ID_ENV, new_run_id
 from slime.core.lifeline import die_with_parent
 from slime.core.text import visible
 from slime.observability.sinks import AXES, read_jsonl
+from slime.serving.proctree import ProcessFamily
 from slime.settings import Args
 from slime.settings.groups.checkpoint import has_checkpoint
 from slime.settings.parse import report_and_exit
@@ -53,7 +54,7 @@ PAUSE_S = 5.0
 """Between two starts: a Ray cluster that was joined takes a moment to have the slots of the dead one back."""
 ORPHANS_LIMIT_S = 60.0
 """How long what a start left may take to end; its guardian has 15 s."""
-PR_SET_CHILD_SUBREAPER = 36
+LOOK_S = 0.2
 BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which people end a process; others come from the kernel, or from its killer for memory."""
@@ -122,7 +123,6 @@ class _Keeper:
 
     def run(self) -> None:
         """Returns when a start succeeded; else raises `SystemExit` with the status of the last one."""
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         before = {number: signal.signal(number, self._hand_on) for number in BY_PEOPLE}
         try:
             self._run()
@@ -165,10 +165,7 @@ class _Keeper:
         self._child = child
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BY_PEOPLE)
         os.close(write)
-        while True:  # whatever else ends was left by a driver
-            ended, status = os.waitpid(-1, 0)
-            if ended == child:
-                break
+        _, status = os.waitpid(child, 0)
         self._child = None
         os.set_blocking(read, False)
         with open(read, "rb") as pipe:
@@ -176,13 +173,16 @@ class _Keeper:
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _what_is_left(self) -> str | None:
-        """Waits for the orphans of the start that ended; what to say if some do not end."""
-        deadline = time.monotonic() + ORPHANS_LIMIT_S
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    time.sleep(0.1)
-            return f"processes of the start that ended are still there after {ORPHANS_LIMIT_S:.0f} s"
+        """Waits for what the start that ended has left, and for who ends it; what to say if some do not end."""
+        run_id, deadline = self._args.run_id, time.monotonic() + ORPHANS_LIMIT_S
+        family = ProcessFamily(RUN_ID_ENV, run_id)
+        while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):
+            if time.monotonic() > deadline:
+                return (
+                    f"after {ORPHANS_LIMIT_S:.0f} s there are still {', '.join(left) or 'its guardian'} of the start "
+                    f"that ended (environment variable {RUN_ID_ENV} marks them)"
+                )
+            time.sleep(LOOK_S)
         return None
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:

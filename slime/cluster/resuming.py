@@ -29,7 +29,7 @@ def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
 def how_to_resume(args: Args, *, stopped: bool) -> str:
     """One line for whoever stopped the run, or saw it fail; empty if there is nothing to go on with.
 
-    `stopped`: by Ctrl-C; then the line also says that nothing was saved.
+    `stopped`: by Ctrl-C or SIGTERM; then the line also says that nothing was saved.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""

@@ -93,7 +93,7 @@ class RolloutActor:
 
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
         """`num_engines`: those of the start, of all models; `keys`: what they ask for."""
-        setup_logging(Path(log_dir) / "rollout.log")
+        setup_logging(Path(log_dir) / "rollout.log", crashes=True)
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
         self._limit_s = args.execution_timeout_s

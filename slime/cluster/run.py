@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.actors import Actors
+from slime.cluster.actors import TRAINERS_LIMIT_S, Actors
 from slime.cluster.held_out import HeldOutLoss
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
-from slime.core.errors import ActorDied
+from slime.core.errors import SAVE_FLAG, ActorDied
 from slime.observability.spans import collect, note_span, span
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
@@ -45,8 +45,6 @@ DEATH_SHOWS_S = 5.0
 """How long Ray may take to tell that a process is gone."""
 WATCH_EVERY_S = 1.0
 """How often serving looks whether engines and router live."""
-TRAIN_STEP_LIMIT_S = 24 * 3600.0
-"""Limit of one training step: far above any sane one; collectives have their own, shorter limit."""
 
 PROBED = {
     "train/train_rollout_logprob_abs_diff_max": "probe/train_rollout_logprob_abs_diff_max",
@@ -185,7 +183,7 @@ class Run:
             metrics = wait_for(
                 [trainer.train.remote(batch) for trainer in self._actors.trainers],
                 for_what=f"training step {rollout_id}",
-                limit_s=TRAIN_STEP_LIMIT_S,
+                limit_s=TRAINERS_LIMIT_S,
                 on_poll=self._actors.engines.tended,
             )
         ledger = self._actors.on_rollout("commit", rollout_id, for_what="the ledger", limit_s=60)
@@ -238,7 +236,8 @@ class Run:
             if self.args.save:
                 self._saver.save(rollout_id)
             if self.args.save_hf:
-                self._actors.on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
+                folder = self.args.save_hf.format(rollout_id=rollout_id)
+                self._actors.on_trainers("save_hf", folder, limit_s=self.args.save_timeout_s, flag=SAVE_FLAG)
 
     def finish_save(self, *, limit_s: float) -> None:
         """Waits for a save in the background, if any. Raises its error, or `DeadlineExceeded`."""

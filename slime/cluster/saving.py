@@ -23,7 +23,7 @@ from pathlib import Path
 
 from slime.cluster.actors import Actors
 from slime.cluster.waiting import wait_for
-from slime.core.errors import ConfigError
+from slime.core.errors import SAVE_FLAG, ConfigError
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
@@ -57,13 +57,19 @@ class Saver:
         self._resumed_from.append(found.path)
         with span("load"):
             reads = [trainer.verify.remote(str(found.path)) for trainer in self._actors.trainers]
-            wait_for(reads, for_what=f"{len(reads)} training ranks to verify {found.path}", limit_s=self._limit_s)
+            wait_for(
+                reads,
+                for_what=f"{len(reads)} training ranks to verify {found.path}",
+                limit_s=self._limit_s,
+                flag=SAVE_FLAG,
+            )
             if not reads:
                 checkpoint.verify(found.path)
             loads = [trainer.load.remote(str(found.path)) for trainer in self._actors.trainers]
-            wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=self._limit_s)
+            wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=self._limit_s, flag=SAVE_FLAG)
             if not self._args.finetune:
-                self._actors.on_rollout("load", str(found.path), for_what="the Data Buffer to load", limit_s=600)
+                what = "the Data Buffer to load"
+                self._actors.on_rollout("load", str(found.path), for_what=what, limit_s=self._limit_s, flag=SAVE_FLAG)
         self._tell_resumed(found)
         return found.rollout_id
 
@@ -90,7 +96,7 @@ class Saver:
         now = [self._actors.rollout.save.remote(str(parts))]
         if self._args.async_save:
             now += [trainer.take_snapshot.remote() for trainer in self._actors.trainers]
-        wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=self._limit_s)
+        wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=self._limit_s, flag=SAVE_FLAG)
         self._background.start(
             lambda: self._write(parts, rollout_id, start_s), what=f"the checkpoint of step {rollout_id}"
         )
@@ -108,7 +114,7 @@ class Saver:
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
         """In the background: waits for the ranks, commits, forgets what retention lets go of."""
         refs = [trainer.write_parts.remote(str(parts)) for trainer in self._actors.trainers]
-        written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=self._limit_s)
+        written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=self._limit_s, flag=SAVE_FLAG)
         seals = {name: seal for part in written for name, seal in part.items()}
         path = checkpoint.commit(parts, rollout_id, seals)
         checkpoint.prune(

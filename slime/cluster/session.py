@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ import ray
 from slime.cluster.environment import SETUP_HOOK, for_actors
 from slime.cluster.guardian import Guardian, start_guardian
 from slime.core.blame import one_line
-from slime.core.errors import ActorFailed, ClusterFailed
+from slime.core.errors import ActorFailed, ClusterFailed, Terminated
 from slime.core.hf_config import read_hf_config
 from slime.settings import Args
 from slime.settings.groups.training import longest_sample
@@ -107,10 +106,11 @@ class RaySession:
         """`num_cpus`, `num_gpus`: what the cluster has to give; `store_bytes`: size of its object store."""
         self.run_id = run_id
         self._num_cpus, self._num_gpus, self._store_bytes = num_cpus, num_gpus, store_bytes
+        self._is_terminated = False
 
     def __enter__(self) -> RaySession:
         self._start()
-        signal.signal(signal.SIGTERM, _raise_exit)  # Ray puts a handler of its own there when it starts
+        signal.signal(signal.SIGTERM, self._terminate)  # Ray puts a handler of its own there when it starts
         return self
 
     def _start(self) -> None:
@@ -120,6 +120,16 @@ class RaySession:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         ray.shutdown()
+        if self._is_terminated and not isinstance(exc, Terminated):
+            # Ray makes an exit of its own of what a signal raises while it waits; or the end of another process, which
+            # got the signal, too, was seen first.
+            raise Terminated(128 + signal.SIGTERM) from exc
+
+    def _terminate(self, signum: int, frame: FrameType | None) -> None:
+        """SIGTERM unwinds like Ctrl-C, so that every `with` block ends its own processes; once is enough."""
+        if not self._is_terminated:
+            self._is_terminated = True
+            raise Terminated(128 + signum)
 
 
 class JoinedRay(RaySession):
@@ -179,8 +189,3 @@ def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> 
         namespace=f"slime-{run_id}",
         _temp_dir=str(_closed_folder(run_id)),
     )
-
-
-def _raise_exit(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM unwinds like Ctrl-C, so that every `with` block ends its own processes."""
-    sys.exit(128 + signum)

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime.cluster.placement import Host, PlacementPlan, in_device_order
 from slime.cluster.waiting import wait_for
-from slime.core.errors import ConfigError
+from slime.core.errors import START_FLAG, ConfigError
 
 ON_HOST = 0.001
 """Of the resource by which Ray knows a host: enough to name it, and there are enough for all bundles."""
@@ -65,7 +65,8 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
     on = [plan.hosts[h] for h in plan.slot_hosts]
     group = placement_group([_bundle(unit, host) for host in on] or [{"CPU": 1.0}], strategy="PACK", name=NAME)
     told = ", ".join(f"{on.count(host)} on {host}" for host in plan.hosts if host in on)
-    wait_for([group.ready()], for_what=f"slots with one {unit} each: {told or 'one'}", limit_s=limit_s)
+    what = f"slots with one {unit} each: {told or 'one'}"
+    wait_for([group.ready()], for_what=what, limit_s=limit_s, flag=START_FLAG)
     bundles: tuple[int, ...] = tuple(range(plan.num_slots))
     if unit == "CPU" or len(set(plan.slot_hosts)) == plan.num_slots:
         return Slots(group, unit, bundles, None)
@@ -102,7 +103,7 @@ def _devices(group: Any, num_slots: int, limit_s: float) -> list[tuple[int, str]
         ).remote()
         for bundle in range(num_slots)
     ]
-    return wait_for(calls, for_what="each slot to say which GPU it has", limit_s=limit_s)
+    return wait_for(calls, for_what="each slot to say which GPU it has", limit_s=limit_s, flag=START_FLAG)
 
 
 def _own_device() -> tuple[int, str]:

@@ -16,6 +16,7 @@ import ray
 
 from slime.cluster.actors import Actors
 from slime.cluster.engines import Engines
+from slime.cluster.failures import introduce
 from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.ray_engines import RayEngines
@@ -26,6 +27,8 @@ from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
 from slime.core.addresses import address_towards, host_of, is_loopback
+from slime.core.ending import Process
+from slime.core.errors import START_FLAG
 from slime.core.hidden import EngineKeys
 from slime.core.silence import WORKING
 from slime.fleet.engine import POLICY, Engine
@@ -80,6 +83,7 @@ def start(
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
             limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=lambda: _told(port, hosts, progress),
+            flag=START_FLAG,
         )
     for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
@@ -89,6 +93,7 @@ def start(
                 [*digests, *(trainer.connect_engines.remote() for trainer in trainers)],
                 for_what="the weight sync to connect",
                 limit_s=args.weight_sync_timeout_s,
+                flag="--weight-sync-timeout-s",
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
     fleet = Engines(args, port, rollout, keys.control, hosts)
@@ -156,18 +161,25 @@ def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Call
 def _create_trainers(
     args: Args, plan: PlacementPlan, folder: RunFolder, slots: Slots, address_of: Callable[[int], str]
 ) -> list[Any]:
-    return [
-        _placed(TrainActor, **slots.options(slot, TRAIN_SHARE)).remote(
+    def created(rank: int, slot: int) -> Any:
+        actor = _placed(TrainActor, **slots.options(slot, TRAIN_SHARE)).remote(
             args, rank, plan.train_slots, plan.train_threads[rank], str(folder.logs), address_of(slot)
         )
-        for rank, slot in enumerate(plan.train_slots)
-    ]
+        host = str(plan.hosts[plan.slot_hosts[slot]])
+        return introduce(actor, Process(f"training rank {rank}", host, folder.logs / f"train_{rank}.log"))
+
+    return [created(rank, slot) for rank, slot in enumerate(plan.train_slots)]
 
 
 def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
     if not trainers:
         return []
-    host, port = wait_for([trainers[0].free_address.remote()], for_what="training rank 0", limit_s=120)[0]
+    host, port = wait_for(
+        [trainers[0].free_address.remote()],
+        for_what="training rank 0",
+        limit_s=args.engine_start_timeout_s,
+        flag=START_FLAG,
+    )[0]
     return [trainer.build.remote(host, port) for trainer in trainers]
 
 
@@ -192,7 +204,8 @@ def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engi
     """On the driver's host: the data is there, and the user's modules."""
     beside_driver = on_node(plan.hosts[0].node_id)
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
-    return actor.remote(args, num_engines, str(folder.logs), keys)
+    process = Process("the process of the rollout side", str(plan.hosts[0]), folder.logs / "rollout.log")
+    return introduce(actor.remote(args, num_engines, str(folder.logs), keys), process)
 
 
 def _placed(actor: Any, **options: Any) -> Any:

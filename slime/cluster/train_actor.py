@@ -36,7 +36,7 @@ class TrainActor:
         self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
     ) -> None:
         """`slots`: placement slot of every training rank; `address`: this host, as the others of the run reach it."""
-        setup_logging(Path(log_dir) / f"train_{rank}.log")
+        setup_logging(Path(log_dir) / f"train_{rank}.log", crashes=True)
         self._args, self._rank, self._slots, self._address = args, rank, tuple(slots), address
         os.environ.update(args.train_env_vars)
         os.environ.update(interface_variables(address, os.environ))

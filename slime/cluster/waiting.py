@@ -28,12 +28,13 @@ def wait_for(
     limit_s: float,
     owner: str = "driver",
     on_poll: Callable[[], str] | None = None,
+    flag: str = "",
 ) -> list[Any]:
     """Results of all `refs`, in order. The first failure is raised at once (`failures.translated`).
 
-    `on_poll` is called about twice a second and returns the last progress as text. Raises `DeadlineExceeded` when
-    `limit_s` runs out (later on a busy machine: `slime.core.silence`), the actor's own error if it is one of ours,
-    `ActorFailed` for any other (also of Ray itself), and `ActorDied` if its process is gone.
+    `on_poll` is called about twice a second and returns the last progress as text; `flag` raises the limit. Raises
+    `DeadlineExceeded` when `limit_s` runs out (later on a busy machine: `slime.core.silence`), the actor's own error if
+    it is one of ours, `ActorFailed` for any other (also of Ray itself), and `ActorDied` if its process is gone.
     """
     silence = Silence()
     pending, last_progress = list(refs), "none"
@@ -45,7 +46,7 @@ def wait_for(
             last_progress = on_poll()
         if pending and silence.exceeds(limit_s):
             raise DeadlineExceeded.waiting(
-                owner=owner, for_what=for_what, limit_s=silence.lasts_s, last_progress=last_progress
+                owner=owner, for_what=for_what, limit_s=silence.lasts_s, last_progress=last_progress, flag=flag
             )
     return [_get(ref, for_what) for ref in refs]
 

@@ -6,6 +6,13 @@ Each class is also the matching standard exception, so that ordinary handlers wo
 
 from __future__ import annotations
 
+START_FLAG, SAVE_FLAG = "--engine-start-timeout-s", "--save-timeout-s"
+"""They raise the limits of starting, and of saving and loading."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM came, and everything unwinds as after Ctrl-C. Its code is 143."""
+
 
 class SlimeError(Exception):
     """Root of every error that slime raises on purpose."""
@@ -96,6 +103,9 @@ class DeadlineExceeded(SlimeError, TimeoutError):
     """A wait with a name and an owner ran out. Says who waited for whom, for how long, and the last progress seen."""
 
     @classmethod
-    def waiting(cls, *, owner: str, for_what: str, limit_s: float, last_progress: str = "none") -> DeadlineExceeded:
-        """Builds the one message that every expired wait uses."""
-        return cls(f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}")
+    def waiting(
+        cls, *, owner: str, for_what: str, limit_s: float, last_progress: str = "none", flag: str = ""
+    ) -> DeadlineExceeded:
+        """Builds the one message that every expired wait uses. `flag`: raises the limit."""
+        said = f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}"
+        return cls(said + (f"; {flag} raises the limit" if flag else ""))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 from pathlib import Path
 
 from slime.core.text import visible
@@ -23,10 +25,13 @@ class VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-def setup_logging(log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO) -> None:
+def setup_logging(
+    log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO, crashes: bool = False
+) -> None:
     """Replaces the handlers of the root logger. Safe to call again.
 
-    `log_path`: also write there. `process`: names the lines; default: the name of the file.
+    `log_path`: also write there. `process`: names the lines; default: the name of the file. `crashes`: where the
+    process is when a signal like SIGSEGV ends it is written there, too; for processes whose stderr nobody reads.
     """
     process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()
@@ -44,5 +49,7 @@ def setup_logging(log_path: Path | None = None, *, process: str = "", level: int
         file = logging.FileHandler(log_path)
         file.setFormatter(VisibleFormatter(f"%(asctime)s {line}"))
         root.addHandler(file)
+        if crashes:
+            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # as long as it lives
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

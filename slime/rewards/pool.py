@@ -284,12 +284,13 @@ class GraderPool:
             ((name, reason),) = reply["scores"][0].items()
             return _Failed(reason, name == "ungradable")
         except GradingTimeout as expiry:
-            logger.warning("grader %s: %s; its process %d is killed", message["grader"], expiry, process.pid)
+            logger.warning("grader %s: %s; its process is killed", message["grader"], expiry)
             await self._drop(lane, process)
             return _Failed(str(expiry), expiry.by_answer)
         except GraderDied as death:
             await self._drop(lane, process)
-            return _Failed(str(death), death.looked and process.crashed)
+            told = f"{death}: it {process.end}" if death.by_itself else str(death)
+            return _Failed(told, death.looked and process.crashed)
         except asyncio.CancelledError:
             if lane.per_process == 1:  # it is still busy with what nobody waits for
                 await asyncio.shield(self._drop(lane, process))

@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from slime.core.ending import here, how_it_ended
 from slime.core.errors import SlimeError
 from slime.core.silence import Silence, processor_s, within
 from slime.rewards.environment import grader_environment
@@ -55,6 +56,8 @@ class GraderDied(SlimeError, RuntimeError):
 
     looked = False
     """It was looking at the answer."""
+    by_itself = False
+    """Nobody here ended it."""
 
 
 class GradingTimeout(SlimeError, TimeoutError):
@@ -165,7 +168,7 @@ class GraderProcess:
         processor time.
         """
         if self.dead:
-            raise GraderDied(f"grader process {self.pid} is gone")
+            raise GraderDied(self._ended("is gone"))
         loop = asyncio.get_running_loop()
         request_id, waiting = next(self._ids), _Waiting(loop.create_future(), loop.create_future())
         self._waiting[request_id] = waiting
@@ -174,7 +177,7 @@ class GraderProcess:
             limit_s = await self._send(data, waiting.taken)
         except (BrokenPipeError, ConnectionResetError) as problem:
             self._waiting.pop(request_id, None)
-            raise GraderDied(f"grader process {self.pid} closed its pipe") from problem
+            raise GraderDied(self._ended("closed its pipe")) from problem
         except BaseException:
             self._waiting.pop(request_id, None)
             raise
@@ -210,6 +213,14 @@ class GraderProcess:
         return processor_s([self.pid])
 
     @property
+    def end(self) -> str:
+        """How it ended. Asked after `kill`."""
+        return how_it_ended(self._process.returncode)
+
+    def _ended(self, how: str) -> str:
+        return f"{here('a grader process')} {how}"
+
+    @property
     def crashed(self) -> bool:
         """Whether it ended by what it computed. Asked after `kill`."""
         return -(self._process.returncode or 0) in OWN_CRASHES
@@ -220,7 +231,7 @@ class GraderProcess:
         try:
             return await within(self._taken(data, taken), TAKE_LIMIT_S, silence)
         except TimeoutError:
-            raise GraderDied(f"grader process {self.pid} took no request within {silence.lasts_s:.0f} s") from None
+            raise GraderDied(self._ended(f"took no request within {silence.lasts_s:.0f} s")) from None
 
     async def _taken(self, data: bytes, taken: asyncio.Future[float]) -> float:
         assert self._process.stdin is not None, "the worker is started with a stdin pipe"
@@ -273,8 +284,8 @@ class GraderProcess:
         finally:
             self.dead = True
             for waiting in self._waiting.values():
-                death = GraderDied(f"grader process {self.pid} died while grading")
-                death.looked = waiting.looks
+                death = GraderDied(self._ended("died while grading"))
+                death.looked, death.by_itself = waiting.looks, True
                 waiting.fail(death)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from slime.core.addresses import http_url
+from slime.core.ending import here, how_it_ended
 from slime.core.errors import EngineError
 from slime.serving.ports import PortLease
 from slime.serving.process import ChildProcess
@@ -52,6 +53,6 @@ class LeasedServer:
         if self._process is None or self._process.alive:
             return
         raise EngineError(
-            f"got the end of {self._process.name} (exit status {self._process.returncode}), because it failed or was "
-            f"killed; read {self.log_path}, which ends with:\n{self._process.log_tail()}"
+            f"{here(self._process.name)} {how_it_ended(self._process.returncode)}; its log {self.log_path} ends with:\n"
+            f"{self._process.log_tail()}"
         )

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import IO
 
 import slime
+from slime.core.ending import here, how_it_ended
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.ids import RUN_ID_ENV
+from slime.core.ids import scratch_prefix
 from slime.core.silence import Silence, processor_s
 from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily
 from slime.serving.shm import SharedMemoryFiles
@@ -124,7 +125,7 @@ class ChildProcess:
     def problem(self) -> str | None:
         """What is wrong with its processes: the first or one of SGLang's own ended, or somebody stopped one."""
         if self._family is None or not self.alive:
-            return f"{self.name} ended with status {self.returncode}; read {self.log_path}"
+            return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}
         own = {pid: m.name for pid, m in members.items() if pid == self.pid or m.name.startswith(OWN_NAMES)}
         stopped = [pid for pid in own if members[pid].state in STOPPED]
@@ -135,7 +136,7 @@ class ChildProcess:
         still = stopped if now - (self._stopped_at or now) > STOPPED_LIMIT_S else []
         for what, pids in (("is stopped", still), ("has ended", lost)):
             if pids:
-                return f"process {pids[0]} ({self._named[pids[0]]}) of {self.name} {what}; read {self.log_path}"
+                return f"{here(f'{self._named[pids[0]]} of {self.name}')} {what}; its log is {self.log_path}"
         return None
 
     def processor_s(self) -> float:
@@ -146,9 +147,8 @@ class ChildProcess:
         """Starts the process and returns at once."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Engines leave socket files in the temporary folder. A short path: socket names are limited to 107 bytes. The
-        # run id in it lets the guardian remove the folder if this process is killed.
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-"))
+        # Engines leave socket files in the temporary folder. A short path: socket names are limited to 107 bytes.
+        self._scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix()))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
         # For our eyes only: prompts and answers may be in it.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
@@ -204,8 +204,8 @@ class ChildProcess:
         while True:
             if not self.alive:
                 raise EngineError(
-                    f"{self.name} ended with status {self.returncode} before {what}; "
-                    f"the end of {self.log_path}:\n{self.log_tail()}"
+                    f"{here(self.name)} {how_it_ended(self.returncode)} before {what}; the end of its log "
+                    f"{self.log_path}:\n{self.log_tail()}"
                 )
             if ready():
                 self._look()

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from slime.core.errors import ConfigError
+from slime.core.errors import START_FLAG, ConfigError
 from slime.core.topology import PAIRED, Worker
 
 MODULES: Mapping[str, str] = {
@@ -42,7 +42,8 @@ ON_A_CPU: Mapping[str, str] = {
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
 """Environment of an engine of a pair."""
-IMPORT_LIMIT_S = 120.0
+IMPORT_LIMIT_S = 600.0
+"""By default, of a backend."""
 
 
 def backend_of(extra: Mapping[str, Any]) -> str:
@@ -66,16 +67,18 @@ def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def missing_here(backend: str, device: str) -> str | None:
+def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
     """Why SGLang cannot load a backend on this host, and what to do; None if it can. Takes a fraction of a second."""
     module = MODULES.get(backend)
     if module is None:
         return None
     command = [sys.executable, "-c", f"import {module}"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return f"python did not import {module} within {IMPORT_LIMIT_S:.0f} s; is the disk slow?"
+        return (
+            f"python did not import {module} within {limit_s:.0f} s ({START_FLAG} raises the limit); is the disk slow?"
+        )
     if run.returncode == 0:
         return None
     said = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
@@ -87,12 +90,12 @@ def missing_here(backend: str, device: str) -> str | None:
     return f"{said}; do: pip install {package} (make venv does it for a CPU)"
 
 
-def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str) -> str | None:
+def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
     """Why an engine with these ServerArgs could not start on this host; None if it is of no pair, or could."""
     if worker not in PAIRED:
         return None
     backend = backend_of(extra)
-    missing = missing_here(backend, device)
+    missing = missing_here(backend, device, limit_s)
     if missing is None:
         return None
     return f"got a {worker.value} engine, which needs the transfer backend {backend}, and that does not load: {missing}"

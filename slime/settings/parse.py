@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.core.errors import ConfigError, HookError, SlimeError
+from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
 from slime.core.text import visible
 from slime.settings.args import Args
 from slime.settings.components import Components, entries_named_in, entries_named_on
@@ -78,14 +78,14 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
     """Parses the command line and runs `main(args)`; what ends either is reported in one message on stderr.
 
     Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 the user's mistake (`ConfigError`,
-    `HookError`), 130 Ctrl-C. An error that is none of ours keeps its traceback.
+    `HookError`), 130 Ctrl-C, 143 SIGTERM. An error that is none of ours keeps its traceback.
     """
     logs = None
     try:
         args = main_args(argv, synchronous=synchronous)
         logs = Path(args.run_dir).resolve() / "logs"
         main(args)
-    except (KeyboardInterrupt, SlimeError) as end:
+    except (KeyboardInterrupt, Terminated, SlimeError) as end:
         report_and_exit(end, logs)
 
 
@@ -94,9 +94,10 @@ def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
 
     For the block that handles `end`.
     """
-    if isinstance(end, KeyboardInterrupt):
+    if isinstance(end, KeyboardInterrupt | Terminated):
+        said, code = ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
         where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
-        _stop(f"interrupted; the run and all its processes are ended{where}{_notes(end)}", 130)
+        _stop(f"{said}; the run and all its processes are ended{where}{_notes(end)}", code)
     if isinstance(end, ConfigError | HookError):
         _stop(f"{type(end).__name__}: {end}{_notes(end)}", 2)
     if isinstance(end, SlimeError):

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run with all that belongs to it. (Normal end, error and SIGKILL: beside the runs that end so.)"""
+"""However a run is ended, nothing of it is left. (Normal end and error: beside the runs that end so.)"""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slime.core.ids import new_run_id
+from tests.support import ray_job
 from tests.support.e2e import Flags, RealRun, Traces
 
 ORPHAN = """
@@ -51,11 +53,50 @@ def test_ctrl_c_leaves_nothing(runs: Path, digits: Callable[[Path], Flags], tiny
     """Law: Ctrl-C in the middle of a step ends the run by itself; 15 s later nothing of it is left."""
     saving: Flags = ["--save", runs / "interrupted-save", "--save-interval", "1"]
     with RealRun(runs / "interrupted", [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000", *saving]) as run:
-        run.wait_until(
-            "the second step", lambda: (run.run_dir / "metrics.jsonl").is_file() and 1 in run.metrics("train")
-        )
+        run.wait_until("the second step", lambda: second_step(run))
         status = run.interrupt()
         assert status == 130 and "interrupted" in run.output, f"exit status {status}; {run.tail}"
         assert re.search(r"step_\d+ is saved; to go on with step \d+: slime train .*--load ", run.output), run.tail
         assert run.left() == []
     assert (run.run_dir / "report.md").is_file(), "the metrics so far were not reported"
+
+
+def second_step(run: RealRun) -> bool:
+    return (run.run_dir / "metrics.jsonl").is_file() and 1 in run.metrics("train")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("whom", ["driver", "session", "descendants"])
+def test_no_signal_leaves_anything(
+    number: str, whom: str, runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: whoever gets the signal, the driver alone, its session or all that descends from it, 15 s after the driver's
+    end there is no process, port, shared-memory file or temporary folder of the run."""
+    flags: Flags = [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000"]
+    with RealRun(runs / f"{number}-{whom}", flags) as run:
+        run.wait_until("the second step", lambda: second_step(run))
+        run.signal(sent := signal.Signals[number], whom)
+        assert run.wait(60) == (143 if sent is signal.SIGTERM else -sent), run.tail
+        assert run.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_job_that_ray_stops_leaves_nothing(
+    restarts: str, runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: `ray job stop` ends all that descends from the driver, with SIGKILL three seconds after SIGTERM; nothing of
+    the run is left while the cluster lives on."""
+    save = runs / f"job-{restarts}-save"
+    flags: Flags = [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000", "--max-restarts", restarts]
+    flags += ["--save", save, "--load", save, "--save-interval", "1"]
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        ray_job.cluster(Path(folder), num_cpus=4) as env,
+        RealRun(runs / f"job-{restarts}", flags, script="tests/support/ray_job.py", more_env=env) as run,
+    ):
+        run.wait_until("the second step", lambda: second_step(run))
+        run.signal(signal.SIGTERM, "driver")
+        assert run.wait(60) == 0 and run.output.endswith("STOPPED\n"), run.tail
+        assert run.left() == []

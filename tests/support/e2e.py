@@ -244,6 +244,18 @@ class RealRun:
         self._driver.wait()
         self._stop_watching()
 
+    def signal(self, number: signal.Signals, whom: str) -> None:
+        """Sends a signal to the `driver`, to its `session`, or to all its `descendants`, itself included."""
+        self.traces.look()
+        above, found = {self._driver.pid}, {self._driver.pid}
+        processes = all_processes()
+        while above := {pid for pid, process in processes.items() if process.parent in above} - found:
+            found |= above
+        sessions = {pid for pid, process in processes.items() if process.session == self._driver.pid}
+        for pid in {"driver": {self._driver.pid}, "session": sessions, "descendants": found}[whom]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def interrupt(self) -> int:
         """Ctrl-C: SIGINT to the process group of the driver, as a terminal sends it. Returns the exit status."""
         self.traces.look()

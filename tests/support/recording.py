@@ -74,7 +74,7 @@ class RecordingActors:
         self.engines = RecordingEngines(self.log, num_engines)
         self._num_trainers = num_trainers
 
-    def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+    def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None, **limits: Any) -> list[dict[str, float]]:
         self._note("trainers", method, ())
         return [{"perf/x": 1.0, WEIGHT_VERSION: 3.0}] * self._num_trainers
 
@@ -84,7 +84,9 @@ class RecordingActors:
     def on_lenders(self, method: str, *arguments: Any) -> None:
         self._note("engines", method, arguments)
 
-    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float, on_poll: Any = None) -> None:
+    def on_rollout(
+        self, method: str, *arguments: Any, for_what: str, limit_s: float, on_poll: Any = None, flag: str = ""
+    ) -> None:
         assert for_what and limit_s > 0, f"{method} waits without a name or a limit"
         self._note("rollout", method, arguments)
 

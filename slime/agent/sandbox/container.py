@@ -28,6 +28,7 @@ from typing import Self
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, Forwarding
 from slime.core.errors import ConfigError, Unconfined
+from slime.core.ids import scratch_prefix
 
 RUNTIMES = ("docker", "podman")
 START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0
@@ -89,7 +90,7 @@ class ContainerSandbox(Sandbox):
         self._server: asyncio.Server | None = None
         self._main: asyncio.subprocess.Process | None = None
         self._forwarder: asyncio.subprocess.Process | None = None
-        self._shared = tempfile.TemporaryDirectory(prefix="slime-container-")
+        self._shared = tempfile.TemporaryDirectory(prefix=scratch_prefix("container-"))
         try:
             if self.reach is not None:
                 await self._listen(*self.reach)

@@ -28,6 +28,7 @@ from typing import Any, Self
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.core.confine import any_user
 from slime.core.errors import ConfigError, Unconfined
+from slime.core.ids import scratch_prefix
 from slime.core.silence import load
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,9 @@ class LocalSandbox(Sandbox):
                     f"got an unconfined sandbox with {self.reach[0]} to reach; only loopback can be"
                 ) from None
             logger.warning("NOTHING HOLDS what an agent runs here, which allow_unconfined permits: %s", refusal)
-            self._scratch = tempfile.TemporaryDirectory(prefix="slime-unconfined-", ignore_cleanup_errors=True)
+            self._scratch = tempfile.TemporaryDirectory(
+                prefix=scratch_prefix("unconfined-"), ignore_cleanup_errors=True
+            )
             self.folder = self._scratch.name
             await self._start()
         return self

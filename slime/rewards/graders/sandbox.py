@@ -53,6 +53,7 @@ if __name__ == "__main__":  # the supervisor runs this file without any package,
     sys.path.append(str(Path(__file__).parents[3]))
 from slime.core import confine
 from slime.core.confine import CALLS, LANDLOCK, landlock, tree, view
+from slime.core.ids import scratch_prefix
 from slime.rewards.environment import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
@@ -144,7 +145,7 @@ class Sandbox:
 
     def __enter__(self) -> Self:
         """Starts the supervisor."""
-        self._folder = tempfile.TemporaryDirectory(prefix="slime-code-")
+        self._folder = tempfile.TemporaryDirectory(prefix=scratch_prefix("code-"))
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **FEW_THREADS}
         command = [sys.executable, "-I", "-S", "-X", "utf8", __file__, self._folder.name, *self._limits]
         command += [str(os.getpid()), sysconfig.get_path("purelib"), "any" if self._allow_unconfined else "held"]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError
+from slime.core.errors import START_FLAG, ActorDied, DeadlineExceeded, SlimeError
 from slime.core.sample import Group, Sample
 from slime.core.silence import within
 from slime.core.topology import Worker
@@ -54,7 +54,6 @@ ORDER_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 30.0
 QUESTION_LIMIT_S = 2.0
 """How long a worker may take to say what it sees."""
-START_LIMIT_S = 300.0
 
 
 class WorkerPort(Protocol):
@@ -88,8 +87,11 @@ class _Member:
 class WorkerFleet(Episodes):
     """All workers of a run. Use on one event loop; `close` at the end."""
 
-    def __init__(self, start: Callable[[int], WorkerPort], num_workers: int) -> None:
-        """`start`: makes the process of a worker, by its number, and returns at once."""
+    def __init__(self, start: Callable[[int], WorkerPort], num_workers: int, *, start_limit_s: float = 600.0) -> None:
+        """`start`: makes the process of a worker, by its number, and returns at once. `start_limit_s`:
+        --engine-start-timeout-s.
+        """
+        self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
         """Started when they are first asked for something; then they get to know what was said before."""
@@ -114,10 +116,15 @@ class WorkerFleet(Episodes):
         """Answers when all workers are made. Raises what a constructor raised, and `DeadlineExceeded`."""
         self._begin()
         try:
-            await within(asyncio.gather(*(member.port.call("ready") for member in self._members)), START_LIMIT_S)
+            starts = asyncio.gather(*(member.port.call("ready") for member in self._members))
+            await within(starts, self._start_limit_s)
         except TimeoutError as late:
-            who = f"{self._num_workers} rollout workers"
-            raise DeadlineExceeded(f"waited {START_LIMIT_S:.0f} s for {who} to start") from late
+            raise DeadlineExceeded.waiting(
+                owner="the rollout",
+                for_what=f"{self._num_workers} rollout workers to start",
+                limit_s=self._start_limit_s,
+                flag=START_FLAG,
+            ) from late
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
@@ -256,10 +263,13 @@ class WorkerFleet(Episodes):
     async def _started(self, member: _Member, port: WorkerPort) -> None:
         """Watches the start of a process; one that takes too long is ended, and its groups hear of that."""
         try:
-            await within(port.call("ready"), START_LIMIT_S)
+            await within(port.call("ready"), self._start_limit_s)
         except TimeoutError:
             port.kill()
-            late = ActorDied(f"rollout worker {member.number} was not there {START_LIMIT_S:.0f} s after its start")
+            late = ActorDied(
+                f"rollout worker {member.number} was not there {self._start_limit_s:.0f} s after its start and was "
+                f"ended; {START_FLAG} raises that limit"
+            )
             self._replace(member, port, late)
         except ActorDied as death:
             self._replace(member, port, death)

@@ -29,7 +29,8 @@ class ServingSettings:
     """Most requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that an engine that starts may be without a sign of life: without computing, and without a line in its
-    log. Five times as long ends any start; more on a busy machine (docs/fleet.md)."""
+    log. Five times as long ends any start; more on a busy machine (docs/fleet.md). Also the limit of each other wait of
+    the start: for slots, hosts, workers of the rollout and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a generate request may be without progress: without a new token, and not queueing in an engine that
     makes progress with others. The length of an answer has no limit in seconds."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
-from slime.core.errors import DeadlineExceeded
+from slime.core.errors import SAVE_FLAG, DeadlineExceeded
 
 Facts = Mapping[str, float]
 """What a save reports of itself, as metrics."""
@@ -52,6 +52,6 @@ class BackgroundSave:
             return {}
         done, _ = wait([self._future], timeout=limit_s)
         if not done:
-            raise DeadlineExceeded.waiting(owner="driver", for_what=self._what, limit_s=limit_s)
+            raise DeadlineExceeded.waiting(owner="driver", for_what=self._what, limit_s=limit_s, flag=SAVE_FLAG)
         future, self._future = self._future, None
         return future.result()

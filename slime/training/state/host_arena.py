@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
 """Bytes. Enough for any dtype and for whole bursts of a copy engine."""
-PIN_LIMIT_S = 600.0
-"""Limit of the wait for the memory; pinning takes about a second per 4 GB."""
+PIN_LIMIT_S, SLOWEST_PIN = 600.0, 100e6
+"""Limit of the wait for the memory, and what is added: one second for so many bytes. Pinning takes about a second per
+4 GB, and a busy host may have to write to its disk what lies there."""
 
 Undo = Callable[[], None]
 Pin = Callable[[Tensor], tuple[Tensor, Undo]]
@@ -74,9 +75,9 @@ def room_of(num_bytes: int) -> int:
 class HostArena:
     """Rooms of host memory and a mark of how much of them is taken. One thread takes and rewinds."""
 
-    def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float = PIN_LIMIT_S) -> None:
+    def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float | None = None) -> None:
         """Starts to make a room of `num_bytes` and returns at once."""
-        self._pin, self._limit_s = pin, limit_s
+        self._pin, self._limit_s = pin, PIN_LIMIT_S + num_bytes / SLOWEST_PIN if limit_s is None else limit_s
         self._rooms: list[Future[Tensor]] = []
         self._room, self._used = 0, 0
         self._undo: list[Undo] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.cluster.guardian import LOOK_AT_LEAST_EVERY_S, start_guardian
@@ -37,7 +39,7 @@ torch_like = "import mmap, os, time; n = '/dev/shm/torch_%d_7_0' % os.getpid(); 
 psm_like = "from multiprocessing.shared_memory import SharedMemory as S; import time, sys;" \\
     "m = S('psm_' + sys.argv[1], True, 4096); time.sleep(300)"
 for code in (sleep, stubborn, detach, torch_like, psm_like):
-    subprocess.Popen([sys.executable, "-c", code, run_id])
+    subprocess.Popen([sys.executable, "-c", code, run_id], env={**os.environ, "TMPDIR": os.path.dirname(temp_dir)})
 if os.fork() == 0:  # holds the guardian's pipe open, and carries no mark
     time.sleep(3)
     os._exit(0)
@@ -53,6 +55,10 @@ elif ending == "raise":
 """
 
 
+def is_alive(pid: int) -> bool:
+    return (stat := read_stat(pid)) is not None and stat.state not in "ZX"
+
+
 def members(run_id: str) -> list[int]:
     mark = f"{RUN_ID_ENV}={run_id}".encode()
     return [int(p) for p in os.listdir("/proc") if p.isdigit() and has_mark(int(p), mark)]
@@ -63,18 +69,33 @@ def shm_of(run_id: str, pids: list[int]) -> list[str]:
     return [n for n in names if n == f"psm_{run_id}" or any(n.startswith(f"torch_{p}_") for p in pids)]
 
 
-SLOW_ENDINGS = [pytest.param(ending, marks=pytest.mark.slow) for ending in ("SIGINT", "SIGTERM", "close", "raise")]
+SLOW_ENDINGS = [
+    pytest.param(ending, marks=pytest.mark.slow) for ending in ("SIGINT", "SIGTERM", "return", "close", "raise")
+]
+JOB_STOP = "ray job stop"
 
 
-@pytest.mark.parametrize("ending", ["SIGKILL", "return", *SLOW_ENDINGS])
+def stop_as_a_job(driver: int) -> None:
+    """What Ray's supervisor of jobs does: SIGTERM to all that descends from the driver, then SIGKILL to the same."""
+    found = [process.pid for process in psutil.Process(driver).children(recursive=True)]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in (driver, *found):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("ending", ["SIGKILL", JOB_STOP, *SLOW_ENDINGS])
 def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: Path) -> None:
+    """Law: that includes temporary folders with the run's name, also where the driver itself would make none."""
     run_id = secrets.token_hex(6)
-    temp_dir = tmp_path / "ray"
+    temp_dir, made = tmp_path / "ray", tmp_path / f"slime-{run_id}-code-x"
     temp_dir.mkdir()
+    made.mkdir()
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     by_signal = getattr(signal, ending, None) if ending.startswith("SIG") else None
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, run_id, str(temp_dir), "wait" if by_signal else ending],
+        [sys.executable, "-c", DRIVER, run_id, str(temp_dir), "wait" if by_signal or ending == JOB_STOP else ending],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -84,23 +105,26 @@ def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: P
         assert driver.stdout is not None
         word, guardian_pid = driver.stdout.readline().split()
         assert word == "up"
-        if by_signal:
+        if by_signal or ending == JOB_STOP:
             up_by = time.monotonic() + START_LIMIT_S
             while len(started := members(run_id)) < 5 or len(shm_of(run_id, started)) < 2:
                 assert time.monotonic() < up_by, f"{len(started)} members and {shm_of(run_id, started)} came up"
                 time.sleep(0.1)
             time.sleep(1.5 * LOOK_AT_LEAST_EVERY_S)  # what lives shorter than that the guardian may never have seen
-            os.killpg(driver.pid, by_signal)
+            if by_signal:
+                os.killpg(driver.pid, by_signal)
+            else:
+                stop_as_a_job(driver.pid)
         else:
             started = []
         began = time.monotonic()
-        while (members(run_id) or read_stat(int(guardian_pid)) is not None or temp_dir.exists()) and (
+        while (members(run_id) or is_alive(int(guardian_pid)) or temp_dir.exists()) and (
             time.monotonic() - began < LIMIT_S
         ):
             time.sleep(0.1)
         assert members(run_id) == []
         assert shm_of(run_id, started) == []
-        assert not temp_dir.exists()
+        assert not temp_dir.exists() and not made.exists()
         assert stranger.poll() is None
     finally:
         driver.kill()
@@ -122,7 +146,7 @@ def test_a_guardian_that_is_killed_is_replaced(looked: bool) -> None:
         guardian.tend()
         assert guardian.pid == first, "it lives"
         os.kill(first, signal.SIGKILL)
-        while read_stat(first) is not None and guardian.alive:
+        while is_alive(first) and guardian.alive:
             time.sleep(0.01)
         if looked:
             guardian.tend()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ from slime.cluster import failures, memory_watch
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.resuming import how_to_resume, resume_command
 from slime.cluster.start_progress import StartProgress, Waiting
+from slime.core import ending
 from slime.core.errors import ActorDied, ActorFailed
 from slime.core.ids import RUN_ID_ENV
 from slime.observability.startup import StartUp
@@ -110,7 +112,52 @@ def test_what_ray_says_of_itself_is_no_death_of_a_process(error: exceptions.RayE
 @pytest.mark.parametrize("error", [exceptions.WorkerCrashedError(), exceptions.ActorDiedError()])
 def test_a_process_that_is_gone_died(error: exceptions.RayError) -> None:
     told = failures.translated(error, "step 3")
-    assert isinstance(told, ActorDied) and str(told).startswith("a process died during step 3")
+    assert isinstance(told, ActorDied)
+    assert str(told).startswith("a process on some host was killed, or it crashed during step 3")
+
+
+CRASH = "I train_1 | step 3\nFatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File x"
+LOGGED = "; its log is LOG"
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "said"),
+    [
+        (3, None, "ended with exit code 3 during step 4"),
+        (0, None, "ended with exit code 0 during step 4"),
+        (-9, None, "was killed by SIGKILL during step 4"),
+        (-11, None, "was killed by SIGSEGV during step 4"),
+        (-64, None, "was killed by SIGRTMAX during step 4"),
+        (-50, None, "was killed by signal 50 during step 4"),
+        (None, None, "was killed, or it crashed during step 4"),
+        (-9, "I train_1 | step 3\n", "was killed by SIGKILL during step 4" + LOGGED),
+        (None, CRASH, "was killed, or it crashed during step 4" + LOGGED + ", which ends so:\n  Fatal Python error"),
+    ],
+)
+def test_the_end_of_a_process_names_rank_host_signal_and_log(
+    status: int | None, log: str | None, said: str, tmp_path: Path
+) -> None:
+    """Law: and no pid, which names nobody once the process is gone."""
+    path = tmp_path / "train_1.log"
+    if log is not None:
+        path.write_text(log)
+    process = ending.Process("training rank 1", "node7 (10.0.0.7)", path if log is not None else None)
+    told = process.ended(status, during="step 4").replace(str(path), "LOG")
+    whole = f"training rank 1 on node7 (10.0.0.7) {said}"
+    assert told.startswith(whole) if log == CRASH else told == whole
+    assert ("step 3" in told) is False, "what it did before it crashed is in the log"
+
+
+def test_no_message_names_a_process_that_is_gone_by_its_pid() -> None:
+    """Of those that live, or did: the report of memory, and who holds a folder."""
+    allowed = {"memory_watch.py", "lease.py", "guardian.py"}
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted((Path(failures.__file__).parents[1]).rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"\(?pid %d|\(pid \{|process \{[a-z_.]*pid\}", line) and path.name not in allowed
+    ]
+    assert not found, found
 
 
 def test_memory_is_told_by_process_those_that_are_gone_included(monkeypatch: pytest.MonkeyPatch) -> None:

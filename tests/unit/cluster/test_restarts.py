@@ -73,11 +73,12 @@ def test_one_more_step_is_progress() -> None:
 
 
 LOOP = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from slime.cluster import restarting as keeper
 from slime.cluster.restarting import restarting, this_restart
 from slime.core import errors
+from slime.core.ids import RUN_ID_ENV
 from slime.settings import run_or_exit
 
 @restarting
@@ -87,10 +88,8 @@ def loop(args):
     starts = run / "starts.jsonl"
     number = len(starts.read_text().splitlines()) if starts.exists() else 0
     restart = this_restart()
-    if os.fork() == 0:  # an orphan of this start
-        os.setsid()
-        time.sleep(1.0)
-        os._exit(0)
+    orphan = [sys.executable, "-c", "import time; time.sleep(1.0)"]
+    subprocess.Popen(orphan, start_new_session=True, env={**os.environ, RUN_ID_ENV: args.run_id})
     facts = {"pid": os.getpid(), "run_id": args.run_id, "load": args.load, "wandb": args.wandb_run_id}
     facts |= {"restart": restart and restart.facts(), "time": time.time(), "group": os.getpgrp()}
     with starts.open("a") as file:

@@ -88,6 +88,7 @@ def test_whoever_was_started_is_ended_in_order_if_telling_fails(tmp_path: Path) 
         raise EngineError("the router has ended")
 
     run: Any = SimpleNamespace(
+        args=SimpleNamespace(save_timeout_s=1.0),
         tell_addresses=fails,
         death=lambda seen_as: None,
         finish_save=lambda limit_s: None,

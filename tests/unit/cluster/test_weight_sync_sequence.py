@@ -105,7 +105,7 @@ TAKES = {"to_trainer": "wake", "room_for_weights": "keep_weights"}
 
 def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:
     class Unequal(RecordingActors):
-        def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
+        def on_trainers(self, method: str, *arguments: Any, **limits: Any) -> list[dict[str, float]]:
             super().on_trainers(method, *arguments)
             return [{"perf/a": 1.0, "perf/b": 5.0}, {"perf/a": 3.0}] if method == "keep_weights" else [{}, {}]
 
@@ -141,7 +141,9 @@ def test_requests_end_where_nothing_else_would_keep_their_tokens(
 
 def test_after_an_error_nothing_is_served() -> None:
     class Failing(RecordingActors):
-        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+        def on_trainers(
+            self, method: str, *arguments: Any, on_poll: Any = None, **limits: Any
+        ) -> list[dict[str, float]]:
             raise WeightSyncError("differs")
 
     actors = Failing()
@@ -153,7 +155,9 @@ def test_after_an_error_nothing_is_served() -> None:
 
 def test_a_weight_sync_that_loses_an_engine_is_repeated_with_the_others() -> None:
     class Losing(RecordingActors):
-        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+        def on_trainers(
+            self, method: str, *arguments: Any, on_poll: Any = None, **limits: Any
+        ) -> list[dict[str, float]]:
             answer = super().on_trainers(method, *arguments)
             if method == "sync_weights" and self.engines.lose:
                 raise EngineError("engine http://0 did not answer")
@@ -168,7 +172,9 @@ def test_a_weight_sync_that_loses_an_engine_is_repeated_with_the_others() -> Non
 
 def test_the_sender_hears_once_of_each_engine_that_is_lost_while_it_waits() -> None:
     class Polling(RecordingActors):
-        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+        def on_trainers(
+            self, method: str, *arguments: Any, on_poll: Any = None, **limits: Any
+        ) -> list[dict[str, float]]:
             for lost in (0, 1, 1):
                 self.engines.lose = lost
                 assert on_poll() == "none"

@@ -115,6 +115,7 @@ def engines_of(
 ) -> tuple[RayEngines, Actors]:
     actors, slots, hosts = Actors(), Slots(), GuardedHosts(SimpleNamespace(tend=lambda: None))  # type: ignore[arg-type]
     monkeypatch.setattr(ray_engines, "EngineActor", actors)
+    monkeypatch.setattr(ray_engines, "introduce", lambda actor, process: actor)
     return RayEngines(args, plan, slots, hosts, log_dir=tmp_path, keys=KEYS), actors  # type: ignore[arg-type]
 
 
@@ -448,7 +449,7 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
             return Noting(name, said, **(server if "L" in name else {}))
 
         monkeypatch.setattr(engine_actor, name, make)
-    monkeypatch.setattr(engine_actor, "setup_logging", lambda path: None)
+    monkeypatch.setattr(engine_actor, "setup_logging", lambda path, **_: None)
     actor = plain(engine_actor.EngineActor)("2", spec, str(tmp_path), args, "10.0.0.4")
     assert actor.wait_ready(5.0) == url
     assert made == {
@@ -485,6 +486,7 @@ def test_each_training_rank_and_the_rollout_side_get_their_own_place(
         return SimpleNamespace(remote=lambda *given: made.append((actor, options, given)))
 
     monkeypatch.setattr(start, "_placed", placed)
+    monkeypatch.setattr(start, "introduce", lambda actor, process: actor)
     start._create_trainers(args, plan, folder, Slots(), plan.address_of)  # type: ignore[arg-type]
     start._create_rollout(args, plan, folder, 2, KEYS)  # type: ignore[arg-type]
     (strategy,) = (options.pop("scheduling_strategy") for _, options, _ in made[2:])
@@ -539,7 +541,7 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args, said = rollout_args(tmp_path, "--train-env-vars", json.dumps({"NCCL_DEBUG": "INFO"})), list[Any]()
-    monkeypatch.setattr(train_actor, "setup_logging", lambda path: None)
+    monkeypatch.setattr(train_actor, "setup_logging", lambda path, **_: None)
     monkeypatch.setattr(train_actor.os, "environ", {})
     monkeypatch.setattr(train_actor.os, "cpu_count", lambda: 4)
     rank = plain(train_actor.TrainActor)(args, 1, (0, 2), 3, str(tmp_path), "127.0.0.1")

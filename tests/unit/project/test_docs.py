@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.cli.main import COMMANDS, build_parser
+from slime.core.errors import SAVE_FLAG, START_FLAG
 from slime.settings import parse_args
 from slime.settings.public_flags import refused_table
 from slime.settings.schema import owned_spellings
@@ -153,3 +154,16 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         else:
             out.append("1" if word in ("N", "K", "$SEED") else word)
     return out
+
+
+def test_the_table_of_limits_has_every_flag_that_a_message_names() -> None:
+    """Law: an expired wait names a flag that exists, and the table says what it is by default."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    section = text.split("## How long things may take", 1)[1].split("\n## ", 1)[0]
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| (\S+) \|", section, re.M))
+    fields = {flag: flag_table().by_name[flag][0].default for flag in rows}
+    assert {flag: "none" if value is None else f"{value:g}" for flag, value in fields.items()} == rows
+    named = {START_FLAG, SAVE_FLAG}
+    for path in (ROOT / "slime").rglob("*.py"):
+        named |= set(re.findall(r'flag="(--[a-z-]+-s)"', path.read_text()))
+    assert named <= rows.keys(), named - rows.keys()

@@ -381,9 +381,8 @@ def test_a_pause_reaches_requests_of_the_conductor(tmp_path: Path) -> None:
     assert held and num > 0
 
 
-def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path) -> None:
     """Law: the start of a process has a limit, and so have the groups that wait for it."""
-    monkeypatch.setattr(fleet_module, "START_LIMIT_S", 0.02)
     args = rollout_args(tmp_path, *GRADED)
 
     class Stuck:
@@ -400,7 +399,7 @@ def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path, monkeyp
             self.is_over.set()
 
     async def main() -> None:
-        fleet = WorkerFleet(lambda _: Stuck(), 1)
+        fleet = WorkerFleet(lambda _: Stuck(), 1, start_limit_s=0.02)
         engine = FakeEngine()
         async with serve(engine):
             manager = RolloutManager(args, engines=[engine.url], workers=fleet)

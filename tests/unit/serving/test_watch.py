@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -133,19 +134,19 @@ def test_a_stopped_a_lost_and_an_ended_process_show(tmp_path: Path, monkeypatch:
     try:
         while (said := re.search(r"^child (\d+)$", process.log_tail(), re.MULTILINE)) is None:
             time.sleep(0.05)
-        child = int(said[1])
+        child, host = int(said[1]), socket.gethostname()
         while process.problem() is not None or child not in process._named:
             time.sleep(0.05)
         subprocess.run(["kill", "-STOP", str(child)], check=True)  # as a debugger does for a moment
         assert [process.problem() for _ in range(3)] == [None] * 3
         monkeypatch.setattr(process_module, "STOPPED_LIMIT_S", 0.2)
-        wait_for_problem(process, f"process {child} (sglang::schedul) of engine x is stopped")
+        wait_for_problem(process, f"sglang::schedul of engine x on {host} is stopped")
         subprocess.run(["kill", "-CONT", str(child)], check=True)
         while process.problem() is not None:
             time.sleep(0.05)
         subprocess.run(["kill", "-KILL", str(child)], check=True)
-        wait_for_problem(process, f"process {child} (sglang::schedul) of engine x has ended")
+        wait_for_problem(process, f"sglang::schedul of engine x on {host} has ended")
         subprocess.run(["kill", "-KILL", str(process.pid)], check=True)
-        wait_for_problem(process, f"engine x ended with status -9; read {tmp_path / 'log'}")
+        wait_for_problem(process, f"engine x on {host} was killed by SIGKILL; its log is {tmp_path / 'log'}")
     finally:
         process.stop()

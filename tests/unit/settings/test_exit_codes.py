@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError, NumericsError, WeightSyncError
+from slime.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    HookError,
+    NumericsError,
+    Terminated,
+    WeightSyncError,
+)
 from slime.settings import Args, run_or_exit
 
 
@@ -60,6 +68,23 @@ def test_what_was_noted_on_the_way_up_is_said_after_the_message(
         run_or_exit(fail, command_line)
     said = capsys.readouterr().err.splitlines()
     assert said[:3] == ["EngineError: a process died", "memory: it was large", "to go on: python train.py"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted; the run"), (Terminated(143), 143, "ended by SIGTERM; the run")],
+)
+def test_who_ends_a_run_hears_that_it_is_over(
+    end: BaseException, code: int, said: str, command_line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(args: Args) -> None:
+        end.add_note("to go on: python train.py")
+        raise end
+
+    with pytest.raises(SystemExit) as ended:
+        run_or_exit(stop, command_line)
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and lines[0].startswith(said) and lines[1] == "to go on: python train.py"
 
 
 def test_a_terminal_obeys_nothing_in_the_message(command_line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
