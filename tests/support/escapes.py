@@ -24,7 +24,7 @@ from slime.core.confine import calls
 from slime.rewards.environment import grader_environment
 
 PRELUDE = r"""
-import ctypes, errno, json, mmap, os, platform, resource, signal, socket, struct, sys, time
+import ctypes, errno, json, mmap, os, platform, re, resource, signal, socket, struct, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 def call(name, *given):
@@ -43,6 +43,11 @@ def first(acts):
         except OSError as error:
             last = error
     raise last
+MARKED = ("mark-of-a-run", "/tmp/mark-of-a-run", "/dev/shm/mark-of-a-run")
+def leave_marks():
+    for path in MARKED:
+        open(path, "w").close()
+    os.environ["mark"] = sys.mark = "1"
 def packed(*values):
     return ctypes.create_string_buffer(struct.pack(f"{len(values)}Q", *values))
 """
@@ -217,6 +222,26 @@ def enlarges_a_socket():
     before = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
     return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before
+def finds_a_test_in_its_memory():
+    libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_long]
+    told, tell = os.pipe()
+    heap, arena = libc.sbrk(0), id(object()) & ~0xFFFFF
+    found = bytearray()
+    for begin, end in ((heap - (24 << 20), heap), (arena - (4 << 20), arena + (4 << 20))):
+        for page in range(begin & ~4095, end, 4096):
+            got = libc.write(tell, page, 4096)
+            found += os.read(told, got) if got > 0 else b" "
+    return re.findall(rb"canary-of-a-test-[0-9]+", found)[:3]
+def meets_what_a_run_before_left():
+    return [p for p in MARKED if os.path.exists(p)] or ("mark" in os.environ or hasattr(sys, "mark")) and "a mark"
+def writes_into_its_input():
+    return first([lambda: os.pwrite(0, b"x", 1 << 20),
+        lambda: os.path.isfile("/proc/self/fd/0") and os.truncate("/proc/self/fd/0", 1 << 30) or None])
+def huge_pages_in_pipes():
+    page, (_, tell) = mmap.mmap(-1, 4096), os.pipe()
+    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    return call("vmsplice", tell, packed(at, 4096), 1, 0)
 def one_large_object(): return len(bytearray(MEMORY + (64 << 20)))
 def one_large_mapping(): return mmap.mmap(-1, MEMORY + (64 << 20))
 """
@@ -313,6 +338,36 @@ def memory_in_sockets():
             os._exit(0)
     time.sleep(6)
     return sum(struct.unpack("24Q", sums[:])) > 2 * MEMORY and "several times the limit"
+def memory_of_children_of_a_thread():
+    import threading
+    said = []
+    def start():  # whose children are the main thread's as soon as it ends
+        said.append(still_held([holds_memory() for _ in range(8)]))
+        time.sleep(9)
+    threading.Thread(target=start, daemon=True).start()
+    time.sleep(4)
+    return said and said[0]
+def memory_of_processes_whose_main_thread_ended():
+    return still_held([holds_memory(ends=True) for _ in range(8)])
+def holds_memory(ends=False):
+    if child := os.fork():
+        return child
+    def hold():
+        time.sleep(0.1)
+        held = bytearray(b"x") * int(0.5 * MEMORY)
+        time.sleep(6)
+        os._exit(0)
+    if ends:
+        import threading
+        threading.Thread(target=hold).start()
+        libc.syscall(ctypes.c_long(NUMBERS["exit"]), 0)
+    hold()
+def still_held(began):
+    time.sleep(2)
+    alive = sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in began)
+    for child in began:
+        quiet(lambda child=child: os.kill(child, 9))  # or they would be found when their parent is gone
+    return alive * 0.5 > 3 and f"{alive} processes, each with half the limit"
 def shared_memory_of_eight_processes():
     sums = mmap.mmap(-1, 8 * 8)
     for i in range(8):
@@ -332,18 +387,19 @@ MEMORY_BYTES = 512 << 20
 
 def names(source: str) -> list[str]:
     """Of the attempts in it; the others are helpers."""
-    helpers = ("call_fd", "quiet")
+    helpers = ("call_fd", "quiet", "holds_memory", "still_held")
     found = [line.removeprefix("def ").partition("(")[0] for line in source.splitlines() if line.startswith("def ")]
     return [name for name in found if name not in helpers]
 
 
+OTHERS = ({"pidfd_open": 434, "exit": 60}, {"pidfd_open": 434, "exit": 93})
 QUICK_NAMES, HEAVY_NAMES = names(ATTEMPTS), names(HEAVY)
 
 
 def program(facts: dict[str, object], chosen: list[str], *, forks: bool) -> str:
     """That makes the attempts and prints what came of them."""
     column = calls._ARCHITECTURES[os.uname().machine][0]
-    numbers = {name: both[column] for name, both in calls._NUMBERS.items()} | {"pidfd_open": 434}
+    numbers = {name: both[column] for name, both in calls._NUMBERS.items()} | OTHERS[column]
     head = f"NUMBERS, FORKS, CHOSEN = {numbers!r}, {forks!r}, {chosen!r}\n"
     head += "".join(f"{name} = {value!r}\n" for name, value in facts.items())
     return head + PRELUDE + ATTEMPTS + HEAVY + TAIL
@@ -369,8 +425,12 @@ def in_child(name):
     os.close(told)
     status = os.waitpid(child, 0)[1]
     return said.decode() or f"held: ended with {status}"
-print(json.dumps({name: (in_child if FORKS else outcome)(name) for name in CHOSEN}), flush=True)
+if __name__ == "__main__":
+    print(json.dumps({name: (in_child if FORKS else outcome)(name) for name in CHOSEN}), flush=True)
+else:
+    leave_marks()
 """
+"""A program that is checked by assertions makes no attempt, and leaves marks."""
 
 
 class Outside:
@@ -423,6 +483,8 @@ def of_grader(facts: dict[str, object], chosen: list[str]) -> str:
     from slime.rewards.graders.sandbox import Sandbox
 
     with Sandbox(program(facts, chosen, forks=True), time_limit_s=60.0, memory_bytes=MEMORY_BYTES) as sandbox:
+        test = {"statements": ["assert first([]) == 'canary-of-a-test-4711'" + "#" * 600], "names": ["first"]}
+        sandbox.run({"asserts": {**test, "modules": {}}})
         ended = sandbox.run({})
     return ended.output or f"ended: {ended.code}"
 

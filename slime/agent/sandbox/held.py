@@ -114,7 +114,7 @@ def processes(settings: dict[str, Any]) -> list[int]:
 
     me = os.getpid()
     if settings["unheld"]:
-        return [pid for pid in tree.descendants_of([me]) if not tree.fields_of(pid).get("State", "Z").startswith("Z")]
+        return [pid for pid in tree.descendants_of([me]) if tree.lives(pid)]
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != me]
 
 

@@ -1,8 +1,8 @@
 """A sandbox on this machine: a process tree in namespaces of its own, with a root of its own (`held.py`).
 
 Bounds: processes by `RLIMIT_NPROC` of a user that no one else is; memory by `RLIMIT_AS` of each process, and by a sum
-over all, ten times a second, above which every command is killed; files by the size of the memory file systems `/work`,
-`/tmp` and `/dev/shm`. Control groups are not used: containers seldom lend them.
+over all, 50 times a second where there are several, above which every command is killed; files by the size of the
+memory file systems `/work`, `/tmp` and `/dev/shm`. Control groups are not used: containers seldom lend them.
 
 Concurrency: one event loop. Consumes the ends of commands from the control socket, whose other end is `held.py`;
 `_ended` wakes the command that waits. Connections of `reach` are accepted here, on a socket that `held.py` made.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
@@ -39,6 +40,7 @@ MAX_CONNECTIONS = 64
 """Of a sandbox at a time, to the address in `reach`; each takes two descriptors of this process."""
 MAX_REQUEST_BYTES = 1 << 16
 """Of a command with its variables."""
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 LOOPBACK = ("127.0.0.1", "localhost")
 START_S, FILE_S, KILL_S = 60.0, 60.0, 10.0
 PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "USER": "agent"}
@@ -225,10 +227,11 @@ class LocalSandbox(Sandbox):
         request = json.dumps({"id": number, "run": line, "env": {**PLAIN, "HOME": self.folder, **env}}).encode()
         if len(request) > MAX_REQUEST_BYTES:
             raise ConfigError(f"got a command of {len(request)} bytes, above {MAX_REQUEST_BYTES}; write it to a file")
-        source = os.memfd_create("stdin", os.MFD_CLOEXEC)
+        source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source, "r+b", buffering=0) as file, _Pipe(loop, most) as out, _Pipe(loop, most) as err:
             file.write(stdin)
             file.seek(0)
+            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # or a command would have memory there that no sum has
             waiting = self._ended[number] = loop.create_future()
             late = False
             try:

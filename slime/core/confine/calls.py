@@ -89,6 +89,7 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
+    "vmsplice": (278, 75),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "open_by_handle_at": (304, 265),

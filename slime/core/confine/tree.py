@@ -1,9 +1,10 @@
 """What the processes of a tree use of memory: the bound where no control group is lent, since the kernel bounds each
 process alone.
 
-What counts is memory of their own and shared memory, not files. First the sum of what each has mapped, which costs
-little; only where that is too much, what they share is counted once, as the kernel divides it among them. What the
-kernel keeps for sockets and pipes is nowhere said: so many may be open as would have that memory if all were full.
+What counts is memory of their own, swapped or not, and shared memory, not files. First the sum of what each has mapped,
+which costs little; only where that is too much, what they share is counted once, as the kernel divides it among them.
+What the kernel keeps for sockets and pipes is nowhere said: so many may be open as would have that memory if all were
+full.
 """
 
 from __future__ import annotations
@@ -15,13 +16,26 @@ import socket
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+_OF_STATUS = ("RssAnon", "RssShmem", "HugetlbPages", "VmSwap")
+_OF_MAPS = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_Hugetlb")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-def children_of(pid: int) -> list[int]:
-    """None of a process that is gone."""
+
+def threads_of(pid: int) -> list[int]:
+    """The main one first, which may have ended before others; none of a process that is gone."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:
         return []
+
+
+def children_of(pid: int) -> list[int]:
+    """Those that any thread of it started; none of a process that is gone."""
+    found: list[int] = []
+    for thread in threads_of(pid):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
 
 
 def descendants_of(pids: Iterable[int]) -> list[int]:
@@ -34,12 +48,26 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
     return found
 
 
+def lives(pid: int) -> bool:
+    """Whether a thread of it still runs: it is no process that merely waits to be reaped."""
+    return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
+
+
 def fields_of(pid: int) -> dict[str, str]:
-    """What the kernel says of a process; empty if it is gone."""
+    """What the kernel says of a process, or of a thread; empty if it is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {}
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """Processor time of these processes, and of the children that they waited for, in seconds."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / _TICKS_PER_S
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
@@ -59,10 +87,12 @@ def _buffer_bytes() -> int:
 
 
 def _open_of(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return []
+    """Paths of its descriptors. A thread that has ended shows none."""
+    for thread in threads_of(pid):
+        with contextlib.suppress(OSError):
+            if names := os.listdir(f"/proc/{thread}/fd"):
+                return [f"/proc/{thread}/fd/{name}" for name in names]
+    return []
 
 
 def _buffers(pids: Iterable[int]) -> set[str]:
@@ -71,23 +101,33 @@ def _buffers(pids: Iterable[int]) -> set[str]:
     for pid in pids:
         for name in _open_of(pid):
             with contextlib.suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+                found.add(os.readlink(name))
     return {name for name in found if name.startswith(("socket:", "pipe:"))}
 
 
+def _with_memory(pid: int) -> tuple[int, dict[str, str]]:
+    """A thread that the kernel tells the process's memory of, with its fields; it tells none of one that has ended."""
+    fields: dict[str, str] = {}
+    for thread in (pid, *threads_of(pid)[1:]):
+        fields = fields_of(thread)
+        if "RssAnon" in fields:
+            return thread, fields
+    return pid, fields
+
+
 def _mapped_bytes(pid: int) -> int:
-    fields = fields_of(pid)
-    return _sum_kib(fields.get(name, "0 kB") for name in ("RssAnon", "RssShmem"))
+    fields = _with_memory(pid)[1]
+    return _sum_kib(fields.get(name, "0 kB") for name in _OF_STATUS)
 
 
 def _share_bytes(pid: int) -> int:
     """Its share of what it has mapped; all of it where the kernel does not say that."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{_with_memory(pid)[0]}/smaps_rollup").read_text().splitlines()
     except OSError:
         return _mapped_bytes(pid)
     fields = dict(line.split(":", 1) for line in lines[1:])
-    return _sum_kib(fields[name] for name in ("Pss_Anon", "Pss_Shmem")) if "Pss_Anon" in fields else _mapped_bytes(pid)
+    return _sum_kib(fields.get(name, "0 kB") for name in _OF_MAPS) if "Pss_Anon" in fields else _mapped_bytes(pid)
 
 
 def _sum_kib(sizes: Iterable[str]) -> int:

@@ -24,7 +24,8 @@ Invariants
 0. A program that is not held by all of them runs only if that was allowed.
 1. After `run` no process of the program lives: the supervisor kills all of its descendants. With their processes go
    the scratch disk and all else but files that an unconfined program wrote elsewhere: no run sees one before it.
-2. The program's memory never holds the expected output of a test, an assertion, or a way to write that it passed.
+2. The program's memory never holds the expected output of a test, an assertion, or a way to write that it passed. The
+   supervisor, whose memory every program inherits, opens no file of a test.
 3. What did not run has no verdict: a run whose processes could not begin is an `OSError`.
 """
 
@@ -193,7 +194,7 @@ class Sandbox:
         (scratch / "stdin").write_text(stdin)
         for name in (".", "work", "request", "asserts", "stdin"):
             self._give(scratch / name)
-        verdict = self._ask(scratch.name)
+        verdict = self._ask(scratch.name, [PROGRAM] if asserts is None else [PROGRAM, CHECKER])
         missing = tuple(verdict["missing"])
         if missing and not self._allow_unconfined:
             from slime.core.errors import Unconfined  # the supervisor runs this file without any package
@@ -223,11 +224,11 @@ class Sandbox:
         assert self._supervisor.stdin is not None and self._supervisor.stdout is not None, "started with both pipes"
         return self._supervisor.stdin, self._supervisor.stdout
 
-    def _ask(self, folder: str) -> dict[str, Any]:
-        """Has the supervisor do one run; its verdict, which is one line. Raises `OSError` if there is none."""
+    def _ask(self, folder: str, roles: Sequence[str]) -> dict[str, Any]:
+        """Has the supervisor do one run of these; its verdict, which is one line. Raises `OSError` if there is none."""
         (stdin, stdout), said, deadline = self._pipes(), b"", time.monotonic() + self._reply_limit_s
         with contextlib.suppress(BrokenPipeError):
-            stdin.write(f"{folder}\n".encode())
+            stdin.write(f"{folder} {' '.join(roles)}\n".encode())
             while not said.endswith(b"\n"):
                 readable, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
                 more = os.read(stdout.fileno(), 4096) if readable else b""
@@ -372,10 +373,9 @@ def end_descendants() -> None:
     """Kills and reaps all that is left below this process, orphans included."""
     with contextlib.suppress(ChildProcessError):
         while True:
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            for child in children:
+            for child in tree.children_of(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(child), signal.SIGKILL)
+                    os.kill(child, signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
@@ -481,11 +481,14 @@ def read_reports(told: int) -> list[list[str]]:
     return [json.loads(line) for line in said.splitlines()]
 
 
-def run_once(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, held: bool) -> dict[str, Any]:
-    """The supervisor's part of one run: its verdict."""
+def run_once(scratch: Path, roles: Sequence[str], limits: Limits, libc: Any, *, held: bool) -> dict[str, Any]:
+    """The supervisor's part of one run: its verdict.
+
+    It opens none of the files of the run: a program would inherit what it read, in memory that was freed, too.
+    """
+    time_limit_s, memory_bytes = limits
     used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # processor time of all that was waited for
-    roles = [PROGRAM] if (scratch / "asserts").read_text() == "null" else [PROGRAM, CHECKER]
-    keepers, told = start(roles, scratch, (time_limit_s, memory_bytes), libc, held=held)
+    keepers, told = start(roles, scratch, limits, libc, held=held)
     reports = read_reports(told)
     limit_s, clock = time_limit_s * WALL_FACTOR + WALL_EXTRA_S, _Clock(keepers)
     ended, status, fat = 0, int(signal.SIGKILL), False
@@ -497,9 +500,11 @@ def run_once(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *
             clock.look()
             fat = clock.several and too_much(keepers, memory_bytes)
     own_s, slow = clock.own_s(), clock.own_s() >= limit_s
+    live_s = tree.processor_s(tree.descendants_of([os.getpid()]))  # the kernel drops that of what is killed at once
+    used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s + live_s
     end_descendants()
     code = status_of(status)
-    used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s
+    used_s = max(used_s, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s)
     problem = ""
     if len(reports) < len(roles):
         problem = f"the sandbox could not start a program (status {code}); look at load, free memory and processes"
@@ -515,20 +520,22 @@ def run_once(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *
 def main() -> None:
     """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
 
-    For each line on stdin, the name of a folder in SCRATCH, it runs what stands there and prints a line: the verdict.
+    For each line on stdin, the name of a folder in SCRATCH and the roles that have work there, it runs what stands in
+    it and prints a line: the verdict.
     """
     from slime.core.lifeline import die_with_parent
     from slime.rewards import assertions  # noqa: F401  (here, because its forks see no folder of the package)
 
-    scratch, time_limit_s, memory_bytes = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    scratch, limits = Path(sys.argv[1]), (float(sys.argv[2]), int(sys.argv[3]))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     shown = confine.leave(confine.NEW_NETWORK | confine.NEW_MOUNTS, int(sys.argv[7]), keep=readable())
     held = shown is not None and build_view(scratch / ROOT, shown)
     die_with_parent(int(sys.argv[4]))  # a change of user would take that back
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    while name := os.read(0, 64).decode().strip():  # one at a time: the next is written when this one is answered
-        verdict = run_once(scratch / name, time_limit_s, memory_bytes, libc, held=held)
+    while asked := os.read(0, 64).decode().split():  # one at a time: the next is written when this one is answered
+        name, *roles = asked
+        verdict = run_once(scratch / name, roles, limits, libc, held=held)
         os.write(1, json.dumps(verdict).encode() + b"\n")
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ try:
     refused = None
 except Unconfined as error:
     refused = str(error)
+from collections.abc import Sequence
 from pathlib import Path
 ran = Path(sys.argv[2]).exists()
 allowed = run("print('ran')", allow_unconfined=True)
@@ -180,9 +182,9 @@ def test_a_sandbox_that_fails_is_no_verdict() -> None:
     """Law: what did not run is an error of the machine, never a program that failed."""
 
     class Broken(Sandbox):
-        def _ask(self, folder: str) -> dict[str, Any]:
+        def _ask(self, folder: str, roles: Sequence[str]) -> dict[str, Any]:
             Path(self._folder.name, folder, "stdin").unlink()
-            return super()._ask(folder)
+            return super()._ask(folder, roles)
 
     sandbox = Broken("print(1)", time_limit_s=1.0, memory_bytes=1 << 30)
     with sandbox, pytest.raises(OSError, match="could not start a program"):
