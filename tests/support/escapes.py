@@ -238,6 +238,28 @@ def meets_what_a_run_before_left():
 def writes_into_its_input():
     return first([lambda: os.pwrite(0, b"x", 1 << 20),
         lambda: os.path.isfile("/proc/self/fd/0") and os.truncate("/proc/self/fd/0", 1 << 30) or None])
+def access_lists_of_files():
+    entries = [(1, 7, -1), (2, 7, os.getuid()), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
+    wanted = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    return os.setxattr(".", "system.posix_acl_access", wanted) or "set"
+def attributes_of_files(): return os.setxattr(".", "user.x", b"x" * 4096) or "set"
+def attributes_of_files_by_place(): return call("setxattrat", -100, b".", 0, b"user.x", packed(0, 0), 16)
+def rules_of_landlock(): return call("landlock_create_ruleset", packed(0, 3), 16, 0)
+def requests_that_the_system_counts(): return call("io_setup", 1, packed(0))
+def limits_the_first_process():
+    return os.getpid() > 1 and (resource.prlimit(1, resource.RLIMIT_MEMLOCK, (0, 0)) or "done")
+def schedules_the_first_process():
+    return first([lambda: os.sched_setaffinity(1, {0}) or "processors", lambda: os.setpriority(0, 1, 19) or "priority"])
+def buffers_of_tcp_that_grow():
+    server = socket.create_server(("127.0.0.1", 0))
+    one, held = socket.create_connection(server.getsockname()), 0
+    other = server.accept()[0]
+    one.setblocking(False)
+    try:
+        while True:
+            held += one.send(bytes(1 << 16))
+    except BlockingIOError:
+        return held > 1 << 20 and held
 def huge_pages_in_pipes():
     page, (_, tell) = mmap.mmap(-1, 4096), os.pipe()
     at = ctypes.addressof(ctypes.c_char.from_buffer(page))

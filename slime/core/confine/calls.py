@@ -41,6 +41,9 @@ _SAME = {
     "process_mrelease": 448,
     "fchmodat2": 452,
     "setxattrat": 463,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
     "file_setattr": 469,
 }
 _NUMBERS: dict[str, tuple[int, int]] = {
@@ -90,6 +93,9 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
     "vmsplice": (278, 75),
+    "io_setup": (206, 0),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "open_by_handle_at": (304, 265),
@@ -170,16 +176,23 @@ _FILES: tuple[str, ...] = (
     "fchown",
     "lchown",
     "fchownat",
-    "setxattr",
-    "lsetxattr",
+    "utime",
+    "utimes",
 )
-_FILES += ("fsetxattr", "setxattrat", "utime", "utimes", "futimesat", "utimensat", "file_setattr")
+_FILES += ("futimesat", "utimensat", "file_setattr")
+_ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "setxattrat")
+"""Refused as by a file system that has them not: lists of access rights of a file in memory are beyond its size."""
+_LANDLOCK = ("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self")
+"""Rules are memory that nothing bounds. Who is held has his own already."""
+_OWN_PACE = ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "setpriority", "ioprio_set")
+_WATCHES = ("inotify_init", "inotify_init1")
 _KILLS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OF_PROCESSES = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _OF_MANY = ("tkill", "pidfd_send_signal", "setpriority", "ioprio_set")
 """Calls on a process: the first argument of the first two kinds is its number, in the second 0 is the caller; the third
 kind names processes in further ways."""
-_MISSING = ("io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret")
+_MISSING = ("io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret", "io_setup")
+_MISSING += _LANDLOCK
 """Refused as by a kernel that has them not: programs know how to go on."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
@@ -203,13 +216,14 @@ class Calls:
     """What a process keeps of the calls that are given up. Its children have no more.
 
     Buffers of pipes and sockets keep the sizes that the kernel gives them, whoever asks: they are memory that no limit
-    of a process counts.
+    of a process counts. Nobody changes the limits of another process, who may be the one that holds it.
     """
 
     internet: bool = False
     """Sockets of TCP and UDP, and those that list the devices of the network."""
     unix: bool = False
-    """Sockets that have a path or a name; without it connected pairs alone."""
+    """Sockets that have a path or a name; without it connected pairs alone, no watches of files, and no choice of
+    processors and priority: a program could make itself slow."""
     programs: bool = True
     """Other processes, to start and to signal, and changes of owners, rights and times of files, which Landlock does
     not see; without it threads alone."""
@@ -248,8 +262,12 @@ class Calls:
         """(call, what the filter does on it)"""
         kept = {*_LOOKED_AT, *_KILLS, *_OF_PROCESSES, *(_NAMESPACES if self.namespaces else ())}
         kept |= {*_FILES, *_OF_MANY} if self.programs else set()
+        kept |= {*_LANDLOCK} if self.namespaces else set()
+        kept |= {*_WATCHES} if self.unix else set()
+        kept -= set() if self.unix or self.namespaces else {*_OWN_PACE}
         for name in _NUMBERS.keys() - kept:
-            yield name, [_refuse(errno.ENOSYS if name in _MISSING else errno.EPERM)]
+            as_missing = errno.EOPNOTSUPP if name in _ATTRIBUTES else errno.ENOSYS if name in _MISSING else None
+            yield name, [_refuse(as_missing or errno.EPERM)]
         yield "socket", self._socket()
         yield "socketpair", self._socketpair()
         terminal = _one_of(
@@ -266,6 +284,9 @@ class Calls:
             of_all = [] if self.programs else [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
             yield "clone", [_argument(0), *of_new, *of_all, _step(_RETURN, _ALLOW)]
         if self.programs:
+            own = [*_one_of((0,), [_step(_RETURN, _ALLOW)]), _argument(2), _step(_EQUAL, 0, 0, 3)]
+            own += [_argument(2, upper=True), _step(_EQUAL, 0, 0, 1), _step(_RETURN, _ALLOW)]  # limits are asked for
+            yield "prlimit64", [_argument(0), *own, _refuse(errno.EPERM)]
             return
         for name in _PROGRAMS:
             yield name, [_refuse(errno.EPERM)]
@@ -307,9 +328,9 @@ def _refuse(number: int) -> bytes:
     return _step(_RETURN, _ERROR | number)
 
 
-def _argument(number: int) -> bytes:
-    """Its lower half, which is all that the kernel takes of an int."""
-    return _step(_LOAD, _ARGUMENTS + 8 * number)
+def _argument(number: int, *, upper: bool = False) -> bytes:
+    """Its lower half, which is all that the kernel takes of an int, or the other one."""
+    return _step(_LOAD, _ARGUMENTS + 8 * number + 4 * upper)
 
 
 def _one_of(values: tuple[int, ...], then: list[bytes]) -> list[bytes]:

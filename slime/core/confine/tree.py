@@ -49,7 +49,7 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a thread of it still runs: it is no process that merely waits to be reaped."""
+    """Whether a thread of it still runs; a process without one merely waits to be reaped."""
     return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
 
 

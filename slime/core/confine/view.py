@@ -7,6 +7,7 @@ named is in it, no socket of another program either.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -20,6 +21,14 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 SHOWN_OF_PROC = frozenset(("cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "sys"))
 SHOWN_OF_PROC |= {"thread-self", "uptime", "version", "vmstat"}
 """Beside processes; all else of /proc (the kernel's command line, its keys and symbols) is empty."""
+SMALLER = MappingProxyType(
+    {
+        "user/max_inotify_instances": "16",
+        "net/ipv4/tcp_rmem": "4096 65536 131072",
+        "net/ipv4/tcp_wmem": "4096 65536 131072",
+    }
+)
+"""Setting of the namespaces, below /proc/sys -> its value here: of queues and buffers that grow by themselves."""
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _READ_ONLY = 0x1000, 0x4000, 0x40000, 2, 4, 8, 1
 _DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = 2, -100, 0x8000, 442
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,6 +100,9 @@ def show_processes(target: str) -> None:
     """/proc of the namespace of processes that this one is the first of, with what programs need of it."""
     mount("proc", target, "proc", _NOSUID | _NODEV | _NOEXEC)
     Path(target, "sys/user/max_user_namespaces").write_text("0")
+    for name, value in SMALLER.items():
+        with contextlib.suppress(OSError):  # a kernel without it
+            Path(target, "sys", name).write_text(value)
     for name in os.listdir(target):
         if name.isdigit() or name in SHOWN_OF_PROC:
             continue
