@@ -113,7 +113,7 @@ class Sandbox(ABC):
 
 
 WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
-READ_FILE = 'cat <"$1"'
+READ_FILE = 'test -f "$1" || { echo "got something else than a plain file" >&2; exit 1; }; cat <"$1"'
 """Lines of shell for a sandbox that has nothing better: $1 is the path."""
 
 SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)

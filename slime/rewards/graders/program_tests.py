@@ -31,7 +31,7 @@ from slime.rewards.graders.answers import after_thinking
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
 SECONDS_PER_TEST = 1.0
 """What each test adds to the limit of all, unless its own limit is lower."""
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
 PYTHON = frozenset({"", "python", "py", "python3"})
 
 
@@ -136,11 +136,20 @@ def _close(word: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Equal as JSON values (a tuple is a list), floats within 1e-6; True does not equal 1."""
+    """Equal as JSON values (a tuple is a list), floats within 1e-6; True does not equal 1. What cannot be compared (an
+    integer beyond all floats, with a float) is not equal.
+    """
+    try:
+        return _same(got, expected)
+    except (ArithmeticError, RecursionError):
+        return False
+
+
+def _same(got: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple) and isinstance(got, list):
-        return len(got) == len(expected) and all(map(same_value, got, expected))
+        return len(got) == len(expected) and all(map(_same, got, expected))
     if isinstance(expected, dict) and isinstance(got, dict):
-        return got.keys() == expected.keys() and all(same_value(got[k], v) for k, v in expected.items())
+        return got.keys() == expected.keys() and all(_same(got[k], v) for k, v in expected.items())
     if isinstance(expected, float) and isinstance(got, int | float) and not isinstance(got, bool):
         return math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9)
     return isinstance(got, bool) == isinstance(expected, bool) and bool(got == expected)

@@ -30,6 +30,9 @@ NETWORK, FILES, SYSTEM = "network", "files", "system"
 not give it."""
 SPARE_BYTES = 4 << 30
 """Address space beside what the libraries take and what the files are."""
+MAX_DEPTH = 200
+VALUES_PER_BYTE, SPARE_VALUES = 4, 100_000
+"""Of a sample, or of what is said of all: so many may a file say; one that names nothing twice says one a byte."""
 _METADATA, _CHUNKS_HELD = ".metadata", 2
 _Chunk: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], Any]"
 
@@ -105,22 +108,33 @@ class Folder:
         return tensor
 
 
-def plain(value: Any, where: str = "it") -> Any:
-    """What JSON can say of a value. Raises `ValueError` that says where it cannot."""
-    from slime.training.foreign.inert import Array, Record
+class Plain:
+    """Makes of one value what JSON can say of it, of no more numbers and letters than `most`: a pickle that names one
+    list many times is small, and all of it is not. Raises `ValueError` that says where it cannot.
+    """
 
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return {str(key): plain(held, f"{where}.{key}") for key, held in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [plain(held, f"{where}[{i}]") for i, held in enumerate(value)]
-    if isinstance(value, Record):
-        enum = value.state is None and len(value.given) == 1
-        return plain(value.given[0], where) if enum else plain(value.fields, where)
-    if isinstance(value, Array) or hasattr(value, "untyped_storage"):  # or a tensor
-        return plain(value.tolist(), where)
-    raise ValueError(f"{where} is of {type(value).__name__}, which is not JSON")
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def of(self, value: Any, where: str = "it", depth: int = 0) -> Any:
+        """`where`: its name; `depth`: how many are around it."""
+        from slime.training.foreign.inert import Array, Record
+
+        self._left -= 1 + (len(value) if isinstance(value, str) else 0)
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise ValueError(f"{where} is beyond {self._most:,} values and letters, or {MAX_DEPTH} values around it")
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, dict):
+            return {self.of(str(key), where): self.of(held, f"{where}.{key}", depth + 1) for key, held in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [self.of(held, f"{where}[{i}]", depth + 1) for i, held in enumerate(value)]
+        if isinstance(value, Record):
+            enum = value.state is None and len(value.given) == 1
+            return self.of(value.given[0] if enum else value.fields, where, depth + 1)
+        if isinstance(value, Array) or hasattr(value, "untyped_storage"):  # or a tensor
+            return self.of(value.tolist(), where, depth + 1)
+        raise ValueError(f"{where} is of {type(value).__name__}, which is not JSON")
 
 
 class Dump:
@@ -134,7 +148,9 @@ class Dump:
         if not isinstance(held, dict) or "samples" not in held:
             raise ValueError("it is not a rollout: a dict with samples")
         self._samples = list(held["samples"])
-        self._other = {key: plain(value, key) for key, value in held.items() if key in ("rollout_id", "metadata")}
+        self._most = VALUES_PER_BYTE * path.stat().st_size + SPARE_VALUES
+        said = ((key, value) for key, value in held.items() if key in ("rollout_id", "metadata"))
+        self._other = {key: Plain(self._most).of(value, key) for key, value in said}
 
     def describe(self) -> dict[str, Any]:
         """All but the samples, and how many there are."""
@@ -143,7 +159,7 @@ class Dump:
     def sample(self, number: int) -> Any:
         """The fields of a sample; its memory is given back."""
         held, self._samples[number] = self._samples[number], None
-        return plain(held, f"sample {number}")
+        return Plain(self._most).of(held, f"sample {number}")
 
 
 class Server:

@@ -121,12 +121,16 @@ def test_what_may_be_read_is_read_and_not_written() -> None:
 
 
 def test_programs_of_several_processes_share_memory() -> None:
-    """Law: /dev/shm is there, and bounded as files are."""
+    """Law: /dev/shm is there, and bounded as files are; what has no end is not read."""
     pool = "from multiprocessing import Pool; print(Pool(2).map(abs, [-1, -2]))"
 
     async def body(sandbox: LocalSandbox) -> None:
         assert (await sandbox.exec(f"python3 -c '{pool}'")).stdout == "[1, 2]\n"
         assert (await sandbox.exec("head -c 30m /dev/zero >/dev/shm/full")).code != 0
+        await sandbox.exec("ln -s /dev/zero endless; mkfifo silent")
+        for name in ("endless", "silent"):
+            with pytest.raises(OSError, match="else than a plain file"):
+                await sandbox.read_file(name)
 
     inside(body, disk_bytes=20 << 20)
 

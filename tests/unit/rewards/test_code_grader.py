@@ -44,6 +44,9 @@ def test_the_last_complete_python_block_is_the_answer() -> None:
     assert last_program("```py\none\n```\n```python\ntwo\n```\n```bash\nthree\n```\n```\nopen") == "two\n"
     assert last_program("<think>```\none\n```</think> none") is None
     assert last_program("```\n" * 100_001) is not None
+    started = time.process_time()
+    assert last_program("```" + "a" * 100_000) is None and last_program("```" + " " * 100_000) is None
+    assert time.process_time() - started < 1.0
     assert make_grader("code").grade(Sample(response="print(3)", metadata={"tests": PAIRS}), 30.0) == 0.0
 
 
@@ -100,6 +103,7 @@ def test_rows_that_cannot_be_tested_are_errors_not_zeros(tests: Any, metadata: d
 def test_outputs_are_compared_as_people_would() -> None:
     assert same_output("1 \n2\n\n", "1\n2") and same_output("0.3333333333", "0.33333333") and same_output("a  b", "a b")
     assert not same_output("12", "1 2") and not same_output("3.0", "3") and not same_output("", "0")
+    assert not same_value([10**400], [1.5]) and not same_value(10**400, float("inf"))
     assert same_value([1, [0.1 + 0.2]], [1, [0.3]]) and not same_value(True, 1) and not same_value([1], [1, 2])
 
 

@@ -159,11 +159,21 @@ def test_a_refused_rollout_leaves_nothing(tmp_path: Path, capsys: pytest.Capture
     for changes, why in (
         ({"metadata": {"raw": b"x"}}, "sample 0.metadata.raw is of bytes"),
         ({"reward": float("nan")}, "cannot be recorded"),
+        ({"metadata": {"many": _many(8)}}, "values and letters"),
+        ({"metadata": {"deep": _many(300, 1)}}, "values around it"),
     ):
         _dump(tmp_path / "5.pt", _fields(**changes))
         assert _convert(tmp_path / "5.pt", tmp_path / "5.jsonl.zst", "--trust-pickle") == 2
         assert why in capsys.readouterr().err
         assert not (tmp_path / "5.jsonl.zst").exists()
+
+
+def _many(levels: int, width: int = 10) -> list[Any]:
+    """A list that names one list several times, and so on."""
+    many: list[Any] = []
+    for _ in range(levels):
+        many = [many] * width
+    return many
 
 
 def _hostile_rollout(folder: Path, mark: Path) -> Path:
