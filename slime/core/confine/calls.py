@@ -191,7 +191,14 @@ _OF_PROCESSES = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_
 _OF_MANY = ("tkill", "pidfd_send_signal", "setpriority", "ioprio_set")
 """Calls on a process: the first argument of the first two kinds is its number, in the second 0 is the caller; the third
 kind names processes in further ways."""
-_MISSING = ("io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret", "io_setup")
+_MISSING: tuple[str, ...] = (
+    "io_uring_setup",
+    "io_uring_enter",
+    "io_uring_register",
+    "memfd_create",
+    "memfd_secret",
+    "io_setup",
+)
 _MISSING += _LANDLOCK
 """Refused as by a kernel that has them not: programs know how to go on."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
@@ -284,9 +291,9 @@ class Calls:
             of_all = [] if self.programs else [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
             yield "clone", [_argument(0), *of_new, *of_all, _step(_RETURN, _ALLOW)]
         if self.programs:
-            own = [*_one_of((0,), [_step(_RETURN, _ALLOW)]), _argument(2), _step(_EQUAL, 0, 0, 3)]
-            own += [_argument(2, upper=True), _step(_EQUAL, 0, 0, 1), _step(_RETURN, _ALLOW)]  # limits are asked for
-            yield "prlimit64", [_argument(0), *own, _refuse(errno.EPERM)]
+            allowed = [*_one_of((0,), [_step(_RETURN, _ALLOW)]), _argument(2), _step(_EQUAL, 0, 0, 3)]
+            allowed += [_argument(2, upper=True), _step(_EQUAL, 0, 0, 1), _step(_RETURN, _ALLOW)]  # they are asked for
+            yield "prlimit64", [_argument(0), *allowed, _refuse(errno.EPERM)]
             return
         for name in _PROGRAMS:
             yield name, [_refuse(errno.EPERM)]
