@@ -19,6 +19,7 @@ from slime.rollout.preflight import data_problems
 from slime.serving.transfer import pair_problem
 from slime.settings import Args
 from slime.settings.engine_layout import settings_of_group
+from slime.settings.groups.checkpoint import has_checkpoint
 from slime.settings.groups.cluster import gpus_here, ray_address_in_words, split_address
 from slime.settings.problems import refuse
 from slime.settings.topology import topology_of
@@ -94,6 +95,18 @@ def _of_folders(args: Args) -> Iterator[str]:
         folder = next(one for one in (*tried, *path.parents) if "{" not in str(one))
         if (problem := _cannot_be_made(folder)) is not None:
             yield f"got --{name.replace('_', '-')} {shorten(str(path), 300)}, {problem}; name another folder"
+    if args.save is not None and _holds_another_run(args):
+        yield (
+            f"got --save {args.save}, which holds the checkpoints of another run; name a new folder, or go on with that "
+            f"run: --load {args.save}"
+        )
+
+
+def _holds_another_run(args: Args) -> bool:
+    """Whether below --save stand steps that this run does not go on from: it would replace and retire them."""
+    save = Path(args.save or "").resolve()
+    continued = args.load is not None and save in (Path(args.load).resolve(), Path(args.load).resolve().parent)
+    return not continued and has_checkpoint(str(save))
 
 
 def _of_run_folder(args: Args) -> Iterator[str]:
@@ -117,6 +130,8 @@ def _cannot_be_made(folder: Path) -> str | None:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:
         return f"which cannot be a folder ({error.strerror})"
+    if there == there.parent == folder.absolute():
+        return "which is the root of the file system"
     if not there.is_dir():
         return f"because {there} is a file" if there == folder.absolute() else f"which lies below the file {there}"
     if not os.access(there, os.W_OK | os.X_OK) or not _takes_folders(there):

@@ -104,6 +104,8 @@ PLACES = (
     ("--run-dir /proc/run", "run_dir /proc/run", "nothing can be written in /proc", "name another --run-dir"),
     ("--run-dir /dev/null/run", "lies below the file /dev/null", "name another --run-dir"),
     ("--run-dir {data}", "because {data} is a file", "name another --run-dir"),
+    ("--run-dir /", "run_dir /, which is the root of the file system", "name another --run-dir"),
+    ("--save /", "got --save /, which is the root of the file system", "name another folder"),
     ("--run-dir " + "x" * 300, "File name too long", "name another --run-dir"),
     ("--ray-address ray://head:10001", "an address of Ray Client", "HOST:PORT"),
     ("--ray-address head", "ray_address head, which is not HOST:PORT", "`ray start --head`"),

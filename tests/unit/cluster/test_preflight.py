@@ -111,6 +111,20 @@ def test_a_run_folder_is_used_once_metrics_are_in_it(words: Words, tmp_path: Pat
     assert told(words("--save", str(save), "--load", str(save))) == "", "killed before its first checkpoint"
 
 
+def test_a_save_folder_with_steps_of_another_run_is_refused(words: Words, tmp_path: Path) -> None:
+    """Retention would remove them, and a step of the same number replaces the other."""
+    save, other = tmp_path / "save", tmp_path / "other"
+    for step in (save / "step_000079", other / "step_000007"):
+        step.mkdir(parents=True)
+        (step / "manifest.json").write_text("{}")
+    refused = f"got --save {save}, which holds the checkpoints of another run; name a new folder, or go on with that"
+    assert refused in told(words("--save", str(save)))
+    assert refused in told(words("--save", str(save), "--load", str(other))), "steps of `save` are none of `other`"
+    for load in (save, save / "step_000079"):
+        assert told(words("--save", str(save), "--load", str(load))) == ""
+    assert told(words("--save", str(tmp_path / "new"), "--load", str(other))) == ""
+
+
 def test_folders_that_cannot_be_written_are_all_told_and_nothing_is_left(words: Words, tmp_path: Path) -> None:
     flags = ["--save", "/proc/nope", "--save-debug-rollout-data", "/dev/null/{rollout_id}.jsonl.zst"]
     said = told(words(*flags, "--save-hf", str(tmp_path / "new" / "hf_{rollout_id}")))
