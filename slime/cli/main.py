@@ -27,6 +27,7 @@ from slime.cli import (
 from slime.cli.command import Command
 from slime.core.errors import SlimeError
 from slime.core.text import visible
+from slime.core.user_files import path_in_words
 
 COMMANDS = (
     Command("train", "train: generate and train in turn (train.py)", train.add_flags, train.run_sync, words="all"),
@@ -104,8 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if command.words != "own":  # those of a run do not say that the user named a wrong file
             raise
-        reason = error.strerror or str(error)
-        told = f"got {error.filename}, which cannot be used ({reason}); name another" if error.filename else reason
+        told = path_in_words(error) if error.filename else error.strerror or str(error)
         print(f"slime {command.name}: {visible(told)}", file=sys.stderr)
         return 1
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError, DataError
 from slime.core.hidden import HIDDEN
+from slime.core.user_files import paths_in_words
 from slime.observability.start_record import OUTPUTS, SHARED_OUTPUTS
 from slime.settings.command_words import flag_value, groups, name_of, without
 from slime.settings.flags import OVERRIDE
@@ -121,6 +122,7 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
     return start
 
 
+@paths_in_words()
 def _starts(folder: Path) -> list[dict[str, Any]]:
     record = folder / "run.json"
     if not record.is_file():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime.core.text import shorten
 from slime.core.topology import PAIRED
+from slime.core.user_files import paths_in_words
 from slime.observability.start_record import OUTPUTS
 from slime.rewards.preflight import code_problems
 from slime.rollout.preflight import data_problems
@@ -31,6 +32,7 @@ CONNECT_LIMIT_S = 5.0
 """Of the head of a Ray cluster: in one network it answers in milliseconds."""
 
 
+@paths_in_words()
 def preflight(args: Args) -> None:
     """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
     found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
@@ -97,8 +99,8 @@ def _of_folders(args: Args) -> Iterator[str]:
             yield f"got --{name.replace('_', '-')} {shorten(str(path), 300)}, {problem}; name another folder"
     if args.save is not None and _holds_another_run(args):
         yield (
-            f"got --save {args.save}, which holds the checkpoints of another run; name a new folder, or go on with that "
-            f"run: --load {args.save}"
+            f"got --save {args.save}, which holds the checkpoints of another run; name a new folder, or go on with "
+            f"that run: --load {args.save}"
         )
 
 

@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from typing import Any
 from slime.core.durable import replace_text
 from slime.core.errors import CheckpointError, ConfigError
 from slime.core.silence import Silence, processor_s
+from slime.core.user_files import read_small
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ BEAT_S = 5.0
 """Between two renewals."""
 SILENCE_S = 60.0
 """An owner that renews nothing for so long has lost its folder: longer than a file server is away for a moment."""
+MOST_BYTES = 65_536
+"""Of the file of an owner."""
 _LOOK_S = 0.5
 
 _held: dict[Path, Lease] = {}
@@ -157,9 +161,13 @@ class Lease:
     def _read(self) -> dict[str, Any] | None:
         """The owner; None without a file. One that names no owner, as after a loss of power, is empty."""
         try:
-            owner = json.loads(self._file.read_text())
+            owner = json.loads(read_small(self._file, MOST_BYTES))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EFBIG):
+                raise
+            owner = None
         except ValueError:
             owner = None
         return owner if isinstance(owner, dict) and owner.keys() == self._own.keys() else {}

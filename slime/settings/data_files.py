@@ -109,6 +109,8 @@ def files_of(spec: str) -> list[Path]:
     found = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
     if glob.has_magic(name) and not found:
         raise ConfigError(f"got {name}, which matches no file; correct the pattern")
+    if path.exists():
+        raise ConfigError(f"got {name}, which is a pipe or a device; write the rows into a .jsonl or .parquet file")
     if not found:
         what_to_do = download_hint(name, dataset=True) or "give a .jsonl or .parquet file"
         raise ConfigError(f"got {name}, which does not exist; {what_to_do}")

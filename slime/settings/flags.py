@@ -22,7 +22,7 @@ from typing import Any
 from slime.core.errors import ConfigError
 from slime.core.hidden import HIDDEN
 from slime.core.text import nearest, shorten
-from slime.core.user_files import Doubled, parse_json
+from slime.core.user_files import Doubled, parse_json, read_small
 from slime.settings.problems import refuse
 from slime.settings.ranges import ANY, Range
 
@@ -90,6 +90,12 @@ class Flag:
         return self.nargs in ("+", "*") or (self.nargs or "").isdigit()
 
 
+MOST_SECRET_BYTES = 65_536
+"""Of the file of a secret."""
+MOST_KEY = 4096
+"""Characters of a key. Servers take headers of 8 kB."""
+_KEY = "api_key"
+"""Ends the names of secrets that travel as a bearer token."""
 FILE_MARK = "@"
 """In front of the name of a file that holds the value."""
 
@@ -147,6 +153,8 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: got {shown(flag, text)}, which holds a character of code 0; leave that out")
     if flag.secret and text.startswith(FILE_MARK):
         text = _read_secret(text.removeprefix(FILE_MARK), where=where)
+    if flag.secret and flag.dest.endswith(_KEY):
+        require_key(text, where)
     try:
         value = _one(flag, text)
     except Doubled as error:
@@ -167,11 +175,25 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
     return value
 
 
+def require_key(text: str, where: str) -> None:
+    """Raises `ConfigError` for a key that an HTTP header cannot carry: whoever asks for it would never see it."""
+    if not re.fullmatch(rf"[!-~]{{1,{MOST_KEY}}}", text):
+        wrong = (
+            f"{len(text)} characters, and at most {MOST_KEY} go into an HTTP header"
+            if len(text) > MOST_KEY
+            else "characters that an HTTP header does not carry; use letters, digits and signs of ASCII, without spaces"
+        )
+        raise ConfigError(f"{where}: got a key with {wrong}")
+
+
 def _read_secret(name: str, *, where: str) -> str:
     try:
-        text = Path(name).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: got @{name}, which cannot be read: {error}; name the file of the secret") from None
+        text = read_small(Path(name).expanduser(), MOST_SECRET_BYTES).decode().strip()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{where}: got @{name}, which cannot be read: {reason}; name the file of the secret"
+        ) from None
     if not text:
         raise ConfigError(f"{where}: got @{name}, which is empty; write the secret into it")
     return text

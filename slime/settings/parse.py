@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
 from slime.core.text import visible
+from slime.core.user_files import paths_in_words
 from slime.settings.args import Args
 from slime.settings.components import Components, entries_named_in, entries_named_on
 from slime.settings.custom_yaml import config_on, merge_config
@@ -23,6 +24,7 @@ from slime.settings.schema import owned_spellings
 from slime.settings.table import components, flag_table
 
 
+@paths_in_words()
 def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
     """The resolved settings of a run.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.settings.external import read_addresses
 from slime.settings.fields import Need, is_not_zero, opt
+from slime.settings.flags import require_key
 from slime.settings.group import Passed, Rule
 from slime.settings.ranges import COUNT
 from slime.settings.topology import topology_of
@@ -99,7 +100,13 @@ ENGINE_KEY_ENV, ADMIN_KEY_ENV = "SLIME_ENGINE_API_KEY", "SLIME_ENGINE_ADMIN_API_
 
 
 def _of_environment(name: str) -> Callable[[Any], str | None]:
-    return lambda s: os.environ.get(name) or None if s.rollout_external_engine_addrs else None
+    def key(s: Any) -> str | None:
+        found = os.environ.get(name) if s.rollout_external_engine_addrs else None
+        if found:
+            require_key(found, name)
+        return found or None
+
+    return key
 
 
 PASSED: tuple[Passed, ...] = (

@@ -6,6 +6,8 @@ flags behind those of a command line that works, and go before them.
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 NUMBERS = (
@@ -91,6 +93,7 @@ WORDS = (
 )
 """Words that a launch script has by mistake."""
 
+LONG = "x" * 5000
 PLACES = (
     ("--hf-checkpoint {data}", "config.json does not exist", "give a local folder in HF format"),
     ("--hf-checkpoint {binary_config}", "config.json, which holds no text", "fetched again"),
@@ -102,6 +105,16 @@ PLACES = (
     ("--eval-interval 1 --eval-prompt-data a nowhere.jsonl", "evaluation data a nowhere.jsonl", "does not exist"),
     ("--eval-config nowhere.yaml", "--eval-config nowhere.yaml, which does not exist", "give a YAML file"),
     ("--run-dir /proc/run", "run_dir /proc/run", "nothing can be written in /proc", "name another --run-dir"),
+    ("--prompt-data {pipe}", "which is a pipe or a device", "a .jsonl or .parquet file"),
+    ("--prompt-data " + LONG, "xxx, which cannot be used (File name too long)", "name another"),
+    (
+        "--eval-interval 1 --eval-prompt-data a " + LONG,
+        "xxx, which cannot be used (File name too long)",
+        "name another",
+    ),
+    ("--hf-checkpoint " + LONG, "which cannot be used (File name too long)", "name another"),
+    ("--load " + LONG, "which cannot be used (File name too long)", "name another"),
+    ("--kl-coef 1 --ref-load " + LONG, "which cannot be used (File name too long)", "name another"),
     ("--run-dir /dev/null/run", "lies below the file /dev/null", "name another --run-dir"),
     ("--run-dir {data}", "because {data} is a file", "name another --run-dir"),
     ("--run-dir /", "run_dir /, which is the root of the file system", "name another --run-dir"),
@@ -136,6 +149,20 @@ FILES = (
     ("--custom-config-path {zero}", "which holds a character of code 0", "leave that out"),
     ("--custom-config-path {twice} --lr 1", "stands twice"),
     ("--lr 1 --custom-config-path {other_rate}", "got 0.5 here and 1.0 on the command line", "give it in one place"),
+    ("--custom-config-path {bomb}", "aliases make more than 100000 values (line 5)", "write the values out"),
+    ("--custom-config-path {itself}", "an alias stands in what it names (line 1)", "write the values out"),
+    ("--custom-config-path {pipe}", "pipe", "it is a pipe or a device, not a file", "give a YAML file"),
+    ("--custom-config-path /dev/zero", "it is a pipe or a device, not a file", "give a YAML file"),
+    ("--eval-interval 1 --eval-config {pipe}", "it is a pipe or a device, not a file", "give a YAML file"),
+    ("--sglang-config {pipe}", "it is a pipe or a device, not a file", "give a YAML file"),
+    ("--megatron-config-path {pipe}", "it is a pipe or a device, not a file", "give a YAML file"),
+    ("--router-api-key @{pipe}", "it is a pipe or a device, not a file", "name the file of the secret"),
+    ("--router-api-key @/dev/zero", "it is a pipe or a device, not a file", "name the file of the secret"),
+    ("--router-api-key @{novel}", "which cannot be read: it has more than 65536 bytes", "name the file of the secret"),
+    ("--router-api-key @{two_lines}", "characters that an HTTP header does not carry", "without spaces"),
+    ("--router-api-key @{marked}", "characters that an HTTP header does not carry", "without spaces"),
+    ("--router-api-key @{long_key}", "a key with 5000 characters", "at most 4096"),
+    ("--sglang-api-key schlüssel", "characters that an HTTP header does not carry", "without spaces"),
     ("--eval-interval 1 --eval-config {no_path}", "eval.datasets[0] has no name or no path", "give both"),
     ("--eval-interval 1 --eval-config {no_entry}", "eval.datasets.a: got 3, which is not a mapping", "path: FILE"),
     ("--eval-interval 1 --eval-config {hot}", "temperature: got -1.0", "at least 0"),
@@ -151,6 +178,7 @@ COMMANDS = (
     ("slime trace nowhere", "holds no traces", "name the folder of a run"),
     ("slime trace {traced} --out /proc/x", "got /proc/x, which cannot be used", "name another"),
     ("slime samples nowhere", "holds no samples"),
+    ("slime rerun " + LONG, "which cannot be used (File name too long)", "name another"),
     ("slime rerun nowhere", "holds no run.json", "name the folder of a run"),
     ("slime rerun {bad_metrics}", "run.json, which cannot be read as JSON", "restore it from a copy"),
     ("slime rerun {no_starts}", "holds no list of starts", "restore it"),
@@ -198,6 +226,13 @@ def write_files(folder: Path) -> dict[str, str]:
         "no_entry.yaml": "eval: {datasets: {a: 3}}\n",
         "hot.yaml": "eval: {datasets: [{name: a, path: b, temperature: -1}]}\n",
         "greedy.yaml": "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {mem_fraction_static: 7}}]}]\n",
+        "bomb.yaml": "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+        + "".join(f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in itertools.pairwise("abcdefghi")),
+        "itself.yaml": "custom_a: &a [*a]\n",
+        "novel": "k" * 100_000,
+        "two_lines": "a\nb",
+        "marked": b"\xef\xbb\xbfkey",
+        "long_key": "k" * 5000,
         "binary_config/config.json": b"\xff\xfe\x00",
         "broken_config/config.json": "{",
         "mamba/config.json": '{"model_type": "mamba"}',
@@ -208,7 +243,8 @@ def write_files(folder: Path) -> dict[str, str]:
         "no_starts/run.json": '{"starts": {}}',
         "no_command/run.json": '{"starts": [{"command": "slime train", "cwd": "/"}]}',
     }
-    paths = {"folder": str(folder)}
+    paths = {"folder": str(folder), "pipe": str(folder / "pipe")}
+    os.mkfifo(paths["pipe"])
     for name, content in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -84,10 +84,15 @@ def test_who_has_lost_it_neither_begins_nor_commits(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).exists(), "it is not the loser's to remove"
 
 
-@pytest.mark.parametrize("left", ["", "[1]", '{"token": "t"}'])
+@pytest.mark.parametrize("left", ["", "[1]", '{"token": "t"}', "pipe", "/dev/zero"])
 def test_a_file_that_names_no_owner_is_taken_over(tmp_path: Path, left: str) -> None:
     """A host that lost its power leaves an empty one: a run waited for ever for somebody to remove it."""
-    (tmp_path / FILE_NAME).write_text(left)
+    if left == "pipe":
+        os.mkfifo(tmp_path / FILE_NAME)
+    elif left == "/dev/zero":
+        (tmp_path / FILE_NAME).symlink_to(left)
+    else:
+        (tmp_path / FILE_NAME).write_text(left)
     with Lease(tmp_path, "mine", flag="--save"):
         assert json.loads((tmp_path / FILE_NAME).read_text())["run_id"] == "mine"
 
