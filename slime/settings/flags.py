@@ -177,11 +177,11 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
 
 def require_key(text: str, where: str) -> None:
     """Raises `ConfigError` for a key that an HTTP header cannot carry: whoever asks for it would never see it."""
-    if not re.fullmatch(rf"[!-~]{{1,{MOST_KEY}}}", text):
+    if text.strip(" ") != text or not re.fullmatch(rf"[ -~]{{1,{MOST_KEY}}}", text):
         wrong = (
             f"{len(text)} characters, and at most {MOST_KEY} go into an HTTP header"
             if len(text) > MOST_KEY
-            else "characters that an HTTP header does not carry; use letters, digits and signs of ASCII, without spaces"
+            else "characters that an HTTP header does not carry; use ASCII, with no space at the ends"
         )
         raise ConfigError(f"{where}: got a key with {wrong}")
 

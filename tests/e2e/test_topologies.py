@@ -63,7 +63,8 @@ def test_hooks_ask_a_judge_that_training_leaves_as_it_is(
     logs = sorted(path.name for path in (run.run_dir / "logs").glob("router*.log"))
     assert logs == ["router.log", "router_judge.log"]
     served = (run.run_dir / "logs" / "engine_1.log").read_text()
-    assert "--max-running-requests 8" in served and "update_weights" not in served
+    assert "--max-running-requests 8" in served
+    assert not re.search(r'/update_weights\S* HTTP/1.1" 200', served), "somebody gave the judge weights"
 
 
 def test_the_file_alone_is_served(runs: Path, tiny_qwen3: Path, judge: Path) -> None:
