@@ -22,7 +22,7 @@ from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
-from slime.core.silence import WORKING, Silence
+from slime.core.silence import WORKING, Silence, load
 from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.port import EnginePort
@@ -207,8 +207,11 @@ class Engines:
         return isinstance(error, DeadlineExceeded) and self.lost_any(engines, more_s=self._silence_s)
 
     def lost_any(self, engines: Sequence[Engine], *, more_s: float = 0.0) -> bool:
-        """Whether one of these is not any more what it was; waits a little for that to show, and `more_s`."""
-        return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S + more_s)
+        """Whether one of these is not any more what it was; waits a little for that to show, and `more_s`.
+
+        The little is by the clock: the process table says what has ended at once, however busy the machine is.
+        """
+        return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S / load() + more_s)
 
     def gone(self, engines: Sequence[Engine]) -> list[Engine]:
         """Of these, those that are not any more what they were."""
