@@ -32,7 +32,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
 }
 """Threads of a process, and its further environment; the first is how libgomp waits by itself."""
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 34, 8
-LOOP = "import os\nfrom slime.core.lifeline import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
+LOOP = "import os\nfrom slime.core.processes import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
 NUM_LOOPS = 2
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.core.layout import ONE_RANK
+from slime.core.topology import ONE_RANK
 from slime.serving.server import ServerSpec, SGLangServer
 from tests.support.engines import descendants
 from tests.support.ranks import Ranks, Seat

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
-from slime.core.images import ImageFolder
 from slime.data.images import ImageColumn
 from slime.models import family_of
 from slime.settings import Args

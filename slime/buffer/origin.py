@@ -6,8 +6,7 @@ import copy
 from dataclasses import dataclass
 
 from slime.buffer.records import GroupRecord
-from slime.core.prompt import PromptRow
-from slime.core.sample import Group, Sample
+from slime.core.sample import Group, PromptRow, Sample
 
 BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
 """The prompt of every group when there is no dataset: the rollout function makes its own."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.core.errors import CheckpointError, DataError
-from slime.core.prompt import Fingerprint, PromptRow
+from slime.core.sample import Fingerprint, PromptRow
 
 
 class Prompts(Protocol):

@@ -27,8 +27,8 @@ from slime.buffer.origin import Issued
 from slime.buffer.records import Content, GroupRecord
 from slime.buffer.storage import write_json
 from slime.core.columns import Numbers
-from slime.core.durable import sync_to_disk
 from slime.core.errors import CheckpointError
+from slime.core.files import sync_to_disk
 from slime.core.sample import Group
 
 FORMAT = 2

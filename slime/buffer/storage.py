@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slime.core.durable import replace_text, sync_to_disk
 from slime.core.errors import CheckpointError
+from slime.core.files import replace_text, sync_to_disk
 
 
 def write_json(path: Path, text: str) -> None:

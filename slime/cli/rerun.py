@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 from slime.core.user_files import paths_in_words
 from slime.observability.start_record import OUTPUTS, SHARED_OUTPUTS
 from slime.settings.command_words import flag_value, groups, name_of, without

@@ -15,7 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the files beside the released ones. Raises `ConfigError` for another tokenizer."""
-    from slime.core.tokenizer_files import FAST
+    from slime.core.files import FAST
     from slime.data.tiktoken_files import KEPT, write_fast
 
     if not options.folder.is_dir():

@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from slime.core.errors import ConfigError
-    from slime.core.layout import ONE_RANK
-    from slime.core.lifeline import die_with_parent
+    from slime.core.processes import die_with_parent
+    from slime.core.topology import ONE_RANK
     from slime.observability.logs import setup_logging
     from slime.serving.control import HttpEngineControl
     from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.waiting import wait_for
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 
 if TYPE_CHECKING:
     from slime.cluster.engines import Engines

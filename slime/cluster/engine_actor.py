@@ -17,8 +17,8 @@ from pathlib import Path
 
 import ray
 
-from slime.core.addresses import LOOPBACK, host_port
 from slime.core.errors import EngineError
+from slime.core.processes import LOOPBACK, host_port
 from slime.observability.logs import setup_logging
 from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.control import HttpEngineControl

@@ -17,9 +17,9 @@ from ray.exceptions import RayError
 
 from slime.cluster.failures import introduce, translated
 from slime.cluster.slots import on_node
-from slime.core import ending
+from slime.core import blame
 from slime.core.errors import ActorDied, WorkerStalled
-from slime.core.hidden import EngineKeys
+from slime.core.text import EngineKeys
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.episodes.fleet import WorkerFleet
@@ -91,7 +91,7 @@ def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | No
 
     def start(number: int) -> RayWorker:
         worker = actor.options(**here).remote(args, number, log_dir, keys)
-        process = ending.here(f"rollout worker {number}", Path(log_dir) / f"rollout_worker_{number}.log")
+        process = blame.here(f"rollout worker {number}", Path(log_dir) / f"rollout_worker_{number}.log")
         return RayWorker(introduce(worker, process), number, stall_file(log_dir, number))
 
     return WorkerFleet(start, args.rollout_num_workers, start_limit_s=args.engine_start_timeout_s)

@@ -15,8 +15,7 @@ from typing import Any
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from slime.core import errors
-from slime.core.blame import RAISED_AT, first_line, one_line, place_in
-from slime.core.ending import Process
+from slime.core.blame import RAISED_AT, Process, first_line, one_line, place_in
 from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, SlimeError
 from slime.core.text import shorten
 

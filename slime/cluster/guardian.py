@@ -42,9 +42,9 @@ from pathlib import Path
 from typing import IO
 
 import slime
-from slime.core.ending import here
+from slime.core.blame import here
 from slime.core.errors import EngineError
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily, ProcessId, ancestors, read_stat
 from slime.serving.shm import SharedMemoryFiles
 

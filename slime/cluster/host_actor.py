@@ -17,7 +17,7 @@ import ray
 
 from slime.cluster.host_guardian import HostGuardian
 from slime.cluster.shared_paths import Contract, not_seen
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.observability.logs import setup_logging
 
 

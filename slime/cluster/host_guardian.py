@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 from slime.cluster.guardian import Watcher, ending_guardians, start_watcher
-from slime.core.ending import here
+from slime.core.blame import here
 from slime.core.errors import DeadlineExceeded, EngineError
 
 MAX_STARTS = 4

@@ -25,7 +25,7 @@ from slime.cluster.host_actor import HostActor
 from slime.cluster.shared_paths import Contract, contract_of
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import all_there, wait_for
-from slime.core.ending import Process
+from slime.core.blame import Process
 from slime.core.errors import START_FLAG, DeadlineExceeded, SlimeError
 from slime.settings import Args
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
-from slime.core.addresses import LOOPBACK, ip_of
 from slime.core.errors import START_FLAG, ConfigError
+from slime.core.processes import LOOPBACK, ip_of
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
 from slime.settings.topology import topology_of

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.serving.proctree import ProcessFamily, ProcessId, read_stat
 
 LOOK_EVERY_S = 5.0

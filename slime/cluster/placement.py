@@ -22,8 +22,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.core.addresses import LOOPBACK
 from slime.core.errors import ConfigError
+from slime.core.processes import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

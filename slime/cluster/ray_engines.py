@@ -29,12 +29,11 @@ from slime.cluster.failures import introduce, translated
 from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import Host, PlacementPlan
 from slime.cluster.slots import Slots
-from slime.core.ending import Process
+from slime.core.blame import Process
 from slime.core.errors import EngineError
-from slime.core.hidden import EngineKeys
-from slime.core.layout import EngineLayout
 from slime.core.silence import Silence
-from slime.core.topology import WantedEngine
+from slime.core.text import EngineKeys
+from slime.core.topology import EngineLayout, WantedEngine
 from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args

@@ -40,8 +40,7 @@ from typing import NoReturn
 from slime.cluster.faults import NO_STEP, End, Restarts
 from slime.cluster.guardian import ending_guardians
 from slime.core.errors import CheckpointError, ConfigError
-from slime.core.ids import RUN_ID_ENV, new_run_id
-from slime.core.lifeline import die_with_parent
+from slime.core.processes import RUN_ID_ENV, die_with_parent, new_run_id
 from slime.core.text import visible
 from slime.observability.sinks import AXES, read_jsonl
 from slime.serving.proctree import ProcessFamily

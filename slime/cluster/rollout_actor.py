@@ -25,9 +25,9 @@ import ray
 
 from slime.cluster.episode_actor import worker_fleet
 from slime.cluster.remote_arrays import set_apart
-from slime.core.addresses import in_brackets
 from slime.core.batch import TrainBatch
-from slime.core.hidden import NO_KEYS, EngineKeys
+from slime.core.processes import in_brackets
+from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording

@@ -26,11 +26,11 @@ from slime.cluster.slots import Slots, on_node, reserve
 from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
-from slime.core.addresses import address_towards, host_of, is_loopback
-from slime.core.ending import Process
+from slime.core.blame import Process
 from slime.core.errors import START_FLAG
-from slime.core.hidden import EngineKeys
+from slime.core.processes import address_towards, host_of, is_loopback
 from slime.core.silence import WORKING
+from slime.core.text import EngineKeys
 from slime.fleet.engine import POLICY, Engine
 from slime.fleet.external import ExternalEngines
 from slime.observability.run_folder import RunFolder

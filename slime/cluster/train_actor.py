@@ -18,9 +18,9 @@ from typing import Any
 import ray
 
 from slime.cluster.actors import WEIGHT_VERSION, EngineInfo
-from slime.core.addresses import interface_variables
 from slime.core.batch import TrainBatch
 from slime.core.cores import thread_variables
+from slime.core.processes import interface_variables
 from slime.observability.logs import setup_logging
 from slime.settings import Args
 

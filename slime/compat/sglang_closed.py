@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from slime.core.addresses import LOOPBACK
 from slime.core.errors import EngineError
+from slime.core.processes import LOOPBACK
 
 SCHEME = "slime"
 """Of addresses at which ranks meet; torch's own is tcp."""

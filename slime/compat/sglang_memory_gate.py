@@ -10,7 +10,7 @@ missing, the server would not start (`slime.serving.launch`), and without it a p
 
 Invariants
 1. Without `GATE_ENV` in the environment nothing is registered.
-2. Who waits ends with the process that started it (`slime.core.lifeline`), so the wait needs no limit of its own.
+2. Who waits ends with the process that started it (`slime.core.processes`), so the wait needs no limit of its own.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class TrainSample:
     """[at most T - 1, layers, topk] experts that the engine chose for the tokens from the first on, see
     `slime.core.routed_experts`; None: not recorded."""
     images: tuple[str, ...] = ()
-    """Digests of the images of its prompt (`slime.core.images`), in the order of their placeholders."""
+    """Digests of the images of its prompt (`slime.core.files`), in the order of their placeholders."""
 
     def __post_init__(self) -> None:
         """An unscored sample trains nothing, so none of its tokens is a trained one."""

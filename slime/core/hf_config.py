@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.hub_names import download_hint
+from slime.core.files import download_hint
 from slime.core.user_files import read_json
 
 HfConfig = Mapping[str, Any]

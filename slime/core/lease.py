@@ -29,8 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slime.core.durable import replace_text
 from slime.core.errors import CheckpointError, ConfigError
+from slime.core.files import replace_text
 from slime.core.silence import Silence, processor_s
 from slime.core.user_files import read_small
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slime.core.layout import EngineLayout, EngineRank
+from slime.core.topology import EngineLayout, EngineRank
 
 WeightVersion = int
 """Names one synced set of weights. Version 1 is the first weight sync of a run; a resume continues the count."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
@@ -56,3 +57,27 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is a slip of; None if nothing is so near: nobody who writes `mamba` means `llama`."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
+
+
+# Secrets: what is written in place of one, and the keys of engines.
+
+HIDDEN = "<hidden>"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKeys:
+    """What engines ask for. Who may generate need not be allowed to replace weights."""
+
+    use: str | None = field(default=None, repr=False)
+    """For requests: what the run's own code, the router and its users send. None: they ask for nothing."""
+    admin: str | None = field(default=None, repr=False)
+    """For what changes or ends something (SGLang's `admin_api_key`): weights, memory, pauses, aborts. No user has it.
+    None: the engines ask for `use` there, too."""
+
+    @property
+    def control(self) -> str | None:
+        """What control routes ask for."""
+        return self.admin or self.use
+
+
+NO_KEYS = EngineKeys()

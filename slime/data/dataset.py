@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from slime.core.errors import ConfigError, DataError
-from slime.core.prompt import Fingerprint, PromptRow
+from slime.core.sample import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows
 from slime.data.images import ImageColumn, Pictures, with_images

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.core.errors import DataError
-from slime.core.images import ImageFolder
+from slime.core.files import ImageFolder
 
 MARK = "<image>"
 """Stands in a prompt for the next image."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError
-from slime.core.prompt import PromptRow
+from slime.core.sample import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
 from slime.data.dataset import read_row
 from slime.data.files import RawRow, read_rows

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.core.durable import replace_text
 from slime.core.errors import ConfigError
-from slime.core.tokenizer_files import CONFIG, FAST, is_code
+from slime.core.files import CONFIG, FAST, is_code, replace_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.ports import WeightVersion
-from slime.core.topology import DEFAULT_NAME, Worker
+from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
 POLICY, FROZEN = "policy", "frozen"
 """Roles of a model: it is trained, or it stays what its checkpoint has."""

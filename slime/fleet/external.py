@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime.core.addresses import host_of, is_loopback
 from slime.core.errors import ConfigError, EngineError, SlimeError
-from slime.core.hidden import EngineKeys
-from slime.core.layout import EngineLayout
+from slime.core.processes import host_of, is_loopback
+from slime.core.text import EngineKeys
+from slime.core.topology import EngineLayout
 from slime.fleet.engine import EXPECTS_ANSWERS, Engine, State
 from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
 from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info, weight_version

@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config, text_config
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.discovery import KEYS, ServerFacts

@@ -17,8 +17,8 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig, num_experts_of
-from slime.core.layout import EngineLayout
 from slime.core.registry import Registry
+from slime.core.topology import EngineLayout
 from slime.models.common.spread import problem
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 from slime.observability.samples import FILE_NAME
 from slime.observability.start_record import (
     NOT_READ,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 
 SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password)$")
 """Names of settings and of variables (in lower case) whose values are never written."""

@@ -28,7 +28,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from slime.core import confine
-from slime.core.confine import landlock, view
+from slime.core.confine import view
 
 NAMESPACES = "namespaces"
 ROOT = "/tmp"
@@ -125,8 +125,8 @@ def shut_in() -> tuple[str, ...]:
     alone = _works(user, shown) and _leave(user, shown)
     if not alone:
         confine.leave(confine.NEW_NETWORK)
-    files = landlock.readable_libraries(shown) | dict.fromkeys(DEVICES, landlock.ALL)
-    files |= {ROOT: landlock.ALL} if alone else {}
+    files = confine.readable_libraries(shown) | dict.fromkeys(DEVICES, confine.ALL)
+    files |= {ROOT: confine.ALL} if alone else {}
     limits = {resource.RLIMIT_NOFILE: MAX_FILES} | ({resource.RLIMIT_NPROC: MAX_THREADS} if alone else {})
     missing = confine.give_up(limits=limits, calls=confine.Calls(programs=False), user=None, files=files)
     return (*([] if alone else [NAMESPACES]), *missing)

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from slime.core.ending import here, how_it_ended
+from slime.core.blame import here, how_it_ended
 from slime.core.errors import SlimeError
 from slime.core.silence import Silence, processor_s, within
 from slime.rewards.environment import grader_environment

@@ -38,8 +38,8 @@ from typing import Any, BinaryIO
 
 from slime.core import confine
 from slime.core.blame import asks_again, one_line, raised_by_user
-from slime.core.lifeline import die_with_parent
 from slime.core.ports import ASK_AGAIN
+from slime.core.processes import die_with_parent
 from slime.core.sample import Sample
 from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
 from slime.rewards.held import Gate, shut_in

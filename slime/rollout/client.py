@@ -35,8 +35,8 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import EngineError, TakenBack
-from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.routed_experts import ExpertFormat
+from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.call import Call, EndOfText, Refused, require_joinable
 from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import num_experts_of, read_hf_config
-from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.routed_experts import ExpertFormat
+from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel
 from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool

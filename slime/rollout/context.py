@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import HookError
+from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
-from slime.core.images import ImageFolder
 from slime.rewards.pool import GraderPool
 from slime.rollout.client import EngineClient
 from slime.rollout.pictures import Pictures

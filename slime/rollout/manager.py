@@ -21,7 +21,7 @@ from pathlib import Path
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch
-from slime.core.hidden import NO_KEYS, EngineKeys
+from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import Worker
 from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import grader_pool, model_clients, teacher_client

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.core.errors import RequestRejected
-from slime.core.images import ImageFolder
+from slime.core.files import ImageFolder
 
 
 @dataclass(frozen=True, slots=True)

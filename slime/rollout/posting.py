@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 
-from slime.core.addresses import host_port
 from slime.core.errors import HookError
 from slime.core.ports import TOKEN_VERSIONS_KEY
+from slime.core.processes import host_port
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.call import ENGINE_MAX_NEW_TOKENS
 from slime.rollout.client import EngineClient

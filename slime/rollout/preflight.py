@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.core.errors import ConfigError, DataError
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.data.preflight import Look, check_rows, check_template, checkpoint_of, messages_problem
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
-from slime.core.hidden import EngineKeys
+from slime.core.text import EngineKeys
 from slime.rollout.generation import check_request
 from slime.rollout.job import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
 from slime.rollout.progress import waiting

@@ -28,7 +28,7 @@ import aiohttp
 import orjson
 
 from slime.core.errors import EngineError
-from slime.core.hidden import EngineKeys
+from slime.core.text import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import RankChecksums, WeightVersion
+from slime.core.topology import EngineLayout, EngineRank
 
 DRAIN_POLL_S = 0.05
 """How often a flush is tried again while requests are still ending."""

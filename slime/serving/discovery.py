@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import EngineError
-from slime.core.hidden import EngineKeys
 from slime.core.ports import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY
+from slime.core.text import EngineKeys
 from slime.serving.plain_http import request
 
 NUM_PROBED = 4

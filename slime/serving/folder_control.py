@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import EngineError
-from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import RankChecksums, WeightVersion
+from slime.core.topology import EngineLayout, EngineRank
 from slime.weights.delta.mailbox import call, mailbox
 
 

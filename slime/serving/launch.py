@@ -28,7 +28,7 @@ import os
 import sys
 
 from slime.core.errors import EngineError
-from slime.core.lifeline import die_with_parent
+from slime.core.processes import die_with_parent
 from slime.serving.secret import Secret
 
 ROUTER_FLAG = "--router"

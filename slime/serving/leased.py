@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from slime.core.addresses import http_url
-from slime.core.ending import here, how_it_ended
+from slime.core.blame import here, how_it_ended
 from slime.core.errors import EngineError
+from slime.core.processes import http_url
 from slime.serving.ports import PortLease
 from slime.serving.process import ChildProcess
 

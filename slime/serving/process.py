@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import IO
 
 import slime
-from slime.core.ending import here, how_it_ended
+from slime.core.blame import here, how_it_ended
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.ids import scratch_prefix
+from slime.core.processes import scratch_prefix
 from slime.core.silence import Silence, processor_s
 from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily
 from slime.serving.shm import SharedMemoryFiles

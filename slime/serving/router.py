@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.core.addresses import http_url, in_brackets
 from slime.core.errors import ConfigError, EngineError
+from slime.core.processes import http_url, in_brackets
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request

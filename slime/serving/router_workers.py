@@ -9,8 +9,8 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
-from slime.core.addresses import http_url
 from slime.core.errors import EngineError
+from slime.core.processes import http_url
 from slime.core.topology import Worker as Kind
 from slime.core.topology import bootstrap_of
 from slime.serving.plain_http import request

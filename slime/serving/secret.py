@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 
 
 class Secret(str):

@@ -25,12 +25,11 @@ from typing import Any
 
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV
-from slime.core.addresses import interface_variables, is_loopback
 from slime.core.cores import thread_variables
 from slime.core.errors import ConfigError, EngineError
-from slime.core.hidden import NO_KEYS, EngineKeys
-from slime.core.layout import ONE_RANK, EngineLayout
-from slime.core.topology import BOOTSTRAP_OFFSET, Worker
+from slime.core.processes import interface_variables, is_loopback
+from slime.core.text import NO_KEYS, EngineKeys
+from slime.core.topology import BOOTSTRAP_OFFSET, ONE_RANK, EngineLayout, Worker
 from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
 from slime.settings.flags import Flag
 from slime.settings.hook_contracts import CONTRACTS

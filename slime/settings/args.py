@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 from slime.settings.groups.agent import AgentSettings
 from slime.settings.groups.algorithm import AlgorithmSettings
 from slime.settings.groups.checkpoint import CheckpointSettings

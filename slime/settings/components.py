@@ -20,8 +20,7 @@ from functools import cache
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.loading import load_object
-from slime.core.registry import Registry
+from slime.core.registry import Registry, load_object
 from slime.settings.fields import ChosenBy, declared, field_docs, flags_of, own_fields
 from slime.settings.flags import Flag
 from slime.settings.ranges import ANY

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.core.topology import ServedModel
 from slime.settings.fields import Need
 from slime.settings.topology import topology_of

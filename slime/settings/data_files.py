@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.hub_names import download_hint
-from slime.core.loading import load_object
+from slime.core.files import download_hint
+from slime.core.registry import load_object
 
 SCHEMES = "slime.data.schemes:SCHEMES"
 """The registry of data schemes, which stands above the settings."""

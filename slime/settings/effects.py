@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 from slime.settings.components import Components
 from slime.settings.fields import Need, declared
 from slime.settings.flags import Flag

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.layout import EngineLayout
-from slime.core.topology import EngineGroup, ServedModel
+from slime.core.topology import EngineGroup, EngineLayout, ServedModel
 
 if TYPE_CHECKING:
     from slime.settings.args import Args

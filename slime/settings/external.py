@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.core.addresses import server_url
 from slime.core.errors import ConfigError
+from slime.core.processes import server_url
 
 FILE_MARK = "@"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import read_hf_config
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.settings.schema import flags_of_owner
 
 MODELS = "slime.models"

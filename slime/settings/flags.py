@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.hidden import HIDDEN
-from slime.core.text import nearest, shorten
+from slime.core.text import HIDDEN, nearest, shorten
 from slime.core.user_files import Doubled, parse_json, read_small
 from slime.settings.problems import refuse
 from slime.settings.ranges import ANY, Range

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.core.errors import HookError
-from slime.core.loading import LoadingFailed, load_object
+from slime.core.registry import LoadingFailed, load_object
 from slime.settings.args import Args
 from slime.settings.eval_config import eval_datasets
 from slime.settings.hook_contracts import CONTRACTS, HookContract

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.core.hub_names import download_hint
+from slime.core.files import download_hint
 from slime.settings.families import architecture_of
 from slime.settings.group import Rule
 

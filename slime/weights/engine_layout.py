@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
-from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import Digest, Hasher
+from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
 from slime.weights.holding import Holding, Share, holdings

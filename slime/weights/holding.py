@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slime.core.layout import EngineLayout, EngineRank
+from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.spread import Head
 from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable
 

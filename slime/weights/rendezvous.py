@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from slime.core.addresses import interface_variables, is_loopback
+from slime.core.processes import interface_variables, is_loopback
 
 BACKLOG = 1024
 """Ranks that may knock at the same moment."""

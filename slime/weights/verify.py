@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime.core.errors import WeightSyncError
-from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
+from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import FamilyTable
 
 NAMES_SHOWN = 8

@@ -29,8 +29,7 @@ import pytest
 from recipes.tiny.tasks import digits_rows, write_rows
 from slime.buffer.prompts import PromptWalk
 from slime.buffer.snapshot import SavedState
-from slime.core.prompt import Fingerprint
-from slime.core.sample import Group, Status
+from slime.core.sample import Fingerprint, Group, Status
 from tests.support.e2e import Flags, RealRun, digits_task, latest_step, rank_settings, recorded_groups
 from tests.support.kill_at import Point, environment
 from tests.support.ledger import require_balance

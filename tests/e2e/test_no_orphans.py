@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.ids import new_run_id
+from slime.core.processes import new_run_id
 from tests.support import ray_job
 from tests.support.e2e import Flags, RealRun, Traces
 

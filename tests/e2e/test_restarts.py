@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.serving.proctree import all_processes, has_mark
 from tests.support.e2e import NUM_STEPS, Flags, RealRun, latest_step, recorded_groups
 from tests.support.ledger import require_balance

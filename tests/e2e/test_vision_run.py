@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from slime.core.images import ImageFolder
+from slime.core.files import ImageFolder
 from slime.observability.sinks import read_jsonl
 from tests.support.e2e import RealRun, recorded_groups, started_and_finished
 from tests.support.vision import IMAGE_ID, write_colours, write_vision_model

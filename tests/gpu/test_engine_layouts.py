@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from slime.core.errors import WeightSyncError
 from slime.core.hf_config import read_hf_config
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl

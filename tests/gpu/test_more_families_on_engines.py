@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.hf_config import read_hf_config
-from slime.core.layout import ONE_RANK
+from slime.core.topology import ONE_RANK
 from slime.models import table_for
 from slime.serving.control import HttpEngineControl
 from tests.contract.weights.test_families_on_engines import sync_state

@@ -124,6 +124,6 @@ def test_there_are_enough_quick_ones() -> None:
 def test_a_mutation_that_no_longer_fits_is_an_error() -> None:
     for mutation in MUTATIONS.values():  # the slow ones, too, whoever changes the code
         mutated((ROOT / "slime" / mutation.file).read_text(), mutation)
-    stale = Mutation("data", "core/ids.py", "a line that is nowhere", "x")
+    stale = Mutation("data", "core/processes.py", "a line that is nowhere", "x")
     with pytest.raises(AssertionError, match="must be renewed"):
         mutated("a = 1\n", stale)

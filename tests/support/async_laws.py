@@ -13,8 +13,7 @@ import random
 from typing import Any, Protocol
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.core.prompt import Fingerprint, PromptRow
-from slime.core.sample import Sample, Status
+from slime.core.sample import Fingerprint, PromptRow, Sample, Status
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.core.addresses import INTERFACE_ENVS
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import INTERFACE_ENVS, RUN_ID_ENV
 from slime.core.sample import Sample
 from slime.observability.sinks import AXES, read_jsonl
 from slime.rollout.debug_data import load_rollout

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slime.core.confine import calls
+from slime.core import confine
 from slime.rewards.environment import grader_environment
 
 PRELUDE = r"""
@@ -420,8 +420,8 @@ QUICK_NAMES, HEAVY_NAMES = names(ATTEMPTS), names(HEAVY)
 
 def program(facts: dict[str, object], chosen: list[str], *, forks: bool) -> str:
     """That makes the attempts and prints what came of them."""
-    column = calls._ARCHITECTURES[os.uname().machine][0]
-    numbers = {name: both[column] for name, both in calls._NUMBERS.items()} | OTHERS[column]
+    column = confine._ARCHITECTURES[os.uname().machine][0]
+    numbers = {name: both[column] for name, both in confine._NUMBERS.items()} | OTHERS[column]
     head = f"NUMBERS, FORKS, CHOSEN = {numbers!r}, {forks!r}, {chosen!r}\n"
     head += "".join(f"{name} = {value!r}\n" for name, value in facts.items())
     return head + PRELUDE + ATTEMPTS + HEAVY + TAIL

@@ -29,8 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.core.addresses import INTERFACE_ENVS, host_port
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import INTERFACE_ENVS, RUN_ID_ENV, host_port
 from slime.serving.proctree import has_mark, read_stat
 from tests.support.openness import Listening, listening, sockets_of, who
 

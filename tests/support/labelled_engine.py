@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slime.core.layout import ONE_RANK
 from slime.core.sample import Sample
+from slime.core.topology import ONE_RANK
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.rollout.client import EngineClient, RequestScope

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import text_config
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.models import table_for
 from slime.models.common.table import EMBEDDING, Entry, FamilyTable
 from slime.settings import Args

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from slime.core.hidden import NO_KEYS, EngineKeys
+from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.manager import RolloutManager
 from slime.settings import parse_args
 from tests.support.command_line import last_of_each

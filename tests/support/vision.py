@@ -124,8 +124,8 @@ def seeing_batch(folder: Path, checkpoint: Path, *, seed: int = 0) -> Any:
     import numpy as np
 
     from slime.core.batch import TrainBatch
+    from slime.core.files import ImageFolder
     from slime.core.hf_config import read_hf_config
-    from slime.core.images import ImageFolder
     from slime.models import family_of
     from tests.support.training import random_batch, with_samples
 

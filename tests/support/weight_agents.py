@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.ports import EngineControl, RankChecksums
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.weights_agent import WeightsAgent
 from slime.serving.wire import digest
@@ -26,7 +26,7 @@ from tests.support.weights import disk_settings, engine_tensors, transport_conte
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.serving.control import HttpEngineControl
 from slime.serving.weights_agent import WeightsAgent
 

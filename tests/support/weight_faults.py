@@ -26,8 +26,8 @@ import torch
 from aiohttp import web
 
 from slime.core.errors import WeightSyncError
-from slime.core.layout import ONE_RANK
 from slime.core.ports import TOKEN_VERSIONS_KEY
+from slime.core.topology import ONE_RANK
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from slime.core.errors import EngineError
-from slime.core.layout import ONE_RANK, EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
+from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest, serialize_bucket, shareable

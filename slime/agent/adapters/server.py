@@ -37,8 +37,8 @@ from slime.agent.parsers import FORMATS, format_of
 from slime.agent.probe import tools_problem
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
-from slime.core.addresses import http_url
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
+from slime.core.processes import http_url
 from slime.core.sample import Sample
 from slime.rollout.progress import HEARTBEAT, Heartbeat
 from slime.rollout.sampling import LIMITS, Limits

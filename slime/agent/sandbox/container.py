@@ -28,7 +28,7 @@ from typing import Self
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, Forwarding
 from slime.core.errors import ConfigError, Unconfined
-from slime.core.ids import scratch_prefix
+from slime.core.processes import scratch_prefix
 
 RUNTIMES = ("docker", "podman")
 START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0

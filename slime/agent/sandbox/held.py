@@ -110,11 +110,11 @@ def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
 
 def processes(settings: dict[str, Any]) -> list[int]:
     """Those of the sandbox but this one."""
-    from slime.core.confine import tree
+    from slime.core.confine import view
 
     me = os.getpid()
     if settings["unheld"]:
-        return [pid for pid in tree.descendants_of([me]) if tree.lives(pid)]
+        return [pid for pid in view.descendants_of([me]) if view.lives(pid)]
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != me]
 
 
@@ -135,7 +135,7 @@ def kill_all(settings: dict[str, Any]) -> None:
 
 def serve(control: socket.socket, settings: dict[str, Any]) -> None:
     """Starts and ends commands until the outside is gone."""
-    from slime.core.confine import tree
+    from slime.core.confine import view
 
     running: dict[int, int] = {}
     measured, tick_s, ends = 0.0, 1.0, wake_on_ends()
@@ -146,7 +146,7 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
             return
         if time.monotonic() - measured >= min(tick_s, TICK_S):
             found = processes(settings)
-            if tree.exceeds(found, settings["memory_bytes"]) or len(found) > settings["processes"]:
+            if view.exceeds(found, settings["memory_bytes"]) or len(found) > settings["processes"]:
                 kill_all(settings)
             measured = time.monotonic()
             tick_s = CROWD_TICK_S if len(found) > 2 else TICK_S if found or running else 1.0
@@ -226,8 +226,8 @@ def main() -> None:
     """The supervisor."""
     sys.path.append(str(Path(__file__).parents[3]))
     from slime.core import confine
-    from slime.core.confine import tree, view  # noqa: F401  (here, because its forks see no folder of the package)
-    from slime.core.lifeline import die_with_parent
+    from slime.core.confine import view  # noqa: F401  (here, because its forks see no folder of the package)
+    from slime.core.processes import die_with_parent
 
     parent, settings = int(sys.argv[1]), json.loads(sys.argv[3])
     control = socket.socket(fileno=int(sys.argv[2]))

@@ -29,7 +29,7 @@ from typing import Any, Self
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.core.confine import any_user
 from slime.core.errors import ConfigError, Unconfined
-from slime.core.ids import scratch_prefix
+from slime.core.processes import scratch_prefix
 from slime.core.silence import load
 
 logger = logging.getLogger(__name__)

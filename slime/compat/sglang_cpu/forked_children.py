@@ -19,7 +19,7 @@ import multiprocessing
 import os
 from typing import Any
 
-from slime.core.lifeline import die_with_parent
+from slime.core.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 

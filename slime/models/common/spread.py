@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 
 
 class Head(str, Enum):

@@ -53,8 +53,8 @@ from typing import IO, Any, Self
 if __name__ == "__main__":  # the supervisor runs this file without any package, and its forks see no folder of one
     sys.path.append(str(Path(__file__).parents[3]))
 from slime.core import confine
-from slime.core.confine import CALLS, LANDLOCK, landlock, tree, view
-from slime.core.ids import scratch_prefix
+from slime.core.confine import CALLS, LANDLOCK, view
+from slime.core.processes import scratch_prefix
 from slime.rewards.environment import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
@@ -268,7 +268,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     alone = alone and enter_view(scratch.parent / ROOT)
     own = SCRATCH if alone else str(scratch / "work")
     os.chdir(f"{SCRATCH}/work" if alone else own)
-    used = landlock.readable_libraries(readable()) | dict.fromkeys(DEVICES, landlock.ALL) | {own: landlock.ALL}
+    used = confine.readable_libraries(readable()) | dict.fromkeys(DEVICES, confine.ALL) | {own: confine.ALL}
     bounds, user = bounds_of(*limits), int(sys.argv[7]) if alone else None
     unheld = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
     unheld = (*([] if alone else [NAMESPACES]), *unheld)
@@ -373,7 +373,7 @@ def end_descendants() -> None:
     """Kills and reaps all that is left below this process, orphans included."""
     with contextlib.suppress(ChildProcessError):
         while True:
-            for child in tree.children_of(os.getpid()):
+            for child in view.children_of(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             os.waitpid(-1, 0)
@@ -411,9 +411,9 @@ class _Clock:
         """Has to be done often enough to see processes that are started and gone."""
         mains = []
         for keeper in self._keepers:
-            for first in tree.children_of(keeper):
-                (main, *others) = tree.children_of(first) or [0]
-                self.several |= bool(others or tree.children_of(main))
+            for first in view.children_of(keeper):
+                (main, *others) = view.children_of(first) or [0]
+                self.several |= bool(others or view.children_of(main))
                 self._crowd |= self.several or num_threads(main) > 1
                 mains.append(main)
         waited_s = sum(map(waited_for_processor_s, mains))
@@ -430,8 +430,8 @@ class _Clock:
 
 def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
     """Whether a program or a checker has more memory in all its processes than one may have, or too many of them."""
-    held = [tree.descendants_of(tree.children_of(keeper)) for keeper in keepers]
-    return any(len(pids) > MAX_PROCESSES or tree.exceeds(pids, memory_bytes) for pids in held)
+    held = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
+    return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in held)
 
 
 def num_threads(pid: int) -> int:
@@ -500,7 +500,7 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, libc: Any, *, 
             clock.look()
             fat = clock.several and too_much(keepers, memory_bytes)
     own_s, slow = clock.own_s(), clock.own_s() >= limit_s
-    live_s = tree.processor_s(tree.descendants_of([os.getpid()]))  # the kernel drops that of what is killed at once
+    live_s = view.processor_s(view.descendants_of([os.getpid()]))  # the kernel drops that of what is killed at once
     used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s + live_s
     end_descendants()
     code = status_of(status)
@@ -523,7 +523,7 @@ def main() -> None:
     For each line on stdin, the name of a folder in SCRATCH and the roles that have work there, it runs what stands in
     it and prints a line: the verdict.
     """
-    from slime.core.lifeline import die_with_parent
+    from slime.core.processes import die_with_parent
     from slime.rewards import assertions  # noqa: F401  (here, because its forks see no folder of the package)
 
     scratch, limits = Path(sys.argv[1]), (float(sys.argv[2]), int(sys.argv[3]))

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.buffer.records import GroupRecord, record_of
-from slime.core.hidden import NO_KEYS, EngineKeys
 from slime.core.sample import Group
+from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import Worker
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.clients import grader_pool, model_clients, teacher_client

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Need, opt
 from slime.settings.group import Rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.conditions import (
     ADVANTAGES,
     ESTIMATORS,

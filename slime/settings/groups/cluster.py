@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.core.ids import new_run_id
+from slime.core.processes import new_run_id
 from slime.settings.fields import UNSET, Adjusted, Need, derived, internal, opt
 from slime.settings.group import Rule
 from slime.settings.ranges import COUNT, COUNT_OR_NONE, PORT

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.core.loading import load_object
-from slime.core.tokenizer_files import is_code
+from slime.core.files import is_code
+from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.fields import UNSET, Need, derived, opt
 from slime.settings.group import Passed, Rule

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
-from slime.core.layout import EngineLayout
-from slime.core.topology import EngineGroup, ServedModel
+from slime.core.topology import EngineGroup, EngineLayout, ServedModel
 from slime.settings.engine_layout import layout_of_group, settings_of_group
 from slime.settings.families import layout_problem_of
 from slime.settings.group import Rule

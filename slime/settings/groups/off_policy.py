@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.conditions import (
     ENGINE_LOG_PROBS,
     POLICY_LOSS,

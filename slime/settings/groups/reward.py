@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.core.errors import ConfigError
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import first_row_names, grader_of_data
 from slime.settings.eval_config import eval_datasets

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.core.hf_config import context_length_of, read_hf_config
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import count_rows
 from slime.settings.fields import Need, derived, opt

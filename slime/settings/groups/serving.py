@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.core.addresses import is_loopback
+from slime.core.processes import is_loopback
 from slime.settings.fields import Need, internal, opt
 from slime.settings.group import Rule
 from slime.settings.ranges import COUNT, PORT, SECONDS

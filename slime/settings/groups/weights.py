@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.settings.fields import UNSET, Need, derived, opt
 from slime.settings.group import Rule

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from slime.core.lifeline import die_with_parent
+from slime.core.processes import die_with_parent
 
 HEADER = struct.Struct("<QQ")
 """Lengths of the JSON and of the bytes behind it."""
@@ -224,7 +224,6 @@ def shut_in(path: Path) -> list[str]:
     It goes on in a child, whose end and status are those of this process.
     """
     from slime.core import confine
-    from slime.core.confine import landlock
 
     left = confine.leave(confine.NEW_NETWORK | confine.NEW_IPC | confine.NEW_PROCESSES) is not None
     if left and (child := os.fork()):  # which is the first of the new namespace of processes
@@ -235,7 +234,7 @@ def shut_in(path: Path) -> list[str]:
     from slime.training.foreign import inert  # noqa: F401  (its libraries, before the limits)
 
     here = [str(Path(entry)) for entry in sys.path if entry]
-    files = {**landlock.readable_libraries(here), str(path): landlock.READ}
+    files = {**confine.readable_libraries(here), str(path): confine.READ}
     calls = confine.Calls(programs=False)
     missing = confine.give_up(limits=limits_of(path), calls=calls, user=None, files=files)
     held = {NETWORK: left, FILES: confine.LANDLOCK not in missing, SYSTEM: confine.CALLS not in missing}

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.core.file_mode import open_to_readers
+from slime.core.files import open_to_readers
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row
 
 A, B = "lora_a", "lora_b"

@@ -32,8 +32,8 @@ from types import TracebackType
 from typing import Any
 
 from slime.core import lease
-from slime.core.durable import replace_text, sync_to_disk
 from slime.core.errors import CheckpointError
+from slime.core.files import replace_text, sync_to_disk
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"

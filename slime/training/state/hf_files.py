@@ -23,9 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime.core.durable import sync_to_disk
 from slime.core.errors import CheckpointError
-from slime.core.file_mode import open_to_readers
+from slime.core.files import open_to_readers, sync_to_disk
 from slime.training.state.tensor_file import TensorFile
 from slime.weights.quantised.checkpoint import format_of
 

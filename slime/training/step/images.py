@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import ConfigError, DataError
-from slime.core.images import ImageFolder
+from slime.core.files import ImageFolder
 from slime.data.packing import PackedBatch
 from slime.models.common.images import ImageProcessor, Int64s, RowImages
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.core.file_mode import open_to_readers
+from slime.core.files import open_to_readers
 from slime.core.sample import NOT_SAMPLED
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from slime.core.batch import TrainBatch
+from slime.core.files import ImageFolder
 from slime.core.hf_config import HfConfig
-from slime.core.images import ImageFolder
 from slime.core.ports import Digest
 from slime.models import family_of, table_for
 from slime.models.common.images import ImageProcessor, VisionTower

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.core.durable import sync_to_disk
+from slime.core.files import sync_to_disk
 from slime.core.ports import EngineControl
 from slime.weights.delta import chain
 from slime.weights.delta.files import sync_folder

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slime.core.durable import replace_text, sync_to_disk
+from slime.core.files import replace_text, sync_to_disk
 
 
 def write_json(file: Path, content: Any, *, durable: bool) -> None:

@@ -32,8 +32,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from slime.core.durable import sync_to_disk
 from slime.core.errors import WeightSyncError
+from slime.core.files import sync_to_disk
 from slime.weights.delta import chain, encodings
 from slime.weights.delta.checksums import checksum
 from slime.weights.delta.files import read_json, write_json

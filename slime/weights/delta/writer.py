@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from slime.core.durable import sync_to_disk
 from slime.core.errors import WeightSyncError
-from slime.core.file_mode import open_to_readers
+from slime.core.files import open_to_readers, sync_to_disk
 from slime.weights.delta import encodings
 from slime.weights.delta.checksums import checksum
 from slime.weights.delta.manifest import Entry, Report

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.core.file_mode import open_to_readers
+from slime.core.files import open_to_readers
 from slime.settings.fields import Need, derived, opt
 from slime.settings.ranges import COUNT
 from slime.weights.receivers import Receiver, on_all

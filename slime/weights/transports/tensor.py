@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
-from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import EngineControl
+from slime.core.topology import EngineLayout, EngineRank
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.weights.expert_runs import LOADER, named_runs, places_of
 from slime.weights.holding import hf_names_held

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.core.ids import RUN_ID_ENV, new_run_id
+from slime.core.processes import RUN_ID_ENV, new_run_id
 
 DRIVER = """
 import ctypes, json, os, signal, sys, threading, time, types
@@ -24,9 +24,9 @@ import ray
 from slime.cluster.session import RaySession, guarded
 from slime.cluster.failures import introduce
 from slime.cluster.waiting import peek, wait_for
-from slime.core.ending import Process
+from slime.core.blame import Process
 from slime.core.errors import DataError, Terminated
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.observability.logs import setup_logging
 
 @ray.remote(max_restarts=0, num_cpus=0)

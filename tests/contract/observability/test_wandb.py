@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.ids import RUN_ID_ENV, new_run_id
+from slime.core.processes import RUN_ID_ENV, new_run_id
 from slime.observability.sample_views import COLUMNS
 from tests.support.wandb_file import read_offline_run
 
@@ -18,7 +18,7 @@ DRIVER = """
 import os, sys
 from pathlib import Path
 from slime.cluster.session import guarded
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.observability.run_folder import RunFolder
 from slime.observability.samples import ShownSample
 from slime.observability.tracker import Tracker, Views

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime.core.hidden import EngineKeys
+from slime.core.text import EngineKeys
 from slime.rollout.client import EngineClient
 from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager

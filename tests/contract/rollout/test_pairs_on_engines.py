@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from slime.core.errors import TakenBack
-from slime.core.hidden import EngineKeys
-from slime.core.layout import ONE_RANK
-from slime.core.topology import Worker
+from slime.core.text import EngineKeys
+from slime.core.topology import ONE_RANK, Worker
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl

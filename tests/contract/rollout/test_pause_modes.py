@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slime.core.layout import ONE_RANK
+from slime.core.topology import ONE_RANK
 from slime.rollout.client import EngineClient
 from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl

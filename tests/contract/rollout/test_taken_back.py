@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from slime.core.layout import ONE_RANK
+from slime.core.topology import ONE_RANK
 from slime.rollout.client import EngineClient
 from slime.rollout.manager import RolloutManager
 from slime.serving.control import HttpEngineControl

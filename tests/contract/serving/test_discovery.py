@@ -10,8 +10,8 @@ import pytest
 
 from slime.core.errors import EngineError
 from slime.core.hf_config import read_hf_config
-from slime.core.hidden import NO_KEYS
-from slime.core.layout import ONE_RANK
+from slime.core.text import NO_KEYS
+from slime.core.topology import ONE_RANK
 from slime.fleet.fitting import Wanted, layout_of_server, misfits
 from slime.models import table_for
 from slime.serving.discovery import NotAnswering, ask

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slime.cluster.guardian import LOOK_AT_LEAST_EVERY_S, start_guardian
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 
 LIMIT_S = 15.0
@@ -26,7 +26,7 @@ START_LIMIT_S = 60.0
 DRIVER = """
 import multiprocessing, os, subprocess, sys, time
 from slime.cluster.guardian import start_guardian
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 
 run_id, temp_dir, ending = sys.argv[1:4]
 os.environ[RUN_ID_ENV] = run_id

@@ -20,7 +20,7 @@ import pytest
 from slime.compat.sglang_memory_gate import WAITING
 from slime.core import silence
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.serving import server as server_module
 from slime.serving.control import HttpEngineControl
 from slime.serving.plain_http import request
@@ -117,7 +117,7 @@ LONG = {
     "top_logprobs_num": 90,
 }
 """A batch in which the scheduler answers nobody for a while."""
-LOOP = "import os\nfrom slime.core.lifeline import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
+LOOP = "import os\nfrom slime.core.processes import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
 
 
 def said_meanwhile(server: SGLangServer, watches: list[ServerWatch], stops: bool = False) -> list[set[str | None]]:

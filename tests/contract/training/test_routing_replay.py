@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.core.layout import ONE_RANK
 from slime.core.routed_experts import ExpertFormat
 from slime.core.sample import Sample
+from slime.core.topology import ONE_RANK
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl

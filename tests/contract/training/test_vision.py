@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file
 
 from slime.core.batch import TrainBatch
+from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
-from slime.core.images import ImageFolder
 from slime.models import family_of
 from slime.training.step.images import placeholder_starts
 from tests.support.measured_backend import MeasuredBackend

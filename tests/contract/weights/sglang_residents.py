@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slime.core.layout import EngineLayout, EngineRank
+from slime.core.topology import EngineLayout, EngineRank
 from slime.settings.engine_layout import server_settings
 from tests.support.ranks import Seat
 

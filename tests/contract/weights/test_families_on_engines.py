@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.core.hf_config import read_hf_config
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl

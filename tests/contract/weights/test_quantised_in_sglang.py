@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from tests.contract.weights.sglang_arithmetic import differing
 from tests.contract.weights.sglang_residents import compare_quantised, reload
 from tests.support.families import write_family

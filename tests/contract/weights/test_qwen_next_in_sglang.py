@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.hf_config import read_hf_config
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.models import layout_problem
 from tests.contract.weights.sglang_residents import compare
 from tests.support.qwen_next import write_qwen_next

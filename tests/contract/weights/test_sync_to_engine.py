@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from slime.cluster.actors import WEIGHT_VERSION
 from slime.core.errors import WeightSyncError
-from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.ports import ASK_AGAIN
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl

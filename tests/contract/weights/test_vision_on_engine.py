@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import EngineError, RequestRejected, WeightSyncError
+from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
-from slime.core.images import ImageFolder
-from slime.core.layout import ONE_RANK
+from slime.core.topology import ONE_RANK
 from slime.models import family_of
 from slime.rollout.client import EngineClient
 from slime.rollout.pictures import Pictures

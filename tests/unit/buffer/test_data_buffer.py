@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.errors import CheckpointError, DataError, LedgerError
-from slime.core.prompt import Fingerprint, PromptRow
-from slime.core.sample import Group, Sample, Status
+from slime.core.sample import Fingerprint, Group, PromptRow, Sample, Status
 
 
 class Rows:

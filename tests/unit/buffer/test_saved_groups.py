@@ -19,9 +19,8 @@ from slime.buffer.groups import MAX_SAVED_TEXT
 from slime.buffer.origin import note_quarantines, num_quarantines
 from slime.buffer.records import GroupRecord
 from slime.core.errors import CheckpointError, DataError, LedgerError
-from slime.core.prompt import Fingerprint, PromptRow
 from slime.core.routed_experts import RoutedExperts
-from slime.core.sample import Group, Sample, Status
+from slime.core.sample import Fingerprint, Group, PromptRow, Sample, Status
 
 
 class Rows:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.cluster.environment import enter_start_folder, for_actors
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.serving.proctree import KEEP_ENVIRON_ENV
 
 ROOT = Path(__file__).parents[3]

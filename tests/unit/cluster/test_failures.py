@@ -21,9 +21,9 @@ from slime.cluster import failures, memory_watch
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.resuming import how_to_resume, resume_command
 from slime.cluster.start_progress import StartProgress, Waiting
-from slime.core import ending
+from slime.core import blame
 from slime.core.errors import ActorDied, ActorFailed
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.observability.startup import StartUp
 from slime.serving.start_phases import engine_phase
 from slime.training.state import checkpoint
@@ -141,7 +141,7 @@ def test_the_end_of_a_process_names_rank_host_signal_and_log(
     path = tmp_path / "train_1.log"
     if log is not None:
         path.write_text(log)
-    process = ending.Process("training rank 1", "node7 (10.0.0.7)", path if log is not None else None)
+    process = blame.Process("training rank 1", "node7 (10.0.0.7)", path if log is not None else None)
     told = process.ended(status, during="step 4").replace(str(path), "LOG")
     whole = f"training rank 1 on node7 (10.0.0.7) {said}"
     assert told.startswith(whole) if log == CRASH else told == whole

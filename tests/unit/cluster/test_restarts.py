@@ -78,7 +78,7 @@ from pathlib import Path
 from slime.cluster import restarting as keeper
 from slime.cluster.restarting import restarting, this_restart
 from slime.core import errors
-from slime.core.ids import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV
 from slime.settings import run_or_exit
 
 @restarting

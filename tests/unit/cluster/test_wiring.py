@@ -26,9 +26,8 @@ from slime.cluster.rank_weight_sync import RankWeightSync
 from slime.cluster.ray_engines import RayEngines
 from slime.core import silence
 from slime.core.errors import WeightSyncError
-from slime.core.hidden import EngineKeys
-from slime.core.layout import ONE_RANK, EngineLayout
-from slime.core.topology import Worker
+from slime.core.text import EngineKeys
+from slime.core.topology import ONE_RANK, EngineLayout, Worker
 from slime.fleet.engine import FROZEN, POLICY, State
 from slime.serving.agent_process import AgentSettings
 from slime.serving.server import ServerSpec

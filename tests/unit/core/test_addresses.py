@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.core.addresses import (
+from slime.core.processes import (
     host_of,
     host_port,
     http_url,

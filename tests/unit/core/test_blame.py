@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.blame import RAISED_AT, first_line, one_line, place_in, place_of, raised_by_user
-from slime.core.loading import load_object
+from slime.core.registry import load_object
 from slime.core.sample import Sample
 from slime.rewards.types import reason_kind
 

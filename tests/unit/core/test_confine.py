@@ -16,7 +16,7 @@ from tests.support.escapes import HEAVY_NAMES, QUICK_NAMES
 
 PROGRAM = """
 import sys
-from slime.core.confine.landlock import ALL, READ, confine, readable_libraries
+from slime.core.confine import ALL, READ, confine, readable_libraries
 
 mine, scratch, secret = sys.argv[1:]
 if not confine({**readable_libraries(), mine: READ, scratch: ALL}):

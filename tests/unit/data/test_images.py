@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from slime.core.errors import DataError
-from slime.core.images import ImageFolder
+from slime.core.files import ImageFolder
 from slime.data.dataset import PromptDataset
 from slime.data.images import ImageColumn, as_png, with_images
 from tests.support.vision import IMAGE_ID, drawn, write_colours, write_processor

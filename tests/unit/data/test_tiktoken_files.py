@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from slime.cli.main import main
 from slime.core.errors import ConfigError
-from slime.core.tokenizer_files import is_code
+from slime.core.files import is_code
 from slime.data.tiktoken_files import KEPT, PATTERNS, write_fast
 from tests.support.command_line import complete, refused
 

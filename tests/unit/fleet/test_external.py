@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ConfigError, EngineError
-from slime.core.hidden import EngineKeys
+from slime.core.text import EngineKeys
 from slime.fleet import external
 from slime.fleet.engine import Engine, State
 from slime.fleet.external import ExternalEngines

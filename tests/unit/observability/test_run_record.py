@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import ConfigError, DataError
-from slime.core.hidden import HIDDEN
+from slime.core.text import HIDDEN
 from slime.observability.report import summarize, summary_text, write_report
 from slime.observability.run_folder import RunFolder, plain
 from slime.observability.sinks import ConsoleSink, StepRecord, TensorBoardSink, eval_name, read_jsonl

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from slime.core.hidden import EngineKeys
+from slime.core.text import EngineKeys
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError, EngineError, RequestRejected
-from slime.core.images import ImageFolder
+from slime.core.files import ImageFolder
 from slime.rollout.call import Call
 from slime.rollout.pictures import Pictures
 

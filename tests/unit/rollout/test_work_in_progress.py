@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.core.prompt import Fingerprint, PromptRow
-from slime.core.sample import Group, Sample
+from slime.core.sample import Fingerprint, Group, PromptRow, Sample
 from slime.rewards.types import Score, Scored
 from slime.rollout.context import RolloutContext
 from slime.rollout.schedules.fully_async import RolloutWorker

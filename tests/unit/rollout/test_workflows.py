@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from slime.core.errors import ConfigError, EngineError, RequestRejected
-from slime.core.hidden import EngineKeys
 from slime.core.sample import Sample
+from slime.core.text import EngineKeys
 from slime.rollout.debug_data import head_and_tail, load_rollout
 from slime.rollout.manager import RolloutManager
 from slime.rollout.teacher import TeacherClient, parse_log_probs

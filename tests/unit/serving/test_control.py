@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.layout import ONE_RANK
+from slime.core.topology import ONE_RANK
 from slime.serving.control import HttpEngineControl
 
 KEY = "the key of the run"

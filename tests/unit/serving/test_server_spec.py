@@ -14,9 +14,8 @@ import pytest
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.cores import WAITING
 from slime.core.errors import ConfigError
-from slime.core.hidden import EngineKeys
-from slime.core.layout import EngineLayout
-from slime.core.topology import Worker, bootstrap_of
+from slime.core.text import EngineKeys
+from slime.core.topology import EngineLayout, Worker, bootstrap_of
 from slime.serving import agent_process, router_workers
 from slime.serving import router as router_module
 from slime.serving import server as server_module

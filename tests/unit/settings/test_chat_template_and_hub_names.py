@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.core.hub_names import download_hint
+from slime.core.files import download_hint
 from slime.data.dataset import PromptDataset
 from slime.rollout.sources import load_tokenizer
 from slime.settings import parse_args

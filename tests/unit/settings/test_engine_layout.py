@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.settings.engine_layout import STAGES_ENV, contradictions, layout_of, server_settings
 
 LAYOUTS: list[tuple[int, dict[str, Any], EngineLayout]] = [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.settings import Args, parse_args
 from slime.settings.engine_layout import STAGES_ENV, layout_of_group
 from slime.settings.topology import topology_of

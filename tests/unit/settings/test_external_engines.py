@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.addresses import server_url
 from slime.core.errors import ConfigError
+from slime.core.processes import server_url
 from slime.settings import parse_args
 from slime.settings.external import read_addresses
 from slime.settings.flags import OVERRIDE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.settings import parse_args
 from slime.settings.engine_layout import layout_of
 from tests.support.command_line import refused

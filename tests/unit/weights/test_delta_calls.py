@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.serving.folder_control import FolderEngineControl
 from slime.weights.delta.mailbox import call, mailbox
 from tests.support.delta_rig import URL, Rig

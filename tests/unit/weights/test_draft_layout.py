@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slime.core.errors import WeightSyncError
-from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
+from slime.core.topology import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.mtp import with_mtp
 from slime.models.common.table import DRAFT, FamilyTable

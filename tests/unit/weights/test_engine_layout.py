@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError, WeightSyncError
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import Unit
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket

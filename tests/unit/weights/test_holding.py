@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError, WeightSyncError
-from slime.core.layout import ONE_RANK, EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
+from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import layout_problem
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest

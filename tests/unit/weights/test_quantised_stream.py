@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.serving.wire import digest
 from slime.weights import fp8

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.core.layout import EngineLayout, EngineRank
+from slime.core.topology import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights import receivers as receivers_module

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.settings.fields import declared
 from slime.weights.receivers import Receiver
 from slime.weights.transports import TRANSPORTS, Channel, Transport, distributed

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.errors import EngineError
-from slime.core.layout import EngineLayout
+from slime.core.topology import EngineLayout
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket, Buffers, Spec
 from slime.weights.outgoing import Whole

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import WeightSyncError
-from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import ONE_RANK, EngineLayout
 from slime.serving.wire import digest
 from slime.settings import parse_args
 from slime.weights.outgoing import Whole

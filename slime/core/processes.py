@@ -1,13 +1,55 @@
-"""Addresses of hosts, and the network interfaces behind them. Imports nothing heavy: it is asked before torch is."""
+"""The processes of a run and the addresses of their hosts: the run id that marks them, children that must not outlive
+their parent, and network interfaces. Imports nothing heavy: it is asked before torch is.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import os
+import secrets
+import signal
 import socket
+import time
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from slime.core.errors import ConfigError
+
+# Identifiers of a run: one id that names its folder, its processes (environment variable) and its temporary files.
+
+RUN_ID_ENV = "SLIME_RUN_ID"
+"""Set in every process that a run starts; the guardian finds what a dead driver left behind by it."""
+
+
+def new_run_id() -> str:
+    """A short id, unique in practice, sortable by time, safe in file names: `20260131-235959-1a2b3c`."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def scratch_prefix(kind: str = "") -> str:
+    """How the name of every temporary folder begins: the guardian of the run removes it, should its maker be killed."""
+    return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
+
+
+# A child process that must not outlive its parent. Standard library only; Linux only.
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(expected_parent: int | None) -> None:
+    """Asks the kernel for SIGKILL when the parent thread ends; exits at once if it has ended before.
+
+    `expected_parent`: pid of the starter; None if unknown. Raises `OSError` if the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os._exit(1)
+
+
+# Addresses of hosts, and the network interfaces behind them. Imports nothing heavy: it is asked before torch is.
 
 LOOPBACK = "127.0.0.1"
 """Where the processes of a run on one host meet."""
