@@ -9,7 +9,7 @@ from slime.core.hf_config import read_hf_config
 from slime.data.images import ImageColumn
 from slime.models import family_of
 from slime.settings import Args
-from slime.settings.groups.images import KIND
+from slime.settings.groups.data import KIND
 
 
 def image_column(args: Args) -> ImageColumn | None:

@@ -21,8 +21,8 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.text import HIDDEN
 from slime.core.user_files import paths_in_words
 from slime.observability.start_record import OUTPUTS, SHARED_OUTPUTS
-from slime.settings.command_words import flag_value, groups, name_of, without
 from slime.settings.flags import OVERRIDE
+from slime.settings.parse import flag_value, groups, name_of, without
 
 _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from slime.settings.command_words import flag_value
-from slime.settings.flags import OVERRIDE
-from slime.settings.ranges import PORT
+from slime.settings.flags import OVERRIDE, PORT
+from slime.settings.parse import flag_value
 
 DEFAULT_PORT = 30000
 """SGLang's own."""
@@ -46,7 +45,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 def _of_topology(file: str, words: list[str]) -> list[str]:
     """The flags that a file stands for. Where no model is the policy, the first one is what rollouts would ask."""
-    from slime.settings.topology import first_path
+    from slime.settings.topology_yaml import first_path
 
     given = any(word == CHECKPOINT or word.startswith(f"{CHECKPOINT}=") for word in words)
     return ["--sglang-config", file, *([] if given else [CHECKPOINT, first_path(file)])]

@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
     from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
     from slime.serving.process import OWNER_ENV
     from slime.serving.weights_agent import WeightsAgent
+    from slime.settings.flags import SECONDS
     from slime.settings.hooks import load_hook
-    from slime.settings.ranges import SECONDS
 
     if not options.engine.startswith(("http://", "https://")):
         raise ConfigError(

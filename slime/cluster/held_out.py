@@ -14,7 +14,7 @@ from slime.cluster.actors import Actors
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.waiting import wait_for
 from slime.settings import Args
-from slime.settings.held_out import loss_datasets
+from slime.settings.groups.evaluation import loss_datasets
 
 LIMIT_S = 3600.0
 """Limit of reading and encoding the held-out data."""

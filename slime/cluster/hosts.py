@@ -28,7 +28,7 @@ from slime.core.errors import START_FLAG, ConfigError
 from slime.core.processes import LOOPBACK, ip_of
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 
 logger = logging.getLogger(__name__)
 

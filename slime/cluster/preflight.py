@@ -19,11 +19,10 @@ from slime.rewards.preflight import code_problems
 from slime.rollout.preflight import data_problems
 from slime.serving.transfer import pair_problem
 from slime.settings import Args
-from slime.settings.engine_layout import settings_of_group
-from slime.settings.groups.checkpoint import has_checkpoint
+from slime.settings.flags import refuse
 from slime.settings.groups.cluster import gpus_here, ray_address_in_words, split_address
-from slime.settings.problems import refuse
-from slime.settings.topology import topology_of
+from slime.settings.groups.training import has_checkpoint
+from slime.settings.topology_yaml import settings_of_group, topology_of
 
 EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """A frame of HTTP/2 (RFC 9113, 6.5): length, type, flags, stream."""

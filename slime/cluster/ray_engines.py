@@ -38,8 +38,7 @@ from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
-from slime.settings.engine_layout import layout_of_group
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import layout_of_group, topology_of
 
 ENGINE_SHARE = 0.2
 """Of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""

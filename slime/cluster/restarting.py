@@ -45,7 +45,7 @@ from slime.core.text import visible
 from slime.observability.sinks import AXES, read_jsonl
 from slime.serving.proctree import ProcessFamily
 from slime.settings import Args
-from slime.settings.groups.checkpoint import has_checkpoint
+from slime.settings.groups.training import has_checkpoint
 from slime.settings.parse import report_and_exit
 
 Loop = Callable[[Args], None]

@@ -9,7 +9,7 @@ from pathlib import Path
 from slime.core.errors import CheckpointError
 from slime.observability.start_record import hide_secrets
 from slime.settings import Args
-from slime.settings.command_words import without
+from slime.settings.parse import without
 from slime.training.state import checkpoint
 
 LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")

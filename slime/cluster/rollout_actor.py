@@ -42,7 +42,7 @@ from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter
 from slime.serving.routers import Routers
 from slime.settings import Args
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 
 KEY_FILE = "router_key"
 """In the run folder, for its owner's eyes: what others send to the router as their bearer token."""

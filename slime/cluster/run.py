@@ -32,8 +32,8 @@ from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.rollout.types import StepNews
 from slime.settings import Args
-from slime.settings.groups.profiling import traces_engines
-from slime.settings.held_out import samples_evaluations
+from slime.settings.groups.evaluation import samples_evaluations
+from slime.settings.groups.logging import traces_engines
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from slime.core.errors import ConfigError
 from slime.settings import Args
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 
 DISK_FOLDER = "update_weight_disk_dir"
 """A setting of the disk transport."""

@@ -2,7 +2,7 @@
 
 Nothing can be started here and nothing is ended. To start one again is to wait until its address answers, with a server
 that fits (`fitting`): who started it may start another. Addresses may come from a file that is read again when it
-changes (`slime.settings.external`): new ones join, those that are taken off it leave.
+changes (`slime.settings.topology_yaml`): new ones join, those that are taken off it leave.
 
 Consumes: addresses, what servers say of themselves, and the supervisor's calls, on one thread. Produces: engines that
 answer and fit, and what is wrong with each. Waits for nothing but in `find`, at the start of a run: threads of its own
@@ -33,7 +33,7 @@ from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, repor
 from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info, weight_version
 from slime.serving.watch import ServerWatch
 from slime.settings import Args
-from slime.settings.external import address_file, read_addresses
+from slime.settings.topology_yaml import address_file, read_addresses
 
 logger = logging.getLogger(__name__)
 

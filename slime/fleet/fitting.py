@@ -21,10 +21,8 @@ from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.discovery import KEYS, ServerFacts
 from slime.settings import Args
-from slime.settings.engine_layout import layout_of
-from slime.settings.groups.engine_rules import UNVERIFIED
-from slime.settings.groups.prefix_cache_rules import kept_prefixes
-from slime.settings.groups.speculation import ALGORITHM
+from slime.settings.groups.engines import ALGORITHM, UNVERIFIED, kept_prefixes
+from slime.settings.topology_yaml import layout_of
 
 SAME_IN_CONFIG = (
     "hidden_size",

@@ -20,7 +20,7 @@ from slime.rollout.sources import tokenizer_of
 from slime.rollout.teacher import TeacherClient
 from slime.settings import Args
 from slime.settings.eval_config import eval_datasets
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:

@@ -45,8 +45,8 @@ from slime.rollout.threads import beside
 from slime.rollout.traffic import traffic_metrics
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
-from slime.settings.held_out import measures_loss
-from slime.settings.topology import topology_of
+from slime.settings.groups.evaluation import measures_loss
+from slime.settings.topology_yaml import topology_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import scheme_of
 from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
+from slime.settings.groups.evaluation import measures_loss
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.settings.groups.reward import GRADERS
-from slime.settings.held_out import measures_loss
-from slime.settings.length_rules import engine_context, own_lengths
+from slime.settings.rules import engine_context, own_lengths
 
 
 def data_problems(args: Args) -> list[str]:

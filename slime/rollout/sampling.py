@@ -20,7 +20,7 @@ from slime.rollout.transcript import Transcript
 from slime.settings import Args
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.groups.rollout import RolloutSettings
-from slime.settings.length_rules import engine_context
+from slime.settings.rules import engine_context
 
 MARGIN = 6
 """SGLang 0.5.16 refuses a prompt that leaves no more than so many tokens of the model's context."""

@@ -39,8 +39,8 @@ from slime.serving.process import ChildProcess, python_module
 from slime.serving.transfer import environment, require_transfer, server_arguments
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
-from slime.settings.engine_layout import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
 from slime.settings.schema import SECRETS
+from slime.settings.topology_yaml import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 DTYPES = ("bfloat16", "float16", "float32")

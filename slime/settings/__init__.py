@@ -5,9 +5,8 @@ Light on purpose: a wrong flag is answered without importing torch, transformers
 
 from __future__ import annotations
 
-from slime.settings.args import Args
+from slime.settings.args import Args, Passthrough
 from slime.settings.hooks import check_hooks, load_hook
 from slime.settings.parse import main_args, parse_args, run_or_exit
-from slime.settings.passthrough import Passthrough
 
 __all__ = ["Args", "Passthrough", "check_hooks", "load_hook", "main_args", "parse_args", "run_or_exit"]

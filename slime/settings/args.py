@@ -10,39 +10,73 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.text import HIDDEN
-from slime.settings.groups.agent import AgentSettings
-from slime.settings.groups.algorithm import AlgorithmSettings
-from slime.settings.groups.checkpoint import CheckpointSettings
-from slime.settings.groups.cluster import ClusterSettings
-from slime.settings.groups.configuration import ConfigurationSettings
-from slime.settings.groups.critic import CriticSettings
-from slime.settings.groups.data import DataSettings
-from slime.settings.groups.debug import DebugSettings
+from slime.core.text import HIDDEN, nearest
+from slime.settings.groups.algorithm import (
+    AlgorithmSettings,
+    CriticSettings,
+    OffPolicySettings,
+    RoutingSettings,
+    TeacherSettings,
+)
+from slime.settings.groups.cluster import ClusterSettings, FleetSettings
+from slime.settings.groups.data import DataSettings, ImageSettings
+from slime.settings.groups.engines import ServingSettings, SpeculationSettings, TopologySettings
 from slime.settings.groups.evaluation import EvalSettings
-from slime.settings.groups.fleet import FleetSettings
 from slime.settings.groups.hooks import HookSettings
-from slime.settings.groups.images import ImageSettings
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
-from slime.settings.groups.logging import LoggingSettings
-from slime.settings.groups.off_policy import OffPolicySettings
-from slime.settings.groups.parameters import ParameterSettings
-from slime.settings.groups.profiling import ProfilingSettings
-from slime.settings.groups.quantised import QuantisedSettings
-from slime.settings.groups.reward import RewardSettings
+from slime.settings.groups.logging import ConfigurationSettings, DebugSettings, LoggingSettings, ProfilingSettings
+from slime.settings.groups.reward import AgentSettings, RewardSettings
 from slime.settings.groups.rollout import RolloutSettings
-from slime.settings.groups.routing import RoutingSettings
-from slime.settings.groups.serving import ServingSettings
-from slime.settings.groups.speculation import SpeculationSettings
-from slime.settings.groups.teacher import TeacherSettings
-from slime.settings.groups.topology import TopologySettings
-from slime.settings.groups.training import TrainingSettings
-from slime.settings.groups.weights import WeightSyncSettings
-from slime.settings.passthrough import Passthrough
+from slime.settings.groups.training import CheckpointSettings, ParameterSettings, TrainingSettings
+from slime.settings.groups.weights import QuantisedSettings, WeightSyncSettings
+
+# `Passthrough`: the settings of somebody else, as an immutable, picklable mapping that explains a missing key.
+#
+# Holds what belongs to Megatron, SGLang, the router, the chosen entries of registries and the user, by field name.
+# `dict(settings)` gives a plain copy.
+
+
+class Passthrough(Mapping[str, Any]):
+    """Read-only mapping of one owner's settings, by field name. Values are JSON data."""
+
+    __slots__ = ("_owner", "_values")
+
+    def __init__(self, owner: str, values: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            near = nearest(name, self._values)
+            hint = f"; the nearest is {near!r}" if near else ""
+            raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict does, without a search for the nearest name: it is asked in every step."""
+        return self._values.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Passthrough({self._owner!r}, {self._values!r})"
+
+    def __reduce__(self) -> tuple[type[Passthrough], tuple[str, dict[str, Any]]]:
+        return Passthrough, (self._owner, self._values)
+
 
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
 """The fields of `Args` that hold settings of others, or what is known about settings."""
@@ -140,7 +174,7 @@ class Args(
 
         Nor are the command line as it was typed and the variables of training processes, which may hold some.
         """
-        from slime.settings.table import components_of, secret_settings
+        from slime.settings.flag_table import components_of, secret_settings
 
         secrets = secret_settings(components_of(self))
         own = {field.name for field in dataclasses.fields(self)}
@@ -155,7 +189,7 @@ class Args(
     def to_json_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy with secrets masked, and with the evaluation datasets that the settings mean."""
         from slime.settings.eval_config import eval_datasets
-        from slime.settings.table import components_of, secret_settings
+        from slime.settings.flag_table import components_of, secret_settings
 
         secrets = secret_settings(components_of(self))
         out: dict[str, Any] = {"format": 1, "eval_datasets": [dict(vars(one)) for one in eval_datasets(self)]}

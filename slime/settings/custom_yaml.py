@@ -12,9 +12,8 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
-from slime.settings.flags import FlagTable, coerce, shown
-from slime.settings.foreign_names import FOREIGN_NAMES
-from slime.settings.problems import refuse
+from slime.settings.flags import FlagTable, coerce, refuse, shown
+from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
 
 _FLAG = "--custom-config-path"

@@ -169,7 +169,7 @@ def _entry(found: Any, where: str) -> Mapping[str, Any]:
 @cache
 def _flags() -> tuple[Flag, ...]:
     """The fields as flags; a number may be what that setting may be whose place it takes."""
-    from slime.settings.table import own_flags  # the groups, which ask for data sets
+    from slime.settings.flag_table import own_flags  # the groups, which ask for data sets
 
     limits = {field: flag.limits for flag in own_flags() for field, name in _SETTINGS.items() if name == flag.dest}
     return tuple(

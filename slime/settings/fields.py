@@ -14,10 +14,13 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Final, Literal, ParamSpec
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
-from slime.settings.flags import Flag
-from slime.settings.ranges import Range
+from slime.settings.flags import Flag, Range
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 P = ParamSpec("P")
 Compute = Callable[[Any], Any]
@@ -97,7 +100,7 @@ class Declared:
     append: bool = False
     """A tuple to which each occurrence of the flag adds one entry."""
     within: Range | None = None
-    """What a number may be, as one of the kinds of `slime.settings.ranges`; or by its bounds:"""
+    """What a number may be, as one of the kinds of `slime.settings.flags`; or by its bounds:"""
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
@@ -274,3 +277,35 @@ def field_docs(cls: type) -> dict[str, str]:
         ):
             out[statement.target.id] = " ".join(following.value.value.split())
     return out
+
+
+# What a group of settings consists of, beside its dataclass: its heading, its rules, and what it sets for others.
+
+Rule = Callable[["Args"], "str | None"]
+"""None, or what was got, because of what it cannot work, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A setting of Megatron or SGLang that is computed where the user does not give it."""
+
+    owner: Literal["megatron", "sglang"]
+    name: str
+    compute: Compute
+    """Of the settings, each derived when it is read. None leaves the owner's default."""
+    why: Why
+    """The reason for the value, shown by --explain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group of slime's settings."""
+
+    settings: type
+    """A frozen dataclass, a base of `Args`."""
+    heading: str
+    """Above its flags in --help."""
+    rules: tuple[Rule, ...] = ()
+    """What cannot work, reported before any process starts, in this order."""
+    passed: tuple[Passed, ...] = ()
+    """What it sets for Megatron and SGLang."""

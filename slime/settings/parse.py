@@ -5,23 +5,41 @@ Imports no torch, transformers, Ray or engine, so that a wrong flag is answered 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import os
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
-from slime.core.text import visible
+from slime.core.text import HIDDEN, visible
 from slime.core.user_files import paths_in_words
-from slime.settings.args import Args
-from slime.settings.components import Components, entries_named_in, entries_named_on
+from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
 from slime.settings.custom_yaml import config_on, merge_config
-from slime.settings.foreign_names import FOREIGN_NAMES
+from slime.settings.flag_table import (
+    Components,
+    components,
+    components_of,
+    engine_flags,
+    entries_named_in,
+    entries_named_on,
+    flag_table,
+    own_flags,
+    registered_names,
+    secret_settings,
+)
+from slime.settings.flags import Flag
+from slime.settings.hooks import CONTRACTS
+from slime.settings.public_flags import FOREIGN_NAMES, tables
 from slime.settings.resolve import resolve
 from slime.settings.roles import resolve_roles
-from slime.settings.schema import owned_spellings
-from slime.settings.table import components, flag_table
+from slime.settings.schema import load, owned_spellings
 
 
 @paths_in_words()
@@ -34,9 +52,8 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     everything that cannot work, all contradictions in one message.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    from slime.settings import answers
 
-    text = answers.help_or_version(words)
+    text = help_or_version(words)
     if text is not None:
         _answer(text)
     explain = "--explain" in words
@@ -57,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     )
     args = args.replace(command=("slime", "train" if synchronous else "train-async", *words))
     if explain:
-        _answer(answers.explain(args))
+        _answer(explain_args(args))
     return args
 
 
@@ -124,3 +141,178 @@ def _stop(message: str, code: int) -> NoReturn:
 def _answer(text: str) -> NoReturn:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
     raise SystemExit(0)
+
+
+# What --help, --version and --explain print.
+
+TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "public", "all")
+
+_INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
+           --rollout-batch-size N --num-rollout N [--flag value ...]
+
+  --help [slime|megatron|sglang|router|hooks|all]   flags of slime (default), of an engine, the hooks, or all
+  --help public                                     what differs from the public slime, flag by flag
+  --explain                                         print every resolved value and where it came from, then exit
+  --version                                         print versions, then exit
+  --override                                        flags behind it replace those before it; without it, a setting that
+                                                    is given twice has one value
+"""
+
+
+_AT_FILE = "@FILE reads it from a file: everybody on the host sees a command line (ps)."
+
+
+def help_or_version(words: Sequence[str]) -> str | None:
+    """The text that answers --help [topic] or --version; None if neither was asked for."""
+    if "--version" in words:
+        import slime
+
+        packages = ", ".join(load(owner)["package"] for owner in ("megatron", "sglang", "router"))
+        return f"slime {slime.__version__} (flags of {packages})"
+    for word in ("--help", "-h"):
+        if word in words:
+            following = words[words.index(word) + 1 :]
+            topic = following[0] if following and not following[0].startswith("-") else "slime"
+            return help_text(topic)
+    return None
+
+
+def help_text(topic: str) -> str:
+    """Help on one topic. Raises `ConfigError` on an unknown one."""
+    if topic not in TOPICS:
+        raise ConfigError(f"got --help {topic}; topics are {', '.join(TOPICS)}")
+    if topic == "public":
+        return tables()
+    parts = [_INTRO]
+    if topic in ("slime", "all"):
+        headings = dict.fromkeys(f.group for f in own_flags(with_docs=True))
+        parts += [_section(h, (f for f in own_flags(with_docs=True) if f.group == h)) for h in headings]
+    for owner in ("megatron", "sglang", "router"):
+        if topic in (owner, "all"):
+            parts.append(_section(load(owner)["package"], engine_flags(owner)))
+    if topic in ("hooks", "all"):
+        parts.append(_hooks())
+    return "\n".join(parts)
+
+
+def _section(heading: str, flags: Iterable[Flag]) -> str:
+    lines = [heading]
+    for flag in flags:
+        if flag.internal:
+            continue
+        lines.append(f"  {', '.join(flag.names)}{_value(flag)}{_off(flag)}")
+        text = f"{flag.doc} {_AT_FILE}" if flag.secret else flag.doc
+        text = text if flag.derived or flag.required else f"{text} [{_default(flag)}]"
+        lines.append(textwrap.indent(textwrap.fill(text, 110, break_on_hyphens=False), "      "))
+    return "\n".join(lines) + "\n"
+
+
+def _hooks() -> str:
+    """What slime calls every kind of hook with."""
+    lines = ["Hooks: what slime calls your code with; names in [] are passed only if it takes them"]
+    for kind, contract in CONTRACTS.items():
+        lines += [f"  {kind}: --{contract.flag.replace('_', '-')}", f"      {contract.shape}"]
+    return "\n".join(lines) + "\n"
+
+
+def _value(flag: Flag) -> str:
+    if flag.kind == "bool":
+        return ""
+    names = registered_names(flag)
+    if names:
+        return " {" + "|".join((*names, "import path")) + "}"
+    if flag.choices and len(flag.choices) <= 8:
+        return " {" + "|".join(map(str, flag.choices)) + "}"
+    return f" {flag.kind.upper()}" + (" ..." if flag.is_list else "")
+
+
+def _off(flag: Flag) -> str:
+    shown = [n for n in flag.off_names if flag.default is True or n != f"--no-{flag.names[0][2:]}"]
+    return f" | {', '.join(shown)}" if shown else ""
+
+
+def _default(flag: Flag) -> str:
+    if flag.kind == "bool":
+        return "on" if flag.default else "off"
+    return "none" if flag.default is None else f"default {json_line(flag.default)}"
+
+
+def explain_args(args: Args) -> str:
+    """Every resolved value and its origin, one line each: what differs from the defaults comes first."""
+    secrets = secret_settings(components_of(args))
+    rows: list[tuple[str, tuple[str, str], Any]] = [
+        (one.name, ("slime", one.name), getattr(args, one.name))
+        for one in dataclasses.fields(args)
+        if one.name not in (*MAPPINGS, *NOT_A_SETTING)
+    ]
+    rows += [(name, ("slime", name), value) for name, value in args.components.items()]
+    for owner in ("megatron", "critic", "sglang", "router", "custom"):
+        rows += [(f"{owner}.{name}", (owner, name), value) for name, value in getattr(args, owner).items()]
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for name, key, value in rows:
+        origin = args.origins.get(name, "--custom-config-path" if name.startswith("custom.") else "command line")
+        shown = HIDDEN if key in secrets and value is not None else json_line(value)
+        lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
+    idle = [f"  {name} {text}" for name, text in args.idle.items()]
+    told = ["Given, without effect:", *idle, ""] if idle else []
+    return "\n".join([*told, "Given, read and derived:", *lines[False], "", "Defaults:", *lines[True]])
+
+
+def json_line(value: Any) -> str:
+    """A value on one line."""
+    return json.dumps(value, default=list) if isinstance(value, (dict, list, tuple)) else str(value)
+
+
+# The words of a command line by flag, without what the flags mean: to leave some out, or to put others in.
+
+
+def groups(words: Sequence[str]) -> list[list[str]]:
+    """Each flag with its values."""
+    out: list[list[str]] = []
+    for word in words:
+        if out and not (word.startswith("--") and len(word) > 2):
+            out[-1].append(word)
+        else:
+            out.append([word])
+    return out
+
+
+def name_of(group: Sequence[str]) -> str:
+    """The setting of a flag: `ckpt_step` of `--ckpt-step 3`, of `--ckpt_step 3` and of `--ckpt-step=3`."""
+    return group[0].partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def flag_value(words: Sequence[str], name: str) -> str | None:
+    """The last value of a flag; None without one."""
+    found = None
+    for group in groups(words):
+        if name_of(group) == name:
+            _, inline, value = group[0].partition("=")
+            found = value if inline else next(iter(group[1:]), None)
+    return found
+
+
+def without(words: Sequence[str], *names: str) -> list[str]:
+    """The words without these flags and their values."""
+    return [word for group in groups(words) if name_of(group) not in names for word in group]
+
+
+# A run that a program starts: the command `slime train` with the words of a launch script.
+
+_LOOPS = {"train.py": "train", "train_async.py": "train-async"}
+
+
+def execute_train(
+    train_args: str,
+    num_gpus_per_node: int | None = None,
+    megatron_model_type: str | None = None,
+    train_script: str = "train.py",
+    extra_env_vars: Mapping[str, str] | None = None,
+) -> None:
+    """Runs `slime train` until it ends. `num_gpus_per_node` and `megatron_model_type` repeat what flags and checkpoint
+    say. Raises `ConfigError` for another script, `subprocess.CalledProcessError` for a run that failed.
+    """
+    if train_script not in _LOOPS:
+        raise ConfigError(f"got train_script {train_script}; give one of {', '.join(_LOOPS)}")
+    command = [sys.executable, "-m", "slime", _LOOPS[train_script], *shlex.split(train_args)]
+    subprocess.run(command, check=True, env={**os.environ, **(extra_env_vars or {})})

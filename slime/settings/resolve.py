@@ -2,24 +2,387 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from slime.settings.architecture import take_architecture
-from slime.settings.args import Args
-from slime.settings.components import Components, entries_named_in
-from slime.settings.cross_rules import a_step_is_finite, held_out_files_exist
+from slime.core.errors import ConfigError
+from slime.core.text import HIDDEN
+from slime.settings import rules as cross_rules
+from slime.settings.args import Args, Passthrough
 from slime.settings.custom_yaml import FREE, Given
-from slime.settings.effects import engine_settings_without_effect, own_settings_without_effect
-from slime.settings.group import Passed
+from slime.settings.fields import UNSET, Compute, Declared, Need, Passed, Rule, Why, declared, default_of
+from slime.settings.flag_table import Components, entries_named_in
+from slime.settings.flag_table import components as slime_components
+from slime.settings.flags import ANY, Flag, refuse
 from slime.settings.groups import GROUPS
-from slime.settings.megatron_defaults import SLIME_DEFAULTS
-from slime.settings.passthrough import Passthrough
-from slime.settings.problems import refuse
-from slime.settings.resolver import Resolver
-from slime.settings.schema import flags_of_owner
-from slime.settings.table import components as slime_components
-from slime.settings.validation import check_required, given_out_of_range, validate
+from slime.settings.megatron import FIXED, NEEDS, SLIME_DEFAULTS
+from slime.settings.rules import a_step_is_finite, async_rules, held_out_files_exist, sync_rules
+from slime.settings.schema import architecture_of, contradictions, flags_of_owner
+
+# Settings on their way to `Args`: every one is found when it is read, so that derivations need no order.
+#
+# `s.name` is slime's or an entry's setting, else Megatron's; `s.megatron["name"]` and `s.sglang["name"]` are those
+# of the engines. A value is what the user gave, else what the field's derivation computes, else its default; then other
+# settings may put another in its place (`adjust`).
+#
+# Invariants
+# 1. Each setting is computed once, and its origin is noted when it is.
+# 2. Settings that derive from each other in a circle are an error that names the circle, never a recursion.
+
+
+class Resolver:
+    """The settings of one run while they are resolved."""
+
+    def __init__(
+        self,
+        components: Components,
+        given: Mapping[str, Any],
+        *,
+        origins: Mapping[str, str],
+        megatron: Mapping[str, tuple[Any, str]],
+        passed: Mapping[tuple[str, str], Passed],
+    ) -> None:
+        """`given`: values by name, those of engines as `owner.name`; `origins`: where each was given; `megatron`:
+        default and its origin by name; `passed`: what is computed for Megatron and SGLang."""
+        self.components = components
+        self.origins: dict[str, str] = {}
+        self.megatron = _Owner(self, "megatron")
+        self.sglang = _Owner(self, "sglang")
+        self._given = {name: value for name, value in _canonical(components, given) if value is not UNSET}
+        self._given_where = origins
+        self._defaults = megatron
+        self._passed = passed
+        self._values: dict[str, Any] = {}
+        self._underway: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self.components.knows(name):
+            return self._once(name, lambda: self._own(name))
+        if name in self.megatron:
+            return self.megatron[name]
+        raise AttributeError(f"there is no setting {name!r}")
+
+    def was_given(self, name: str) -> bool:
+        """Whether the user gave a setting (an engine's as `owner.name`)."""
+        return name in self._given
+
+    def given(self, name: str) -> Any:
+        """The value that the user gave, whatever is made of it; None if there is none."""
+        return self._given.get(name)
+
+    def fix(self, owner: str, name: str, value: Any, origin: str) -> None:
+        """Settles an engine's setting, whatever was given."""
+        self._values[f"{owner}.{name}"] = value
+        self.origins[f"{owner}.{name}"] = origin
+
+    def names(self, owner: str) -> list[str]:
+        """The settings of an engine that have a value, or may get one."""
+        known = dict.fromkeys(self._defaults) if owner == "megatron" else {}
+        known |= dict.fromkeys(name for of, name in self._passed if of == owner)
+        spelled = (*self._given, *self._values)
+        known |= dict.fromkeys(n.removeprefix(f"{owner}.") for n in spelled if n.startswith(f"{owner}."))
+        return list(known)
+
+    def engine(self, owner: str, name: str) -> Any:
+        """An engine's setting; `UNSET` if it is not set."""
+        return self._once(f"{owner}.{name}", lambda: self._of_engine(owner, name))
+
+    def _own(self, name: str) -> Any:
+        field = self.components.field_of(name, self)
+        says = declared(field)
+        if name in self._given:
+            value, origin = self._given[name], self._given_where[name]
+        else:
+            value, origin = self._derived(name, says.compute, says.why, default_of(field), "default")
+        adjusted = None if says.adjust is None else says.adjust(value, self)
+        if adjusted is not None:
+            value, origin = adjusted.value, f"derived: {adjusted.why}"
+        self.origins[name] = origin
+        return value
+
+    def _of_engine(self, owner: str, name: str) -> Any:
+        spelled = f"{owner}.{name}"
+        if spelled in self._given:
+            value, origin = self._given[spelled], self._given_where[spelled]
+        else:
+            rule = self._passed.get((owner, name))
+            default, why = self._defaults.get(name, (UNSET, "")) if owner == "megatron" else (UNSET, "")
+            compute = None if rule is None else rule.compute
+            value, origin = self._derived(spelled, compute, "" if rule is None else rule.why, default, why)
+        if value is not UNSET:
+            self.origins[spelled] = origin
+        return value
+
+    def _derived(self, name: str, compute: Compute | None, why: Why, default: Any, origin: str) -> tuple[Any, str]:
+        value = None if compute is None else compute(self)
+        if value is None:
+            return default, origin
+        self._values[name] = value  # the reason may name it
+        return value, f"derived: {why if isinstance(why, str) else why(self)}"
+
+    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        if name in self._values:
+            return self._values[name]
+        if name in self._underway:
+            circle = " -> ".join((*self._underway[self._underway.index(name) :], name))
+            raise ConfigError(f"got settings that derive from each other: {circle}; give one of them")
+        self._underway.append(name)
+        try:
+            value = compute()
+        finally:
+            self._underway.pop()
+        self._values[name] = value
+        return value
+
+
+class _Owner(Mapping[str, Any]):
+    """An engine's settings, each found when it is read."""
+
+    def __init__(self, resolver: Resolver, owner: str) -> None:
+        self._resolver, self._owner = resolver, owner
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._resolver.engine(self._owner, name)
+        if value is UNSET:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._resolver.names(self._owner)
+        return (name for name in names if self._resolver.engine(self._owner, name) is not UNSET)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _canonical(components: Components, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Given values in the spelling that rules and rooms know."""
+    for name, value in given.items():
+        says = declared(components.own[name]) if name in components.own else Declared()
+        yield name, value if says.canonical is None else says.canonical(value)
+
+
+# Settings that are given and act on nothing: listed when the run starts, refused with --strict.
+#
+# Such a setting is resolved as if it had not been given, so that it is without effect wherever it is read.
+#
+# A setting acts if the conditions of its declaration hold and, if it belongs to entries of a registry, one of them is
+# chosen. What an engine's flag needs is in `megatron_effects`.
+
+
+def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
+    """Setting -> its given value (a secret masked) and what it needs, for slime's settings and those of entries."""
+    out = {}
+    for name in (*components.own, *components.of_entries()):
+        says, value = declared(components.field_of(name, settings)), settings.given(name)
+        if settings.was_given(name) and says.asks(value):
+            text = what_is_missing(name, settings, components)
+            if text is not None:
+                out[name] = f"{HIDDEN if says.secret else value}, which needs {text}"
+    return out
+
+
+def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
+    """The first condition of a setting that does not hold, in words; None if it acts."""
+    needs = declared(components.field_of(name, settings)).conditions
+    missing = _first_missing(needs, settings)
+    if missing is not None or name in components.own:
+        return missing
+    chosen = {choice.entry: choice.chooser for choice in components.chosen(settings)}
+    readers = [reader for reader in components.readers(name) if reader.entry in chosen]
+    if not readers:
+        return " or ".join(_choices_with(name, components))
+    texts = [_first_missing(declared(components.own[r.chooser.setting]).conditions, settings) for r in readers]
+    return None if None in texts else texts[0]
+
+
+def _first_missing(needs: tuple[Need, ...], settings: Any) -> str | None:
+    return next((need.text for need in needs if not need.acts(settings)), None)
+
+
+def _choices_with(name: str, components: Components) -> Iterator[str]:
+    """`setting a or b` for each setting that chooses entries which have the field; with the entry's own switch."""
+    by_chooser: dict[str, dict[str, None]] = {}
+    for reader in components.readers(name):
+        switch = getattr(reader.entry, "switch", "")
+        label = f"{reader.label} ({switch})" if switch else reader.label
+        by_chooser.setdefault(reader.chooser.what, {})[label] = None
+    for what, labels in by_chooser.items():
+        yield f"{what} {' or '.join(labels)}"
+
+
+def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[str, str]:
+    """The same for flags of Megatron; one that is given its default, Megatron's or slime's, asks for nothing."""
+    out = {}
+    for flag in flags:
+        need, value = NEEDS.get(flag.dest), args.megatron.get(flag.dest)
+        if need is None or not args.was_given(f"megatron.{flag.dest}") or need.acts(args):
+            continue
+        usual = FIXED[flag.dest][:1] if flag.dest in FIXED else (flag.default, *SLIME_DEFAULTS.get(flag.dest, ())[:1])
+        if value not in usual:
+            out[f"megatron.{flag.dest}"] = f"{HIDDEN if flag.secret else value}, which needs {need.text}"
+    return out
+
+
+# Cross-checks: what cannot work is refused before any process starts, all of it in one error.
+#
+# A rule returns None, or what was got, because of what it cannot work, and what to do.
+
+
+def check_required(settings: Any, components: Components) -> None:
+    """Raises `ConfigError` naming every required setting that is neither given nor derived."""
+    wanted = {name: declared(field).required for name, field in components.own.items() if declared(field).required}
+    missing = [text for name, text in wanted.items() if getattr(settings, name) in (None, "")]
+    if missing:
+        raise ConfigError("required settings are missing: " + "; ".join(missing))
+
+
+def validate(args: Args, components: Components, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
+    """Raises one `ConfigError` with `problems` and everything else that cannot work."""
+    rules: list[Rule] = [rule for group in GROUPS for rule in group.rules]
+    rules += [*cross_rules.RULES, *(sync_rules() if synchronous else async_rules())]
+    checks: list[Callable[[], Iterable[str | None]]] = [
+        lambda: problems,
+        lambda: derived_out_of_range(args, components),
+        *(lambda rule=rule: [rule(args)] for rule in rules),
+        lambda: of_chosen_entries(args, components),
+        lambda: without_effect(args),
+    ]
+    found: list[str] = []
+    for check in checks:
+        try:
+            messages = [message for message in check() if message is not None]
+        except ConfigError as error:  # of a value that several rules read: reported once
+            messages = [str(error)]
+        found += messages
+    refuse(found)
+
+
+def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
+    """What the entries that act say of themselves."""
+    for choice in components.chosen(args):
+        if what_is_missing(choice.chooser.setting, args, components) is None:
+            yield from choice.problems(args)
+
+
+def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
+    """Numbers that the user gave to entries, outside of the range that the chosen ones declare."""
+    for name in components.of_entries():
+        if settings.was_given(name) and (problem := _problem_of(name, settings, components)) is not None:
+            where = settings.origins[name]
+            where = "--" + name.replace("_", "-") if where == "command line" else f"{where}: {name}"
+            yield f"{where}: got {getattr(settings, name)}, {problem}; correct it or leave it out"
+
+
+def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]:
+    """Derived numbers that act and are outside of the range of their declaration, with what made them."""
+    for name in (*components.own, *components.of_entries()):
+        problem = None if settings.was_given(name) else _problem_of(name, settings, components)
+        if problem is not None and what_is_missing(name, settings, components) is None:
+            reason = settings.origins[name].removeprefix("derived: ")
+            do = f"give --{name.replace('_', '-')}, or change that"
+            yield f"got {name} {getattr(settings, name)}, derived from {reason}, {problem}; {do}"
+
+
+def _problem_of(name: str, settings: Any, components: Components) -> str | None:
+    limits = declared(components.field_of(name, settings)).range
+    return None if limits == ANY else limits.problem(getattr(settings, name))
+
+
+def without_effect(args: Args) -> Iterator[str]:
+    """With --strict, what would be ignored is refused."""
+    if args.strict and args.idle:
+        told = "; ".join(f"{name} {text}" for name, text in args.idle.items())
+        yield f"got {told}: with --strict nothing is ignored; drop it or change the other"
+
+
+# The model's architecture as settings of Megatron: the checkpoint says it, and no flag may say otherwise.
+#
+# A flag that says the same in other words is taken; one that says something else is refused, but for those that do
+# nothing in a model of its kind, which are listed as without effect.
+
+ARCHITECTURE_NEEDS: Mapping[str, Need] = {
+    "kv_channels": Need(
+        lambda m: not m.get("multi_latent_attention"),
+        "attention with one size of a head; latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
+    ),
+    "moe_router_pre_softmax": Need(
+        lambda m: m.get("moe_router_score_function", "softmax") == "softmax",
+        "a softmax router; the one of this checkpoint is a sigmoid",
+    ),
+}
+"""Settings of Megatron that the checkpoint says -> when they act, by its other ones."""
+
+CHOICES: Mapping[str, tuple[Any, ...]] = {"moe_router_dtype": ("fp32",)}
+"""Settings of Megatron for which a checkpoint has a default -> what a flag may say in its place: how exactly something
+is computed, not what."""
+
+_PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,
+    "linear_attention_freq": lambda frequency, layer: (layer + 1) % frequency != 0,
+}
+"""Settings with one entry per layer -> what a frequency means for a layer."""
+
+
+def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
+    """Settles what the checkpoint says. Returns (contradictions with flags, setting -> why it has no effect).
+
+    Raises `ConfigError` for a checkpoint that cannot be trained.
+    """
+    architecture = architecture_of(resolver.hf_checkpoint, resolver.model_family)
+    explicit, idle = {}, {}
+    for name, stored in architecture.items():
+        value = stored
+        if resolver.was_given(f"megatron.{name}"):
+            given = resolver.given(f"megatron.{name}")
+            need = ARCHITECTURE_NEEDS.get(name)
+            if _says(name, given, architecture) == _says(name, stored, architecture):
+                pass
+            elif given in CHOICES.get(name, ()):
+                value = given
+            elif need is not None and not need.acts(architecture):
+                idle[f"megatron.{name}"] = f"{given}, which needs {need.text}"
+            else:
+                explicit[name] = given
+        resolver.fix("megatron", name, value, "HF config" if value is stored else "command line")
+    return contradictions(architecture, explicit), idle
+
+
+def _says(name: str, value: Any, architecture: Mapping[str, Any]) -> Any:
+    """A value, or a layer pattern with one entry per layer: that of `[0]*3+[1]*75`, or of a frequency."""
+    of_frequency = _PATTERNS.get(name)
+    if of_frequency is None:
+        return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, int) and value > 0:
+        return [int(of_frequency(value, layer)) for layer in range(architecture["num_layers"])]
+    if not isinstance(value, str):
+        return value
+    try:
+        return _evaluated(ast.parse(value.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        return value
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Lists of numbers, added and repeated; nothing else is computed. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value <= _MOST:
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_evaluated(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            return left * right
+    raise ValueError("no pattern of layers")
+
+
+_MOST = 10_000
+"""No model has more layers; a longer list is not made."""
 
 
 def resolve(

@@ -20,13 +20,11 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
-from slime.settings.args import Args
+from slime.settings.args import Args, Passthrough
 from slime.settings.conditions import ADVANTAGES, CRITIC
 from slime.settings.custom_yaml import Given, setting_of
-from slime.settings.flags import FlagTable, shown
-from slime.settings.passthrough import Passthrough
-from slime.settings.problems import refuse
-from slime.settings.validation import without_effect
+from slime.settings.flags import FlagTable, refuse, shown
+from slime.settings.resolve import without_effect
 
 _FLAG = "--megatron-config-path"
 _ROLES = ("actor", "critic")

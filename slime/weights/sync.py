@@ -24,7 +24,7 @@ Invariants
    and a prefix is found under its count alone. So no two sets of weights share one: not those that are sent as the same
    `version`, by two runs or by a resumed one, and not those of a weight sync that failed and of the one that follows.
    Caches that are not divided, or that a flush does not empty, are refused
-   (`slime.settings.groups.prefix_cache_rules`).
+   (`slime.settings.groups.engines`).
 """
 
 from __future__ import annotations

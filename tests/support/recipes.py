@@ -16,7 +16,7 @@ from slime.core.topology import EngineLayout
 from slime.models import table_for
 from slime.models.common.table import EMBEDDING, Entry, FamilyTable
 from slime.settings import Args
-from slime.settings.engine_layout import layout_of
+from slime.settings.topology_yaml import layout_of
 from slime.training.state.memory_plan import RankBytes
 from slime.weights.holding import holdings
 from tests.support.launch_scripts import facts

@@ -14,7 +14,7 @@ import numpy as np
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.routed_experts import not_recorded
 from slime.settings import Args
-from slime.settings.passthrough import Passthrough
+from slime.settings.args import Passthrough
 from slime.settings.resolve import assemble
 from tests.support.openness import listening, sockets_of
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algorithms.sequences import Sequences
-    from slime.settings.groups.off_policy import Level
+    from slime.settings.groups.algorithm import Level
 
 
 def mismatch_log_ratio(

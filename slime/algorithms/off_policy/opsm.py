@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.algorithms.off_policy import CORRECTIONS, Correction, OffPolicyTokens
 from slime.settings.fields import opt
-from slime.settings.ranges import BOUND
+from slime.settings.flags import BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
 from slime.algorithms.off_policy.levels import mismatch_log_ratio
 from slime.settings.fields import opt
-from slime.settings.groups.off_policy import Level
-from slime.settings.ranges import BOUND
+from slime.settings.flags import BOUND
+from slime.settings.groups.algorithm import Level
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmas
 from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
 from slime.algorithms.policy.clip import ClipRange
 from slime.settings.fields import Need, derived, opt
-from slime.settings.ranges import BOUND
+from slime.settings.flags import BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor

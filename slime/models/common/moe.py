@@ -1,7 +1,7 @@
 """Mixture-of-experts layers: Megatron's layer with our router and stacked experts; `dispatch` carries tokens.
 
 The router takes no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
-tokens of its micro-batch (Law 3); `slime.settings.megatron_defaults.FIXED` refuses them. Which Megatron settings select
+tokens of its micro-batch (Law 3); `slime.settings.megatron.FIXED` refuses them. Which Megatron settings select
 what (a family sets them from its HF config, see `experts`):
 
 - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts of a layer, those of a token, their size;

@@ -37,7 +37,7 @@ from slime.rollout.traffic import Sums
 from slime.rollout.types import Progress
 from slime.rollout.watchdog import Watchdog
 from slime.settings import Args
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: when, on what, sampled how."""
+"""Evaluation on held-out data: when, on what, sampled how, and whether by answers or by loss."""
 
 from __future__ import annotations
 
@@ -6,15 +6,42 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.settings.eval_config import eval_datasets
-from slime.settings.fields import Need, derived, opt
-from slime.settings.group import Rule
-from slime.settings.held_out import samples_evaluations
-from slime.settings.ranges import COUNT, FRACTION, STEPS, TOKENS, TOKENS_OR_NONE, Range
+from slime.settings.conditions import fine_tunes
+from slime.settings.data_files import first_row_names
+from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
+from slime.settings.fields import Need, Rule, derived, opt
+from slime.settings.flags import COUNT, FRACTION, STEPS, TOKENS, TOKENS_OR_NONE, Range
+from slime.settings.groups.hooks import SFT_ROLLOUT
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
+# How an evaluation dataset is evaluated: by answers that engines sample and graders score, or by its loss.
+#
+# Fine-tuning learns from conversations as they are. A held-out dataset of such a run that nothing could score is
+# evaluated in the same way: the mean loss of its trained tokens, by the trainer.
+
+
+def measures_loss(s: Any, dataset: EvalDatasetConfig) -> bool:
+    """Whether a dataset's loss is measured, and nothing sampled for it."""
+    if not fine_tunes(s) or s.rollout_function_path != SFT_ROLLOUT or s.eval_function_path is not None:
+        return False
+    of_run = (s.rm_type, s.custom_rm_path, s.custom_generate_function_path)
+    of_data = (dataset.rm_type, dataset.custom_rm_path, dataset.custom_generate_function_path)
+    return not any((*of_run, *of_data)) and not first_row_names(dataset.path, "rm_type")
+
+
+def loss_datasets(s: Any) -> tuple[EvalDatasetConfig, ...]:
+    """The datasets whose loss is measured. Raises what `eval_datasets` raises."""
+    return tuple(one for one in eval_datasets(s) if measures_loss(s, one))
+
+
+def samples_evaluations(s: Any) -> bool:
+    """Whether an evaluation asks engines. Raises what `eval_datasets` raises."""
+    return s.eval_function_path is not None or not all(measures_loss(s, one) for one in eval_datasets(s))
+
+
+# Evaluation on held-out data: when, on what, sampled how.
 
 _EVALUATES = Need(
     lambda s: s.eval_interval is not None or s.num_rollout == 0,

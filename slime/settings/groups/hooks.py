@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.settings.conditions import ADVANTAGES, POLICY_TERM, fine_tunes
-from slime.settings.fields import Adjusted, Need, derived, opt
-from slime.settings.group import Rule
+from slime.settings.fields import Adjusted, Need, Rule, derived, opt
 from slime.settings.groups.weights import AGENTS as _AGENTS
 
 if TYPE_CHECKING:

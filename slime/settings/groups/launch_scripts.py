@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.hf_config import read_hf_config
-from slime.settings.families import has_output_norms
-from slime.settings.fields import Need, opt
-from slime.settings.group import Rule
+from slime.settings.fields import Need, Rule, opt
+from slime.settings.flags import COUNT, FRACTION, TOKENS
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC, SFT_ROLLOUT
-from slime.settings.ranges import COUNT, FRACTION, TOKENS
+from slime.settings.schema import has_output_norms
 
 if TYPE_CHECKING:
     from slime.settings.args import Args

@@ -11,10 +11,8 @@ from slime.core.hf_config import context_length_of, read_hf_config
 from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import count_rows
-from slime.settings.fields import Need, derived, opt
-from slime.settings.group import Passed, Rule
-from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
-from slime.settings.ranges import (
+from slime.settings.fields import Need, Passed, Rule, derived, opt
+from slime.settings.flags import (
     COUNT,
     COUNT_OR_NONE,
     FRACTION,
@@ -26,6 +24,7 @@ from slime.settings.ranges import (
     TOKENS,
     TOKENS_OR_NONE,
 )
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
 
 if TYPE_CHECKING:
     from slime.settings.args import Args

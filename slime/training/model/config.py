@@ -1,7 +1,7 @@
 """From resolved settings to Megatron's configuration objects: the model, data parallelism, the optimizer.
 
 `args.megatron` maps Megatron's field names to values, defaults and derivations resolved. What this trainer cannot do
-otherwise is listed in `slime.settings.megatron_defaults.FIXED`, where flags are checked against it, and read
+otherwise is listed in `slime.settings.megatron.FIXED`, where flags are checked against it, and read
 from there.
 """
 
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.core.hf_config import read_hf_config
 from slime.models.common.mtp import with_mtp
 from slime.settings.args import Args
-from slime.settings.megatron_defaults import FIXED
+from slime.settings.megatron import FIXED
 from slime.settings.schema import flags_of_owner
 from slime.training.parallel import ParallelSizes
 

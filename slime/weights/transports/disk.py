@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.files import open_to_readers
 from slime.settings.fields import Need, derived, opt
-from slime.settings.ranges import COUNT
+from slime.settings.flags import COUNT
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 from slime.weights.version_folder import add_assets, folder_of, write_index, written_as

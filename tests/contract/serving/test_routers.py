@@ -21,7 +21,7 @@ from slime.serving.proctree import read_stat
 from slime.serving.router import Router
 from slime.serving.routers import Routers
 from slime.serving.server import SGLangServer
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 from tests.support.forwarding import LockedProxy, between
 from tests.support.openness import WITHOUT_KEY
 from tests.support.rollout import rollout_args

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.topology import EngineLayout, EngineRank
-from slime.settings.engine_layout import server_settings
+from slime.settings.topology_yaml import server_settings
 from tests.support.ranks import Seat
 
 

@@ -26,7 +26,7 @@ from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sequences import Sequences
 from slime.algorithms.sft_loss import negative_log_likelihood
 from slime.algorithms.value_loss import value_loss
-from slime.settings.groups.off_policy import Level
+from slime.settings.groups.algorithm import Level
 from tests.support.algorithms import KL_TYPES, kl_estimate
 
 POISONS = [float("nan"), float("inf"), -float("inf"), 1e6, -1e6]

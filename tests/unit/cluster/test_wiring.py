@@ -32,7 +32,7 @@ from slime.fleet.engine import FROZEN, POLICY, State
 from slime.serving.agent_process import AgentSettings
 from slime.serving.server import ServerSpec
 from slime.settings import Args
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import topology_of
 from slime.weights.outgoing import Whole
 from tests.support.rollout import rollout_args, write_checkpoint_stub
 from tests.support.weights import FakeEngine, FakeWire, model

@@ -12,7 +12,7 @@ from slime.core.errors import ConfigError
 from slime.models import architecture
 from slime.models.common.hf_config import is_sparse
 from slime.settings import parse_args
-from slime.settings.families import contradictions
+from slime.settings.schema import contradictions
 from tests.support.command_line import complete, refused
 from tests.support.tiny import SHAPE
 

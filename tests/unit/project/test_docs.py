@@ -13,9 +13,9 @@ import pytest
 from slime.cli.main import COMMANDS, build_parser
 from slime.core.errors import SAVE_FLAG, START_FLAG
 from slime.settings import parse_args
+from slime.settings.flag_table import flag_table
 from slime.settings.public_flags import refused_table
 from slime.settings.schema import owned_spellings
-from slime.settings.table import flag_table
 from tests.support.command_line import QWEN3_VL, complete
 from tests.support.documents import LOOPS, ROOT, TEXTS, commands_of, loop_of, text_of
 

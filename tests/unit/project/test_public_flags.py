@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from slime.settings.fields import declared, own_fields
-from slime.settings.foreign_names import FOREIGN_NAMES
+from slime.settings.flag_table import flag_table
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
-from slime.settings.public_flags import DIFFERENT, REFUSED, tables
+from slime.settings.public_flags import DIFFERENT, FOREIGN_NAMES, REFUSED, tables
 from slime.settings.schema import owned_spellings
-from slime.settings.table import flag_table
 from tests.support.documents import ROOT
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")

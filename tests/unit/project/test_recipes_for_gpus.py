@@ -14,8 +14,8 @@ from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_plac
 from slime.core.errors import ConfigError
 from slime.models import table_for
 from slime.settings import Args, parse_args
-from slime.settings.answers import explain
-from slime.settings.topology import topology_of
+from slime.settings.parse import explain_args as explain
+from slime.settings.topology_yaml import topology_of
 from slime.training.state.memory_plan import EngineBytes, predicted_peaks
 from tests.support.published import SYNCED
 from tests.support.recipes import (

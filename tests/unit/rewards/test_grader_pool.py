@@ -34,7 +34,7 @@ from slime.rewards.pool import GraderPool
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rollout.clients import grader_pool
 from slime.settings import parse_args
-from slime.settings.table import flag_table
+from slime.settings.flag_table import flag_table
 from tests.support.command_line import complete
 from tests.unit.rewards.hostile import NUM_TOGETHER
 

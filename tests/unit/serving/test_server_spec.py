@@ -25,7 +25,7 @@ from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter
 from slime.serving.secret import Secret
 from slime.serving.server import ServerSpec, SGLangServer, command_line_flags
-from slime.settings.engine_layout import STAGES_ENV, server_settings
+from slime.settings.topology_yaml import STAGES_ENV, server_settings
 
 TP2 = EngineLayout(tp_size=2)
 

@@ -13,10 +13,10 @@ import pytest
 
 from slime.settings.args import Args
 from slime.settings.fields import own_fields
+from slime.settings.flag_table import engine_flags, flag_table, own_flags
 from slime.settings.flags import KINDS
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.schema import OWNED, flags_of_owner
-from slime.settings.table import engine_flags, flag_table, own_flags
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,7 +76,7 @@ def test_every_setting_is_read_somewhere() -> None:
     within_config |= {"check_weight_update_equal"}  # always so; switched off it is refused
     within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
-    makers = ("eval_config.py", "topology.py")  # of datasets that the rollout samples, and of engines that start
+    makers = ("eval_config.py", "topology_yaml.py")  # of datasets that the rollout samples, and of engines that start
     paths += [ROOT / "slime" / "settings" / maker for maker in makers]
     text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])
     words = set(re.findall(r"\w+", text))

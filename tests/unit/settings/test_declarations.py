@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from slime.settings import architecture
-from slime.settings.fields import Declared, declared
-from slime.settings.group import Passed
+from slime.settings import resolve
+from slime.settings.fields import Declared, Passed, declared
+from slime.settings.flag_table import components, flag_table
 from slime.settings.groups import GROUPS
-from slime.settings.megatron_effects import NEEDS
-from slime.settings.resolve import resolver_of
-from slime.settings.resolver import Resolver
-from slime.settings.table import components, flag_table
+from slime.settings.megatron import NEEDS
+from slime.settings.resolve import Resolver, resolver_of
 
 RUNS = (
     "",
@@ -78,7 +76,7 @@ def resolver(base: list[str], words: str) -> Resolver:
     parsed = flag_table().parse([*argv, *words.replace("DATA", base[3]).split()])
     given = {dest if owner == "slime" else f"{owner}.{dest}": value for (owner, dest), value in parsed.items()}
     settings = resolver_of(components(), given, dict.fromkeys(given, "command line"))
-    architecture.take_architecture(settings)
+    resolve.take_architecture(settings)
     return settings
 
 
@@ -109,7 +107,7 @@ def test_conditions_and_derivations_can_be_computed(base: list[str], words: str)
         evaluated(f"compute of {name}", rule.compute, settings)
     for name, need in NEEDS.items():
         evaluated(f"needs of {name}", need.acts, settings)
-    for name, need in architecture.NEEDS.items():
+    for name, need in resolve.ARCHITECTURE_NEEDS.items():
         evaluated(f"needs of {name}", need.acts, dict(settings.megatron))
 
 

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from slime.settings import parse_args
-from slime.settings.answers import explain
 from slime.settings.fields import declared
-from slime.settings.groups.algorithm import AlgorithmSettings
-from slime.settings.groups.critic import CriticSettings
-from slime.settings.groups.off_policy import OffPolicySettings
-from slime.settings.groups.teacher import TeacherSettings
-from slime.settings.table import components
+from slime.settings.flag_table import components
+from slime.settings.groups.algorithm import AlgorithmSettings, CriticSettings, OffPolicySettings, TeacherSettings
+from slime.settings.parse import explain_args as explain
 from tests.support.command_line import listed, refused
 
 ALWAYS_ACT = {

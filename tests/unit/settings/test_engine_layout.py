@@ -8,7 +8,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.core.topology import ONE_RANK, EngineLayout
-from slime.settings.engine_layout import STAGES_ENV, contradictions, layout_of, server_settings
+from slime.settings.topology_yaml import STAGES_ENV, contradictions, layout_of, server_settings
 
 LAYOUTS: list[tuple[int, dict[str, Any], EngineLayout]] = [
     (1, {}, ONE_RANK),

@@ -15,8 +15,7 @@ import yaml
 
 from slime.core.topology import EngineLayout
 from slime.settings import Args, parse_args
-from slime.settings.engine_layout import STAGES_ENV, layout_of_group
-from slime.settings.topology import topology_of
+from slime.settings.topology_yaml import STAGES_ENV, layout_of_group, topology_of
 from tests.support.command_line import QWEN3, refused
 
 Fleet = Callable[..., list[str]]

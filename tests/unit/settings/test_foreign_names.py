@@ -8,9 +8,9 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
-from slime.settings.foreign_names import FOREIGN_NAMES
+from slime.settings.flag_table import flag_table
+from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
-from slime.settings.table import flag_table
 
 
 def test_every_answer_names_flags_that_exist() -> None:

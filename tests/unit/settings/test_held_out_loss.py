@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from slime.settings import parse_args
-from slime.settings.held_out import loss_datasets, samples_evaluations
+from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from tests.support.command_line import complete, listed, refused
 
 

@@ -13,10 +13,10 @@ import pytest
 from slime.cluster.placement import EngineDemand, Host, plan_placement
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
-from slime.settings.answers import explain
 from slime.settings.fields import declared, own_fields
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
-from slime.settings.topology import topology_of
+from slime.settings.parse import explain_args as explain
+from slime.settings.topology_yaml import topology_of
 from tests.support.command_line import QWEN3, last_of_each, listed, refused
 from tests.support.launch_scripts import launch_scripts
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from slime.settings import parse_args
-from slime.settings.families import architecture_of
-from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
-from slime.settings.megatron_effects import NEEDS
-from slime.settings.schema import OWNED, flags_of_owner
-from slime.settings.table import components
+from slime.settings.flag_table import components
+from slime.settings.megatron import FIXED, NEEDS, UNSUPPORTED
+from slime.settings.schema import OWNED, architecture_of, flags_of_owner
 from tests.support.command_line import QWEN3, listed, refused
 
 ACTING = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.settings import parse_args
-from slime.settings.groups.prefix_cache_rules import CPP_TREE_ENV
+from slime.settings.groups.engines import CPP_TREE_ENV
 from tests.support.command_line import refused
 
 STORES = (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.settings.foreign_names import FOREIGN_NAMES
+from slime.settings.flag_table import flag_table
+from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
-from slime.settings.table import flag_table
 from tests.support.command_line import refused
 
 FLAGS = [

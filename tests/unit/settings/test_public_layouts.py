@@ -16,8 +16,8 @@ import pytest
 from slime.cluster.placement import EngineDemand, Host, plan_placement
 from slime.models import FAMILIES
 from slime.settings import parse_args
-from slime.settings.groups.engine_rules import RULES
-from slime.settings.passthrough import Passthrough
+from slime.settings.args import Passthrough
+from slime.settings.groups.engines import ENGINE_RULES as RULES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.observability.run_folder import RunFolder
 from slime.settings import parse_args
-from slime.settings.answers import explain, help_text
 from slime.settings.args import Args
-from slime.settings.table import flag_table
+from slime.settings.flag_table import flag_table
+from slime.settings.parse import explain_args as explain
+from slime.settings.parse import help_text
 from tests.support.command_line import refused
 
 SECRET = "hunter2-hunter2"

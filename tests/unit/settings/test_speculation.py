@@ -9,7 +9,7 @@ import pytest
 
 from slime.core.topology import EngineLayout
 from slime.settings import parse_args
-from slime.settings.engine_layout import layout_of
+from slime.settings.topology_yaml import layout_of
 from tests.support.command_line import refused
 
 DRAFT = "--sglang-speculative-algorithm NEXTN"

@@ -11,7 +11,7 @@ import yaml
 from slime.core.errors import ConfigError
 from slime.core.topology import Topology, Worker
 from slime.settings import parse_args
-from slime.settings.topology import read_topology, topology_of
+from slime.settings.topology_yaml import read_topology, topology_of
 
 
 def read(tmp_path: Path, models: Any, *, trains: bool = True) -> Topology:

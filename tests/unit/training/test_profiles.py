@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.settings import Args, parse_args
-from slime.settings.groups.profiling import traces_engines
+from slime.settings.groups.logging import traces_engines
 from slime.training.step.profiles import Profiles
 from tests.support.command_line import complete, listed, refused
 

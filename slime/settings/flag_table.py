@@ -1,14 +1,4 @@
-"""Slime's own settings: the fields of the groups, and those of the entries that registries hold.
-
-A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
-or by the import path of a user's class. The fields of an entry are settings like any other. A field that several
-entries inherit from one base is one setting; an entry that declares it again changes its default or derivation where
-it is chosen.
-
-Invariants
-1. A name is one setting: a group's, else that of one base of entries. Two bases that declare it are an error.
-2. An entry's field that has the name of a group's setting takes that setting's value.
-"""
+"""The whole command line as one `FlagTable`: slime's groups, the entries of registries, Megatron, SGLang, router."""
 
 from __future__ import annotations
 
@@ -17,13 +7,28 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry, load_object
 from slime.settings.fields import ChosenBy, declared, field_docs, flags_of, own_fields
-from slime.settings.flags import Flag
-from slime.settings.ranges import ANY
+from slime.settings.flags import ANY, Flag, FlagTable
+from slime.settings.groups import GROUPS
+from slime.settings.schema import OWNED, flags_of_owner
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+# Slime's own settings: the fields of the groups, and those of the entries that registries hold.
+#
+# A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered
+# name or by the import path of a user's class. The fields of an entry are settings like any other. A field that several
+# entries inherit from one base is one setting; an entry that declares it again changes its default or derivation where
+# it is chosen.
+#
+# Invariants
+# 1. A name is one setting: a group's, else that of one base of entries. Two bases that declare it are an error.
+# 2. An entry's field that has the name of a group's setting takes that setting's value.
 
 Fields = dict[str, dataclasses.Field[Any]]
 
@@ -97,8 +102,9 @@ class Components:
         self._readers: dict[str, list[Reader]] = {}
         self._roots: dict[str, type] = {}
         for chooser in self.choosers:
+            built_in = f"{chooser.registry.package}."
             for entry in dict.fromkeys(entry for _, entry in chooser.registry):
-                if entry.__module__.startswith(f"{chooser.registry.package}."):  # a user's counts once it is named
+                if f"{entry.__module__}.".startswith(built_in):  # a user's counts once it is named
                     self._add(chooser, entry, str(entry.name))
         for setting, path in user_entries:
             chooser = next(c for c in self.choosers if c.setting == setting)
@@ -211,3 +217,60 @@ def _registry(path: str) -> Registry[Any]:
     found = load_object(path)
     assert isinstance(found, Registry), f"{path} is not a registry"
     return found
+
+
+UserEntries = tuple[tuple[str, str], ...]
+"""(setting, import path) of entries that users name."""
+
+
+@cache
+def components(user_entries: UserEntries = ()) -> Components:
+    """Slime's own settings, with those of users' entries. Raises `ConfigError` for a path at which none is."""
+    return Components([group.settings for group in GROUPS], user_entries)
+
+
+def components_of(args: Args) -> Components:
+    """Slime's own settings, with those of the users' entries that resolved settings name."""
+    named = entries_named_in({c.setting: getattr(args, c.setting) for c in components().choosers}, components())
+    return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
+
+
+@cache
+def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tuple[Flag, ...]:
+    """Slime's flags in --help order; the texts are read from the source only if wanted."""
+    known = known or components()
+    out: list[Flag] = []
+    for group in GROUPS:
+        docs = field_docs(group.settings) if with_docs else None
+        out += flags_of(group.settings, heading=group.heading, docs=docs)
+    return (*out, *known.flags(with_docs=with_docs))
+
+
+@cache
+def engine_flags(owner: str) -> tuple[Flag, ...]:
+    """The flags of megatron, sglang or router that a user may give."""
+    own = components().own if owner == "megatron" else {}
+    spelled = {name for flag in own_flags() for name in flag.names}
+    theirs = (f for f in flags_of_owner(owner) if f.dest not in OWNED[owner] and f.dest not in own)
+    return tuple(f for f in theirs if spelled.isdisjoint(f.names))
+
+
+@cache
+def flag_table(known: Components | None = None) -> FlagTable:
+    """All flags. Slime's own spelling wins where another owner has the same."""
+    engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
+    return FlagTable([*own_flags(known), *engines])
+
+
+@cache
+def secret_settings(known: Components | None = None) -> frozenset[tuple[str, str]]:
+    """(owner, dest) of everything that is masked in records."""
+    return frozenset((f.owner, f.dest) for f in flag_table(known).flags if f.secret)
+
+
+def registered_names(flag: Flag) -> tuple[str, ...]:
+    """The registered entries that one of slime's flags may name; none if it names no entry."""
+    known = components()
+    if flag.owner != "slime" or flag.dest not in known.own or not declared(known.own[flag.dest]).chosen_from:
+        return ()
+    return next(chooser.registry.names() for chooser in known.choosers if chooser.setting == flag.dest)

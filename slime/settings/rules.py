@@ -1,4 +1,5 @@
-"""Rules across groups: what settings of several groups cannot do together. Those of one group stand beside it.
+"""Rules across groups of settings: what they cannot do together, what the two loops cannot do, lengths that no model
+has, and free keys that nobody reads. Rules of one group stand beside it.
 
 Files are looked at, none but config.json and the first row of the data is opened: these checks cost microseconds.
 """
@@ -10,7 +11,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.settings import free_keys, length_rules, model_folders
+from slime.core.hf_config import context_length_of, read_hf_config
+from slime.core.registry import load_object
+from slime.settings import conditions
 from slime.settings.conditions import (
     estimator_of,
     fine_tunes,
@@ -18,15 +21,231 @@ from slime.settings.conditions import (
     minimises_custom_loss,
     minimises_policy_loss,
 )
+from slime.settings.custom_yaml import FREE, NEAR
 from slime.settings.data_files import check_data, files_of, first_row_names, scheme_of
 from slime.settings.eval_config import eval_datasets
-from slime.settings.group import Rule
+from slime.settings.fields import Rule
+from slime.settings.flags import EXECUTIONS
 from slime.settings.groups.data import reads_prompt_data
-from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
-from slime.settings.ranges import EXECUTIONS
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC, SFT_ROLLOUT
+from slime.settings.groups.rollout import SCHEDULES
+from slime.settings.hooks import CONTRACTS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
+
+# The rules of the two loops, train.py and train_async.py, and of what generates while they train.
+
+
+def sync_rules() -> tuple[Rule, ...]:
+    """What train.py refuses on top."""
+    return (*_BOTH, _sync_trainer_syncs_every_step, _sync_trains_what_sampled, _sync_waits_for_its_batch)
+
+
+def _sync_trainer_syncs_every_step(args: Args) -> str | None:
+    if args.update_weights_interval == 1:
+        return None
+    return (
+        f"got update_weights_interval {args.update_weights_interval} with train.py, which syncs weights after every "
+        "step; drop it or use train_async.py"
+    )
+
+
+def _sync_trains_what_sampled(args: Args) -> str | None:
+    if not args.keep_old_actor:
+        return None
+    return (
+        "got --keep-old-actor with train.py, which trains every batch on the weights that sampled it; "
+        "drop it or use train_async.py"
+    )
+
+
+def async_rules() -> tuple[Rule, ...]:
+    """What train_async.py refuses on top."""
+    return (*_BOTH, _async_is_not_colocated, _one_step_off_has_no_bound)
+
+
+def _async_is_not_colocated(args: Args) -> str | None:
+    if not args.colocate:
+        return None
+    return (
+        "got --colocate with train_async.py, which generates while it trains; both need the GPU: "
+        "drop --colocate or use train.py"
+    )
+
+
+def _sync_waits_for_its_batch(args: Args) -> str | None:
+    if not args.fully_async:
+        return None
+    return "got --fully-async with train.py, which generates and trains in turn; use train_async.py"
+
+
+def _one_step_off_has_no_bound(args: Args) -> str | None:
+    if args.fully_async or args.max_weight_staleness is None:
+        return None
+    return (
+        "got --max-weight-staleness with train_async.py, which takes a batch before the weights that it will train "
+        "exist; add --fully-async or use train.py"
+    )
+
+
+def _worker_is_not_refused(args: Args) -> str | None:
+    if args.rollout_function_path != FULLY_ASYNC:
+        return None
+    return "got --no-fully-async with --rollout-function-path of its worker; drop one of the two"
+
+
+def _one_schedule(args: Args) -> str | None:
+    name = args.rollout_schedule
+    if load_object(SCHEDULES).get(name).continuous != args.fully_async:
+        switch = "--fully-async" if args.fully_async else "--no-fully-async"
+        return f"got --rollout-schedule {name} and {switch} (or the function that means it); drop one of the two"
+    if name != "function" and args.rollout_function_path != DEFAULT_ROLLOUT:
+        return (
+            f"got --rollout-schedule {name} with --rollout-function-path {args.rollout_function_path}, which only the "
+            "schedule function calls; drop one of the two"
+        )
+    return None
+
+
+def _worker_has_its_own_ways(args: Args) -> str | None:
+    if not args.fully_async:
+        return None
+    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if args.was_given(n)]
+    if not wrong and not fine_tunes(args):
+        return None
+    return (
+        f"got --fully-async with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker is the rollout function "
+        "and keeps max_groups_in_flight groups; drop one of the two"
+    )
+
+
+def _batches_of_a_worker_mix_versions(args: Args) -> str | None:
+    if not (args.fully_async and args.keep_old_actor):
+        return None
+    return (
+        "got --keep-old-actor with --fully-async, whose batches were sampled by several weights, of which one copy "
+        "is kept; use --use-tis or --use-rollout-logprobs"
+    )
+
+
+def _prompts_are_read_at_once(args: Args) -> str | None:
+    if args.pause_generation_mode != "in_place" or args.sglang["chunked_prefill_size"] == -1:
+        return None
+    return (
+        "got --sglang-chunked-prefill-size with --pause-generation-mode in_place: a prompt read by several weights "
+        "would not show in the versions of its sample; drop it or use retract"
+    )
+
+
+def _bounds_are_possible(args: Args) -> str | None:
+    bound, most = args.max_weight_staleness, args.max_groups_in_flight
+    if bound is not None and bound < 0:
+        return f"got max_weight_staleness {bound}; 0 trains only what the newest weights sampled, leave it out for none"
+    if most is not None and most < args.rollout_batch_size:
+        return (
+            f"got max_groups_in_flight {most} below rollout_batch_size {args.rollout_batch_size}: a batch would "
+            "never be full; raise it"
+        )
+    if args.fully_async and bound is not None and bound < (interval := args.update_weights_interval) - 1:
+        return (
+            f"got max_weight_staleness {bound} with update_weights_interval {interval}: before a weight sync "
+            f"engines are {interval - 1} versions behind and a step would wait for ever; raise it"
+        )
+    return None
+
+
+_BOTH: tuple[Rule, ...] = (
+    _worker_is_not_refused,
+    _one_schedule,
+    _worker_has_its_own_ways,
+    _bounds_are_possible,
+    _prompts_are_read_at_once,
+    _batches_of_a_worker_mix_versions,
+)
+
+# Free keys of `--custom-config-path`: the user's own settings, which need a function of the user's to read them.
+
+
+def free_keys_have_a_reader(args: Args) -> str | None:
+    """What nothing could read is a misspelt setting."""
+    found = {name.removeprefix(FREE): text for name, text in args.idle.items() if name.startswith(FREE)}
+    if not found or _has_functions(args):
+        return None
+    name, text = next(iter(found.items()))
+    got, _, near = text.partition(NEAR)
+    hint = f"did you mean {near}? " if near else ""
+    return (
+        f"got {name}: {got} in {args.custom_config_path}, and the run has none; {hint}correct it, or put your own "
+        "settings below `custom`"
+    )
+
+
+def _has_functions(args: Args) -> bool:
+    """Whether the run calls code of the user's."""
+    paths = [getattr(args, contract.flag) for contract in CONTRACTS.values()]
+    flat = [path for one in paths for path in (one if isinstance(one, tuple) else (one,))]
+    return any(path is not None and not str(path).startswith("slime.") for path in flat)
+
+
+# Lengths that the model cannot have: what an engine would refuse with every request is refused before it starts.
+
+
+def engine_context(args: Args) -> int | None:
+    """Most tokens of prompt and response together that an engine serves; None where it is not known, or not refused."""
+    if args.sglang.get("allow_auto_truncate"):
+        return None
+    given: int | None = args.sglang.get("context_length")
+    return context_length_of(read_hf_config(args.hf_checkpoint)) if given is None else int(given)
+
+
+def own_lengths(args: Args) -> bool:
+    """Whether slime's own generate function asks the engines, with the lengths of the settings."""
+    return args.rollout_function_path == DEFAULT_ROLLOUT and not args.custom_generate_function_path
+
+
+def responses_fit_the_model(args: Args) -> str | None:
+    """A prompt and the longest response fit into the model's context."""
+    if args.debug_train_only or fine_tunes(args) or not own_lengths(args):
+        return None
+    context = engine_context(args)
+    if context is None:
+        return None
+    problem = None
+    if args.num_rollout:
+        problem = _of("rollout", args.rollout_max_context_len, args.rollout_max_response_len, "", context)
+    if problem is not None or (args.eval_interval is None and args.num_rollout):
+        return problem
+    found = [
+        _of("eval", one.max_context_len, one.max_response_len, f" for evaluation on {one.name}", context)
+        for one in eval_datasets(args)
+        if not one.custom_generate_function_path
+    ]
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _of(kind: str, conversation: int | None, answer: int, of_what: str, context: int) -> str | None:
+    """Of rollouts, or of one dataset of the evaluation."""
+    if conversation is not None:  # an answer ends there
+        name = f"{kind}_max_context_len"
+        return _beyond(f"{name} {conversation}{of_what}", name, context) if conversation > context else None
+    name = f"{kind}_max_response_len"
+    return _beyond(f"{name} {answer}{of_what}", name, context) if answer >= context else None
+
+
+def _beyond(got: str, name: str, context: int) -> str:
+    flag = "--" + name.replace("_", "-")
+    return (
+        f"got {got}, but prompt and response together are at most {context} tokens in this model "
+        f"(config.json, or --sglang-context-length), and engines refuse requests for more; lower {flag}"
+    )
+
+
+LENGTH_RULES: tuple[Rule, ...] = (responses_fit_the_model,)
+
+# Rules across groups: what settings of several groups cannot do together. Those of one group stand beside it.
+#
+# Files are looked at, none but config.json and the first row of the data is opened: these checks cost microseconds.
 
 
 def batch_divides(args: Args) -> str | None:
@@ -247,9 +466,9 @@ RULES: tuple[Rule, ...] = (
     rewards_are_defined,
     prompts_exist,
     files_exist,
-    *model_folders.RULES,
+    *conditions.RULES,
     one_first_step,
     export_replaces_nothing_else,
-    *length_rules.RULES,
-    free_keys.free_keys_have_a_reader,
+    *LENGTH_RULES,
+    free_keys_have_a_reader,
 )

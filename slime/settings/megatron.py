@@ -1,9 +1,5 @@
-"""Flags of Megatron that this trainer accepts and that act on nothing in it, or only under a condition: which, and why.
-
-The trainer builds Megatron's configuration objects from all settings, but not all of Megatron's modules: norm, core
-attention, latent attention, the choice of experts, the vocabulary's log-probs and the outer loop are slime's own, and
-nothing comes from Transformer Engine. What only the modules left out would read is listed here. What would make
-another model or another optimizer of the run is refused instead, see `megatron_defaults.FIXED`.
+"""Megatron's settings in this trainer: which flags are accepted and act on nothing, or only under a condition, and
+where slime's defaults differ or are fixed, each with its reason.
 """
 
 from __future__ import annotations
@@ -12,6 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.settings.fields import Need
+
+# Flags of Megatron that this trainer accepts and that act on nothing in it, or only under a condition: which, and why.
+#
+# The trainer builds Megatron's configuration objects from all settings, but not all of Megatron's modules: norm, core
+# attention, latent attention, the choice of experts, the vocabulary's log-probs and the outer loop are slime's own, and
+# nothing comes from Transformer Engine. What only the modules left out would read is listed here. What would make
+# another model or another optimizer of the run is refused instead, see `megatron_defaults.FIXED`.
 
 _ABSENT: Mapping[str, tuple[str, ...]] = {
     "Transformer Engine, which the trainer runs without": (
@@ -334,3 +337,107 @@ NEEDS: Mapping[str, Need] = {
     **{name: Need(lambda s: False, text) for text, names in _ABSENT.items() for name in names},
 }
 """Flag of Megatron, by field name -> the condition under which it acts; given without it, it is listed."""
+
+# Where slime's default differs from Megatron's, and what the trainer fixes: value and reason, shown by --explain.
+
+FIXED: dict[str, tuple[Any, str]] = {
+    "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
+    "optimizer": ("adam", "the distributed optimizer supports adam"),
+    "grad_reduce_in_fp32": (True, "sums of many micro-batches lose bits in bf16"),
+    "average_in_collective": (False, "losses already carry the denominators of the whole step"),
+    "hidden_dropout": (0.0, "dropout makes trainer and engine disagree"),
+    "attention_dropout": (0.0, "dropout makes trainer and engine disagree"),
+    "transformer_impl": ("local", "runs without Transformer Engine, on CPU and GPU alike"),
+    "normalization": ("RMSNorm", "all supported families use it"),
+    "masked_softmax_fusion": (False, "attention is slime's own packed one"),
+    "apply_rope_fusion": (False, "needs Transformer Engine"),
+    "persist_layer_norm": (False, "the norm is slime's own"),
+    "bias_activation_fusion": (False, "needs a GPU kernel that the local layers lack"),
+    "bias_dropout_fusion": (False, "there is no dropout"),
+    "perform_initialization": (False, "weights come from the checkpoint"),
+    "use_cpu_initialization": (False, "weights come from the checkpoint"),
+    "overlap_param_gather": (False, "the weight sync reads weights between steps"),
+    "overlap_param_gather_with_optimizer_step": (False, "the weight sync reads weights between steps"),
+    "align_param_gather": (False, "there are no overlapped gathers"),
+    "expert_tensor_parallel_size": (1, "each expert is whole on the ranks that have it"),
+    "variable_seq_lengths": (False, "set by the trainer for pipeline stages"),
+    "num_distributed_optimizer_instances": (1, "checkpoints hold one shard per data-parallel rank"),
+    "check_for_nan_in_grad": (False, "the trainer checks every gradient itself, on all ranks at once"),
+    "check_for_large_grads": (False, "the trainer checks every gradient itself, on all ranks at once"),
+    "reduce_scatter_with_fp32_accumulation": (False, "gradients are float32 already"),
+    "delay_wgrad_compute": (False, "needs Transformer Engine"),
+    "fp8_param_gather": (False, "weights are not fp8"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
+    "keep_fp8_transpose_cache": (False, "weights are not fp8"),
+    "moe_router_fusion": (False, "needs GPU kernels that the local layers lack"),
+    "moe_shared_expert_overlap": (False, "needs Transformer Engine"),
+    "moe_enable_deepep": (False, "needs DeepEP"),
+    **dict.fromkeys(
+        ("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
+        (None, "it makes a token's gradient depend on the other tokens of its micro-batch"),
+    ),
+    "moe_aux_loss_coeff": (0.0, "it makes a token's gradient depend on the other tokens of its micro-batch"),
+    "moe_router_load_balancing_type": ("none", "there is no loss that balances"),
+    "moe_router_bias_update_rate": (0.0, "the bias is the checkpoint's, and the engines'"),
+    "moe_router_force_load_balancing": (False, "it routes at random"),
+    "moe_enable_routing_replay": (
+        False,
+        "slime's router replays by --use-routing-replay and --use-rollout-routing-replay",
+    ),
+    "moe_router_topk_limited_devices": (None, "groups of experts are the checkpoint's"),
+    "moe_apply_probs_on_input": (False, "no supported family does"),
+    "moe_latent_size": (None, "no supported family has it"),
+    "moe_pad_expert_input_to_capacity": (False, "experts have no capacity; no token is dropped"),
+    "overlap_moe_expert_parallel_comm": (False, "the trainer runs Megatron's plain and interleaved schedules"),
+    "hybrid_context_parallel": (False, "the trainer splits every row over all context-parallel ranks"),
+    "defer_embedding_wgrad_compute": (False, "log-probs are slime's own, and need the gradient at once"),
+    "softmax_type": ("vanilla", "no supported family has attention sinks"),
+    "softmax_scale": (None, "attention is scaled as in the checkpoint, and the engines"),
+    "window_size": (None, "no supported family slides a window"),
+    "window_attn_skip_freq": (None, "no supported family slides a window"),
+    "no_rope_freq": (None, "every layer of a supported family has its own rotary embedding, or none"),
+    "mrope_section": (None, "text has one position per token"),
+    "qk_l2_norm": (False, "norms of queries and keys are the checkpoint's"),
+    "qk_clip": (False, "nothing clips queries and keys after a step"),
+    "apply_query_key_layer_scaling": (False, "attention is scaled as in the checkpoint, and the engines"),
+    "apply_residual_connection_post_layernorm": (False, "all supported families are pre-norm"),
+    "activation_func_clamp_value": (None, "the activation is the checkpoint's"),
+    "glu_linear_offset": (0.0, "the activation is the checkpoint's"),
+    "use_fused_weighted_squared_relu": (False, "the activation is the checkpoint's"),
+    "heterogeneous_block_specs": (False, "layers are those of the checkpoint's family"),
+    "fused_single_qkv_rope": (False, "needs Transformer Engine"),
+    "use_te_activation_func": (False, "needs Transformer Engine"),
+    "use_kitchen": (False, "needs a package that the trainer runs without"),
+    "use_kitchen_attention": (False, "needs a package that the trainer runs without"),
+    "nccl_ub": (False, "registered buffers cannot be offloaded"),
+    "disable_symmetric_registration": (False, "goes with nccl_ub"),
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration"),
+        (False, "the trainer shards by the distributed optimizer, not by FSDP"),
+    ),
+    "data_parallel_sharding_strategy": ("no_shard", "a setting of FSDP"),
+    "outer_dp_sharding_strategy": ("no_shard", "a setting of FSDP"),
+    "gradient_reduce_div_fusion": (True, "a setting of FSDP"),
+    "preserve_fp32_weights": (True, "a setting of FSDP"),
+    "suggested_communication_unit_size": (None, "a setting of FSDP"),
+}
+"""What the trainer of this release cannot do otherwise. A flag that says so is refused; the trainer reads it here."""
+
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "main_grads_dtype": ("float32", "sums of many micro-batches lose bits in bf16"),
+    **dict.fromkeys(("fp8", "fp4"), (None, "this release does not train it")),
+    "cpu_offloading": (False, "needs Transformer Engine"),
+}
+"""As `FIXED`, of settings that the trainer leaves to Megatron's default."""
+
+SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
+    "lr": (1e-6, "a usual learning rate of RL on a pretrained model"),
+    "min_lr": (0.0, "Megatron's launch default"),
+    "lr_decay_style": ("constant", "RL has no natural end to decay to"),
+    "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
+    "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
+    "optimizer_offload_fraction": (1.0, "Megatron's launch default"),
+    "mtp_loss_scaling_factor": (0.2, "what scripts of RL expect that leave it out"),
+    "gradient_accumulation_fusion": (True, "a GPU adds weight gradients in float32 inside the product; no Apex"),
+    **FIXED,
+}
