@@ -29,9 +29,9 @@ from slime.core.blame import one_line
 from slime.core.errors import ActorDied, ActorFailed, LoopStalled, Terminated
 from slime.core.lease import FILE_NAME, Lease
 from slime.observability.logs import FILE_ONLY, setup_logging
+from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import start_recording
-from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker, Views
 from slime.rollout.watchdog import LAST_WORDS, last_words
 from slime.settings import Args

@@ -27,8 +27,8 @@ from slime.cluster.saving import Saver
 from slime.cluster.waiting import first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
 from slime.core.errors import SAVE_FLAG, ActorDied
+from slime.observability.progress import StartUp
 from slime.observability.spans import collect, note_span, span
-from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.rollout.types import StepNews
 from slime.settings import Args

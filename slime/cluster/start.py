@@ -33,8 +33,8 @@ from slime.core.silence import WORKING
 from slime.core.text import EngineKeys
 from slime.fleet.engine import POLICY, Engine
 from slime.fleet.external import ExternalEngines
+from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
-from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.cluster.waiting import all_there
-from slime.observability.startup import StartUp
+from slime.observability.progress import StartUp
 from slime.serving.start_phases import IMPORTING, engine_phase
 
 READ_BYTES = 2**20

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from slime.core.errors import ConfigError, DataError, DeadlineExceeded
 from slime.core.text import ends_whole
-from slime.observability import sample_views
+from slime.observability import samples as sample_views
 from slime.observability.logs import FILE_ONLY
 from slime.observability.progress import duration
 from slime.observability.samples import Kind, ShownSample

@@ -4,8 +4,8 @@
 picture, `page` writes the HTML. Each of them takes what the one before made, so no number is computed twice.
 """
 
+from slime.observability.report.page import Report, write_report
 from slime.observability.report.record import report_title
 from slime.observability.report.summary import RunSummary, summarize, summary_text
-from slime.observability.report.write import Report, write_report
 
 __all__ = ["Report", "RunSummary", "report_title", "summarize", "summary_text", "write_report"]

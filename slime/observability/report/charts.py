@@ -6,11 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.observability.report.curves import Curve, running_mean, thinned
-from slime.observability.report.markup import Markup, element, joined
-from slime.observability.report.numbers import log_ticks, seconds_text, short, ticks, whole_ticks
+from slime.observability.report.markup import (
+    Markup,
+    element,
+    joined,
+    log_ticks,
+    seconds_text,
+    short,
+    ticks,
+    whole_ticks,
+)
 from slime.observability.report.panels import Drawn
-from slime.observability.report.parts import OTHER, STEP_PARTS, StepTimes
+from slime.observability.report.record import OTHER, STEP_PARTS, Curve, StepTimes, running_mean, thinned
 from slime.observability.report.scales import (
     MARKERS_UP_TO,
     Frame,

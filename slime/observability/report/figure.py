@@ -8,11 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.observability.report.curves import Curve, running_mean, thinned
-from slime.observability.report.numbers import log_ticks, short
+from slime.observability.report.markup import log_ticks, short
 from slime.observability.report.panels import Drawn
-from slime.observability.report.parts import OTHER, STEP_PARTS, StepTimes, step_times
-from slime.observability.report.record import RunKind, RunRecord
+from slime.observability.report.record import (
+    OTHER,
+    STEP_PARTS,
+    Curve,
+    RunKind,
+    RunRecord,
+    StepTimes,
+    running_mean,
+    step_times,
+    thinned,
+)
 from slime.observability.report.scales import (
     MARKERS_UP_TO,
     Frame,

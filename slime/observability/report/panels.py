@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from slime.observability.report.curves import Curve, curve
-from slime.observability.report.record import Row, RunKind, RunRecord
+from slime.observability.report.record import Curve, Row, RunKind, RunRecord, curve
 from slime.observability.sinks import eval_name
 
 Scale = Literal["auto", "zero", "unit", "share", "percent", "log"]

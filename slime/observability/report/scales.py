@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slime.observability.report.numbers import percent, short
+from slime.observability.report.markup import percent, short
 from slime.observability.report.panels import Drawn
-from slime.observability.report.parts import StepTimes
-from slime.observability.report.record import RunRecord, step_of
+from slime.observability.report.record import RunRecord, StepTimes, step_of
 
 ROOM = 0.08
 """Part of the span that stays free above and below a curve."""

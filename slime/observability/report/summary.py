@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.observability.health import Finding, findings, learns_from_rewards
-from slime.observability.report.curves import curve
-from slime.observability.report.numbers import short
-from slime.observability.report.parts import seconds_without_evaluation
-from slime.observability.report.record import Row, RunKind, RunRecord, read_run
+from slime.observability.report.markup import short
+from slime.observability.report.record import Row, RunKind, RunRecord, curve, read_run, seconds_without_evaluation
 from slime.observability.samples import FILE_NAME, samples_markdown
 from slime.observability.sinks import HELD_OUT_LOSS, eval_name
 

@@ -15,10 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from slime.core.errors import DataError
-from slime.observability.report.markup import Markup, element, joined
-from slime.observability.report.numbers import seconds_text, short, ticks
-from slime.observability.report.parts import NAMES, STEP_PARTS
-from slime.observability.report.record import Row, RunRecord
+from slime.observability.report.markup import Markup, element, joined, seconds_text, short, ticks
+from slime.observability.report.record import NAMES, STEP_PARTS, Row, RunRecord
 from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200

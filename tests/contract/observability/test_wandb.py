@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.processes import RUN_ID_ENV, new_run_id
-from slime.observability.sample_views import COLUMNS
+from slime.observability.samples import COLUMNS
 from tests.support.wandb_file import read_offline_run
 
 DRIVER = """

@@ -8,8 +8,8 @@ import logging
 import pytest
 from rich.console import Console
 
+from slime.observability.progress import StartUp
 from slime.observability.sinks import ConsoleSink, StepRecord
-from slime.observability.startup import StartUp
 
 
 def line(kind: str, **metrics: float) -> str:

@@ -14,13 +14,21 @@ from hypothesis import strategies as st
 from slime.cli.main import main
 from slime.core.errors import DataError
 from slime.observability.report import report_title, summarize, summary_text, write_report
-from slime.observability.report.curves import MAX_POINTS, Curve, curve, running_mean, thinned
-from slime.observability.report.markup import element, text
-from slime.observability.report.numbers import log_ticks, short, ticks, whole_ticks
+from slime.observability.report.markup import element, log_ticks, short, text, ticks, whole_ticks
+from slime.observability.report.page import MAX_SAMPLES, chosen_samples
 from slime.observability.report.panels import PANELS, drawn_panels
-from slime.observability.report.parts import step_times
-from slime.observability.report.record import RunKind, Start, kind_of, read_run
-from slime.observability.report.tables import MAX_SAMPLES, chosen_samples
+from slime.observability.report.record import (
+    MAX_POINTS,
+    Curve,
+    RunKind,
+    Start,
+    curve,
+    kind_of,
+    read_run,
+    running_mean,
+    step_times,
+    thinned,
+)
 from slime.observability.report.timeline import Span, _covered, _inside, timelines
 from slime.observability.samples import FILE_NAME, SamplesFile, read_samples
 from tests.support.made_runs import HOSTILE, made_run

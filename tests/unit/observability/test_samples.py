@@ -15,12 +15,13 @@ from rich.console import Console
 from slime.cli.main import main
 from slime.core.text import shorten, visible
 from slime.observability.run_folder import RunFolder
-from slime.observability.sample_views import console_lines, is_due
 from slime.observability.samples import (
     Kind,
     SamplesFile,
     ShownSample,
+    console_lines,
     first_and_last,
+    is_due,
     read_samples,
     samples_markdown,
 )
