@@ -58,7 +58,7 @@ def triton_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
 
 def expert_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Why experts are multiplied one by one; on a GPU that is tried out."""
-    from slime.ops.grouped import grouped_problems
+    from slime.ops.experts import grouped_problems
 
     return triton_problems(device, dtype) or grouped_problems(device, dtype)
 

@@ -15,9 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.ops.grouped import RowGroups, form_of, grouped_linear, grouped_problems
-from slime.ops.permute import gather_rows, plan_rows, row_weights, sum_rows
-from slime.ops.weighted_swiglu import weighted_swiglu
+from slime.ops.experts import (
+    RowGroups,
+    form_of,
+    gather_rows,
+    grouped_linear,
+    grouped_problems,
+    plan_rows,
+    row_weights,
+    sum_rows,
+    weighted_swiglu,
+)
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_on_cpu_and_gpu
 

@@ -24,8 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
-from slime.ops.grouped import RowGroups, form_of
-from slime.ops.permute import RowPlan, gather_rows, plan_rows, row_weights, sum_rows
+from slime.ops.experts import RowGroups, RowPlan, form_of, gather_rows, plan_rows, row_weights, sum_rows
 
 
 class LocalDispatcher(MoETokenDispatcher):

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, functional
 
 from slime.models.common.norm import current_device
-from slime.ops.grouped import RowGroups, form_of, grouped_linear
-from slime.ops.weighted_swiglu import weighted_swiglu
+from slime.ops.experts import RowGroups, form_of, grouped_linear, weighted_swiglu
 
 
 class StackedLinear(Module):

@@ -19,7 +19,7 @@ from torch import Tensor
 from slime.models.common.moe import ExpertLayer
 from slime.models.common.norm import current_device
 from slime.models.gpt_oss import SWIGLU_LIMIT
-from slime.ops.grouped import RowGroups, form_of, grouped_linear
+from slime.ops.experts import RowGroups, form_of, grouped_linear
 
 _ALPHA = 1.702
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slime.ops.grouped import RowGroups, form_of, grouped_linear, grouped_problems
-from slime.ops.weighted_swiglu import weighted_swiglu
+from slime.ops.experts import RowGroups, form_of, grouped_linear, grouped_problems, weighted_swiglu
 
 SIZES = [(5, 3, 4), (0, 7, 0, 1), (1,), (0, 0, 9), (0, 0), (1, 1, 1), (300, 0, 2)]
 IN, OUT = 24, 40

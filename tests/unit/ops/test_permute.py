@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from torch import Tensor
 
-from slime.ops.permute import gather_rows, plan_rows, row_weights, sum_rows
+from slime.ops.experts import gather_rows, plan_rows, row_weights, sum_rows
 
 CASES = [(1, 4, 1), (1, 4, 4), (6, 5, 2), (50, 16, 3), (3, 64, 8), (200, 8, 2)]
 """Tokens, experts, experts of a token."""
