@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.batch import BatchLogProbs
+from slime.algorithms.whole_batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
 from slime.models import family_of, load_family, table_for

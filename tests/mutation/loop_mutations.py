@@ -49,14 +49,14 @@ WIRING: dict[str, Mutation] = {
         "steps", "algorithms/off_policy/tis.py", "            tokens.sampled,\n", "            tokens.mask,\n"
     ),
     "rejection of tokens that no engine sampled": Mutation(
-        "steps", "algorithms/off_policy/rejection.py", "            tokens.sampled,\n", "            tokens.mask,\n"
+        "steps", "algorithms/off_policy/masks.py", "            tokens.sampled,\n", "            tokens.mask,\n"
     ),
     "every trained token was sampled": Mutation("steps", _MICRO_BATCH, "(versions != NOT_SAMPLED) & ", ""),
     "a dynamic global batch is one step": Mutation(
         "steps", _MICRO_BATCH, "1 if one_step else", "1 if one_step or args.use_dynamic_global_batch_size else"
     ),
     "a veto by the ratio of the level": Mutation(
-        "steps", "algorithms/off_policy/rejection.py", 'sequences, "token", log', "sequences, level, log"
+        "steps", "algorithms/off_policy/masks.py", 'sequences, "token", log', "sequences, level, log"
     ),
     "a reducer over the executions of another step": Mutation(
         "steps",
@@ -99,7 +99,7 @@ WIRING: dict[str, Mutation] = {
     ),
     "sequences drift from the trainer": Mutation(
         "steps",
-        "algorithms/off_policy/opsm.py",
+        "algorithms/off_policy/masks.py",
         "            tokens.old_log_probs,",
         "            tokens.trainer_log_probs,",
     ),

@@ -14,7 +14,7 @@ from tests.mutation.rollout_mutations import ROLLOUT_WIRING
 ALGORITHMS: dict[str, Mutation] = {
     "groups by position": Mutation(
         "algorithms",
-        "algorithms/advantages/groups.py",
+        "algorithms/advantages/grpo.py",
         "    for group in np.unique(groups[scored]):",
         "    groups = np.arange(len(rewards)) // (len(rewards) // len(np.unique(groups)))\n"
         "    for group in np.unique(groups[scored]):",
@@ -24,34 +24,34 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "siblings counted twice": Mutation(
         "algorithms",
-        "algorithms/advantages/groups.py",
+        "algorithms/advantages/grpo.py",
         "_, which = np.unique(executions[members], return_inverse=True)",
         "which = np.arange(len(members))",
     ),
     "unscored is a reward of zero": Mutation(
         "algorithms",
-        "algorithms/advantages/groups.py",
+        "algorithms/advantages/grpo.py",
         "    scored = ~np.isnan(rewards)",
         "    rewards = np.nan_to_num(rewards)\n    scored = ~np.isnan(rewards)",
     ),
     "rounding of equal rewards is a signal": Mutation(
         "algorithms",
-        "algorithms/advantages/groups.py",
+        "algorithms/advantages/grpo.py",
         "return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())",
         "return len(own) < 2",
     ),
     "leave-one-out leaves none out": Mutation(
-        "algorithms", "algorithms/advantages/rloo.py", "(own.sum() - own[which]) / (len(own) - 1)", "own.mean()"
+        "algorithms", "algorithms/advantages/grpo.py", "(own.sum() - own[which]) / (len(own) - 1)", "own.mean()"
     ),
     "masked tokens in whitening": Mutation(
         "algorithms",
-        "algorithms/advantages/whitening.py",
+        "algorithms/advantages/returns.py",
         "keep = [np.asarray(m) > 0 for m in mask_S]",
         "keep = [np.asarray(m) > -1 for m in mask_S]",
     ),
     "one-pass variance": Mutation(
         "algorithms",
-        "algorithms/advantages/whitening.py",
+        "algorithms/advantages/returns.py",
         "variance = math.fsum(np.square(tokens - mean).tolist()) / (len(tokens) - 1)",
         "variance = float(np.square(tokens.astype(np.float32)).mean() - np.float32(mean) ** 2)\n"
         "    variance *= len(tokens) / (len(tokens) - 1)",
@@ -67,7 +67,7 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "returns discounted through observations": Mutation(
         "algorithms",
-        "algorithms/advantages/reinforce_plus_plus.py",
+        "algorithms/advantages/reinforce.py",
         "        out[trained] = reverse_scan(rewards[trained], gamma)",
         "        out = np.where(trained, reverse_scan(rewards, gamma), 0.0)",
     ),
@@ -91,7 +91,7 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "token mean over padding": Mutation(
         "algorithms",
-        "algorithms/aggregation/token_mean.py",
+        "algorithms/aggregation/__init__.py",
         "denominator = math.fsum(trained_tokens(mask_S))",
         "denominator = float(sum(len(m) for m in mask_S))",
     ),
@@ -101,7 +101,7 @@ ALGORITHMS: dict[str, Mutation] = {
         "d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
         "d, _ = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
     ),
-    "KL sign": Mutation("algorithms", "algorithms/kl/k1.py", "        return d\n", "        return -d\n"),
+    "KL sign": Mutation("algorithms", "algorithms/kl/__init__.py", "        return d\n", "        return -d\n"),
     "unbiased KL without gradient of the ratio": Mutation(
         "algorithms",
         "algorithms/kl/__init__.py",
@@ -110,34 +110,34 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "clip bounds swapped": Mutation(
         "algorithms",
-        "algorithms/policy/clip.py",
+        "algorithms/policy/ppo_clip.py",
         "ratio.clamp(1.0 - eps_clip, 1.0 + high)",
         "ratio.clamp(1.0 - high, 1.0 + eps_clip)",
     ),
     "optimistic clip": Mutation(
         "algorithms",
-        "algorithms/policy/clip.py",
+        "algorithms/policy/ppo_clip.py",
         "loss = torch.maximum(plain, bounded)",
         "loss = torch.minimum(plain, bounded)",
     ),
     "dual clip of positive advantages": Mutation(
-        "algorithms", "algorithms/policy/clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
+        "algorithms", "algorithms/policy/ppo_clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
     ),
     "GSPO sums instead of mean": Mutation(
-        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(own, mask)", "sequences.sum(own)"
+        "algorithms", "algorithms/policy/ppo_clip.py", "sequences.mean(own, mask)", "sequences.sum(own)"
     ),
     "GSPO gives tokens the mean of their sequence": Mutation(
         "algorithms",
-        "algorithms/policy/gspo.py",
+        "algorithms/policy/ppo_clip.py",
         "(sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()",
         "sequences.spread(sequences.mean(log_ratio, mask)).exp()",
     ),
     "rounding is a clip of the value": Mutation(
-        "algorithms", "algorithms/value_loss.py", " & ((value - old).abs() > value_clip)", ""
+        "algorithms", "algorithms/token_losses.py", " & ((value - old).abs() > value_clip)", ""
     ),
     "low variance times any ratio": Mutation(
         "algorithms",
-        "algorithms/kl/low_var_kl.py",
+        "algorithms/kl/__init__.py",
         "return values.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
         "return values",
     ),
@@ -155,7 +155,7 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "sequence mean over masked tokens": Mutation(
         "algorithms",
-        "algorithms/sequences.py",
+        "algorithms/token_losses.py",
         "num = self.sum((mask > 0).to(values.dtype))",
         "num = self.sum(values.new_ones(values.shape))",
     ),
@@ -179,13 +179,13 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "importance weight with a gradient": Mutation(
         "algorithms",
-        "algorithms/off_policy/levels.py",
+        "algorithms/off_policy/tis.py",
         "clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(),",
         "clamped_log_ratio(old_log_probs, rollout_log_probs.detach(),",
     ),
     "importance ratio upside down": Mutation(
         "algorithms",
-        "algorithms/off_policy/levels.py",
+        "algorithms/off_policy/tis.py",
         "clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(),",
         "clamped_log_ratio(rollout_log_probs.detach(), old_log_probs.detach(),",
     ),
@@ -197,31 +197,31 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "OPSM drops what came near": Mutation(
         "algorithms",
-        "algorithms/off_policy/opsm.py",
+        "algorithms/off_policy/masks.py",
         "sequences.mean(-log_ratio, mask)",
         "sequences.mean(log_ratio, mask)",
     ),
     "OPSM drops good answers": Mutation(
         "algorithms",
-        "algorithms/off_policy/opsm.py",
+        "algorithms/off_policy/masks.py",
         "(far & (unmasked(advantages, mask) < 0))",
         "far",
     ),
     "the mask multiplies": Mutation(
         "algorithms",
-        "algorithms/log_ratio.py",
+        "algorithms/token_losses.py",
         "return torch.where(mask > 0, values, torch.zeros_like(values))",
         "return values * (mask > 0)",
     ),
     "no clamp of log-ratios": Mutation(
         "algorithms",
-        "algorithms/log_ratio.py",
+        "algorithms/token_losses.py",
         "return raw.clamp(-limit, limit), raw.abs() > limit",
         "return raw, raw.abs() > limit",
     ),
     "optimistic value clip": Mutation(
         "algorithms",
-        "algorithms/value_loss.py",
+        "algorithms/token_losses.py",
         "torch.maximum(plain, bounded)",
         "torch.minimum(plain, bounded)",
     ),
@@ -292,13 +292,13 @@ TRAINING: dict[str, Mutation] = {
     ),
     "masked executions in a reducer's denominator": Mutation(
         "training",
-        "algorithms/batch.py",
+        "algorithms/whole_batch.py",
         "counted = num_counted(tokens_per_execution(masks, executions), count_masked)",
         "counted = len(set(executions))",
     ),
     "unscored samples in the denominator": Mutation(
         "training",
-        "algorithms/batch.py",
+        "algorithms/whole_batch.py",
         "members = [p for p in positions if samples[p].is_scored]",
         "members = list(positions)",
     ),
@@ -343,7 +343,7 @@ TRAINING: dict[str, Mutation] = {
     ),
     "teacher term not whitened": Mutation(
         "training",
-        "algorithms/batch.py",
+        "algorithms/whole_batch.py",
         "    if args.normalize_advantages:\n",
         "    if args.normalize_advantages and not args.use_opd:\n",
     ),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slime.algorithms.advantages import ESTIMATORS, Arrays
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.batch import BatchLogProbs
+from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context
 from slime.ops.repeats import Repeats

@@ -104,7 +104,7 @@ class CriticEstimator(AdvantageEstimator):
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(loss [R], differentiable in `values`; 1.0 where a clip decided it [R]); both zero where masked."""
-        from slime.algorithms.value_loss import value_loss
+        from slime.algorithms.token_losses import value_loss
 
         return value_loss(values, old_values, returns, mask, value_clip=self.value_clip)
 

@@ -1,24 +1,109 @@
-"""GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
-
-Without the division by the standard deviation it is the form of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+"""Estimators that compare the rewards of one prompt's executions: GRPO and its form without the standard deviation,
+RLOO, and GSPO, CISPO and SAPO, whose advantages are GRPO's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import ESTIMATORS, Array
-from slime.algorithms.advantages.groups import GroupEstimator, iter_groups, nothing_to_compare
+from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch
+from slime.algorithms.advantages.returns import spread_advantage
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import Need, always, derived, opt
 
 if TYPE_CHECKING:
     from slime.settings import Args
+
+# Rewards of a whole batch, compared within the samples of one prompt: what those estimators share.
+#
+# Invariants
+# 1. Groups are formed by `group_index`, never by position.
+# 2. An execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
+# 3. A group of one, and a group whose executions have equal rewards, have advantage exactly 0.
+# 4. A reward of NaN means unscored: it enters no statistics, and its sample has advantage 0.
+
+EQUAL_TOLERANCE = 1e-12
+"""Rewards this close, relative to the largest, are equal: the mean of siblings rounds, and 1e-17 / 1e-6 is noise."""
+
+
+def _hook_of_rewards(s: Any) -> str | None:
+    """The hook whose rewards are trained as they are."""
+    names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupEstimator(AdvantageEstimator):
+    """One advantage per sample, from the rewards of its group; the KL to the reference is subtracted at each token."""
+
+    compares_within_group: ClassVar[bool] = True
+
+    rewards_normalization: bool = derived(
+        lambda s: _hook_of_rewards(s) is None,
+        lambda s: (
+            f"{hook} returns the rewards to train on"
+            if (hook := _hook_of_rewards(s))
+            else "rewards are compared within a group"
+        ),
+        off_names=("--disable-rewards-normalization",),
+        needs=OWN_ADVANTAGES,
+        asks=always,
+    )
+    """Subtract the group's mean reward. Off with --custom-reward-post-process-path and
+    --custom-convert-samples-to-train-data-path, whose rewards are trained as they are."""
+
+    @abstractmethod
+    def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
+        """Rewards [S] less what they are compared with; 0 where there is nothing to compare."""
+
+    def check(self, args: Args) -> str | None:
+        """What the reward hook returns is what is trained on."""
+        if not (args.custom_reward_post_process_path and self.rewards_normalization):
+            return None
+        return (
+            "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the hook "
+            "returns once more; drop the switch and normalise in the hook"
+        )
+
+    def estimate(self, batch: RewardedBatch) -> Estimate:
+        """See `AdvantageEstimator`."""
+        if self.rewards_normalization:
+            scores = self.compared(batch.rewards, batch.groups, batch.executions)
+        else:
+            scores = np.nan_to_num(batch.rewards, nan=0.0)
+        parts = zip(scores, batch.masks, batch.kl_S, strict=True)
+        return Estimate(tuple(spread_advantage(score, mask, kl, batch.kl_coef) for score, mask, kl in parts))
+
+
+def iter_groups(
+    rewards: Array,
+    group_index_S: Sequence[int] | npt.NDArray[np.int64],
+    execution_S: Sequence[int] | npt.NDArray[np.int64],
+) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
+    """For each group: its scored samples, the execution of each (position in the next), reward of each execution."""
+    groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
+    assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
+    scored = ~np.isnan(rewards)
+    for group in np.unique(groups[scored]):
+        members = np.flatnonzero((groups == group) & scored)
+        _, which = np.unique(executions[members], return_inverse=True)
+        yield members, which, np.bincount(which, weights=rewards[members]) / np.bincount(which)
+
+
+def nothing_to_compare(own: Array) -> bool:
+    """Whether a group is of one execution, or all of its executions have the same reward."""
+    return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())
+
+
+# GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
+#
+# Without the division by the standard deviation it is the form of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
 
 STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
@@ -104,3 +189,63 @@ def group_advantages(
             return out
         case _ as never:
             assert_never(never)
+
+
+# GSPO (Zheng et al. 2025, arXiv:2507.18071): the advantages of GRPO, with the policy loss of sequences.
+
+
+@ESTIMATORS.register("gspo")
+@dataclass(frozen=True, kw_only=True)
+class GspoAdvantages(GroupRelative):
+    """`GroupRelative`; the policy loss is what differs."""
+
+    default_policy_loss: ClassVar[str] = "gspo"
+
+
+# CISPO (MiniMax-M1, arXiv:2506.13585): the advantages of GRPO, with a clipped weight as policy loss.
+
+
+@ESTIMATORS.register("cispo")
+@dataclass(frozen=True, kw_only=True)
+class CispoAdvantages(GroupRelative):
+    """`GroupRelative`; the policy loss is what differs."""
+
+    default_policy_loss: ClassVar[str] = "cispo"
+
+
+# SAPO (Gao et al. 2025, arXiv:2511.20347): the advantages of GRPO, with a soft gate as policy loss.
+
+
+@ESTIMATORS.register("sapo")
+@dataclass(frozen=True, kw_only=True)
+class SapoAdvantages(GroupRelative):
+    """`GroupRelative`; the policy loss is what differs."""
+
+    default_policy_loss: ClassVar[str] = "sapo"
+
+
+# RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R - mean of the others = G / (G - 1) * (R - mean).
+
+
+@ESTIMATORS.register("rloo")
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(GroupEstimator):
+    """A baseline that does not contain the reward itself, so it adds no bias."""
+
+    def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
+        """See `GroupEstimator`."""
+        return leave_one_out(rewards, groups, executions)
+
+
+def leave_one_out(
+    rewards_S: Sequence[float] | Array,
+    group_index_S: Sequence[int] | npt.NDArray[np.int64],
+    execution_S: Sequence[int] | npt.NDArray[np.int64],
+) -> Array:
+    """Reward minus the mean of the other executions of its group, for each sample [S]; 0 if there are none."""
+    rewards = np.asarray(rewards_S, np.float64)
+    out = np.zeros_like(rewards)
+    for members, which, own in iter_groups(rewards, group_index_S, execution_S):
+        if not nothing_to_compare(own):
+            out[members] = rewards[members] - (own.sum() - own[which]) / (len(own) - 1)
+    return out

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, where_trained
-from slime.algorithms.advantages.returns import ReturnSettings, rewards_of_tokens
-from slime.algorithms.advantages.scan import CHUNK_TOKENS, reverse_scan
+from slime.algorithms.advantages.returns import CHUNK_TOKENS, ReturnSettings, reverse_scan, rewards_of_tokens
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 

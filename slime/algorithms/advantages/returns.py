@@ -8,7 +8,9 @@ any token; reset: nothing flows back across them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -68,3 +70,61 @@ def spread_advantage(
     if kl is not None and kl_coef:
         values = values - kl_coef * np.asarray(kl, np.float64)
     return np.where(np.asarray(mask) > 0, values, 0.0)
+
+
+# y_t = x_t + decay * y_{t+1} from the end, exact, in chunks.
+#
+# Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, all chunks at
+# once; only the value that a chunk hands to the one before it is serial.
+
+Floats = npt.NDArray[np.float64]
+CHUNK_TOKENS = 128
+
+
+def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
+    """y [R] of x [R], in float64."""
+    assert chunk > 0, f"got chunk {chunk}"
+    num = -(-len(x) // chunk)
+    padded = np.zeros(num * chunk, np.float64)
+    padded[: len(x)] = x  # zeros after the end leave the recursion as it is
+    powers = _powers(float(decay), chunk)
+    out: Floats = padded.reshape(num, chunk) @ powers.T
+    to_next = decay * powers[:, -1]
+    for i in range(num - 2, -1, -1):
+        out[i] += to_next * out[i + 1, 0]
+    return out.reshape(-1)[: len(x)]
+
+
+@lru_cache(maxsize=8)
+def _powers(decay: float, chunk: int) -> Floats:
+    """decay^(j - i) at row i, column j >= i; zero below. [chunk, chunk]"""
+    index = np.arange(chunk)
+    exponent = index[None, :] - index[:, None]
+    return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
+
+
+# Zero mean and unit variance over all trained tokens of a batch (REINFORCE++, arXiv:2501.03262).
+#
+# Two passes with exact sums (Shewchuk 1997, `math.fsum`): the difference of two large moments, which fails at an offset
+# of 1000 in float32, is never taken, and the order of the samples cannot matter. The variance divides by N - 1.
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance."""
+
+
+def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[Floats]:
+    """Whitened advantages of each sample [R], zero where masked.
+
+    All zeros if there are fewer than two trained tokens or all have the same advantage. Tokens count, so long
+    responses weigh more; a sample that is not to count (an unscored one) is passed with a mask of zeros.
+    """
+    assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
+    keep = [np.asarray(m) > 0 for m in mask_S]
+    values = [np.asarray(a, np.float64) for a in advantages_SR]
+    tokens = np.concatenate([np.zeros(0), *(a[k] for a, k in zip(values, keep, strict=True))])
+    if len(tokens) < 2 or np.ptp(tokens) == 0:
+        return [np.zeros(k.shape) for k in keep]
+    mean = math.fsum(tokens.tolist()) / len(tokens)
+    variance = math.fsum(np.square(tokens - mean).tolist()) / (len(tokens) - 1)
+    scale = math.sqrt(variance + WHITEN_EPSILON)
+    return [np.where(k, (a - mean) / scale, 0.0) for a, k in zip(values, keep, strict=True)]

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from slime.core.errors import ConfigError
 from slime.core.registry import Registry
+from slime.settings.fields import derived
 
 if TYPE_CHECKING:
     from slime.settings import Args
@@ -78,3 +81,90 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
         return np.zeros(mask.shape, np.float64)
     weights: Array = np.asarray(mask, np.float64) / denominator
     return weights
+
+
+# m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
+#
+# Siblings share the mean of their execution, weighted by tokens.
+
+
+@AGGREGATIONS.register("sequence_mean")
+@dataclass(frozen=True, kw_only=True)
+class SequenceMean(Aggregation):
+    """Every execution weighs the same."""
+
+    def token_weights(
+        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
+    ) -> list[Array]:
+        """See `Aggregation`."""
+        per_execution = tokens_per_execution(mask_S, execution_S)
+        num = num_counted(per_execution, count_masked)
+        return [divided(m, per_execution[e] * num) for m, e in zip(mask_S, execution_S, strict=True)]
+
+
+# m / (trained tokens of the step): the mean over tokens (DAPO, arXiv:2503.14476).
+
+
+@AGGREGATIONS.register("token_mean")
+@dataclass(frozen=True, kw_only=True)
+class TokenMean(Aggregation):
+    """Every token of the step weighs the same; executions are not counted."""
+
+    counts_executions: ClassVar[bool] = False
+
+    def token_weights(
+        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
+    ) -> list[Array]:
+        """See `Aggregation`."""
+        assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
+        denominator = math.fsum(trained_tokens(mask_S))
+        return [divided(m, denominator) for m in mask_S]
+
+
+# m / N: the mean over executions of the sums of their tokens, so that long answers weigh more.
+
+
+@AGGREGATIONS.register("sequence_sum")
+@dataclass(frozen=True, kw_only=True)
+class SequenceSum(Aggregation):
+    """Every token weighs the same, whatever the length of the step's other answers."""
+
+    def token_weights(
+        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
+    ) -> list[Array]:
+        """See `Aggregation`."""
+        num = num_counted(tokens_per_execution(mask_S, execution_S), count_masked)
+        return [divided(m, num) for m in mask_S]
+
+
+# m / (N * constant_length): every execution is divided by the same number of tokens (Dr. GRPO, arXiv:2503.20783).
+
+
+@AGGREGATIONS.register("constant_length")
+@dataclass(frozen=True, kw_only=True)
+class ConstantLength(Aggregation):
+    """The sum over tokens with one divisor for all, which no length can bias."""
+
+    loss_constant_length: int = derived(
+        lambda s: s.rollout_max_total_response_len or s.rollout_max_response_len,
+        lambda s: f"rollout_max_{'total_' if s.rollout_max_total_response_len else ''}response_len",
+        gt=0,
+        le=100_000_000,
+    )
+    """Divisor of every execution with constant_length (Dr. GRPO, arXiv:2503.20783). Default:
+    --rollout-max-total-response-len if that is given, else --rollout-max-response-len."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a length that is not positive."""
+        if not self.loss_constant_length or self.loss_constant_length < 0:
+            raise ConfigError(
+                f"got --loss-constant-length {self.loss_constant_length}, because constant_length divides by it; give "
+                "a number of tokens, for example the longest response"
+            )
+
+    def token_weights(
+        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
+    ) -> list[Array]:
+        """See `Aggregation`."""
+        num = num_counted(tokens_per_execution(mask_S, execution_S), count_masked)
+        return [divided(m, num * self.loss_constant_length) for m in mask_S]

@@ -14,9 +14,10 @@ where any bound acts has no gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio
+from slime.algorithms.token_losses import LOG_RATIO_LIMIT, clamped_log_ratio
 from slime.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -71,3 +72,65 @@ class KLEstimator(ABC):
 KL_ESTIMATORS: Registry[KLEstimator] = Registry(
     "KL estimator", flag="--kl-loss-type", package="slime.algorithms.kl", contract=KLEstimator
 )
+
+# k1 = d: unbiased, of high variance. As a loss its expected gradient is zero, whatever the distance.
+
+
+@KL_ESTIMATORS.register("k1")
+@dataclass(frozen=True, kw_only=True)
+class K1(KLEstimator):
+    """The log-ratio itself."""
+
+    def of_log_ratio(self, d: Tensor) -> Tensor:
+        """See `KLEstimator`."""
+        return d
+
+    def check(self, args: Args) -> str | None:
+        """A loss that holds nothing is refused."""
+        if not (args.use_kl_loss and args.kl_loss_coef) or args.use_unbiased_kl:
+            return None
+        return (
+            f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient is "
+            "zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
+        )
+
+
+# k2 = d^2 / 2: biased; its gradient on policy is that of the KL.
+
+
+@KL_ESTIMATORS.register("k2")
+@dataclass(frozen=True, kw_only=True)
+class K2(KLEstimator):
+    """Half the squared log-ratio."""
+
+    def of_log_ratio(self, d: Tensor) -> Tensor:
+        """See `KLEstimator`."""
+        return d.square() / 2
+
+
+# k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is biased.
+
+
+@KL_ESTIMATORS.register("k3")
+@dataclass(frozen=True, kw_only=True)
+class K3(KLEstimator):
+    """The log-ratio with a control variate."""
+
+    def of_log_ratio(self, d: Tensor) -> Tensor:
+        """See `KLEstimator`."""
+        return (-d).expm1() + d
+
+
+# low_var_kl: k3, or its product with the ratio, clamped to +-10: no token dominates the penalty.
+
+LOW_VAR_LIMIT = 10.0
+
+
+@KL_ESTIMATORS.register("low_var_kl")
+@dataclass(frozen=True, kw_only=True)
+class LowVarianceKL(K3):
+    """k3 inside of the clamp; zero gradient outside."""
+
+    def bounded(self, values: Tensor) -> Tensor:
+        """See `KLEstimator`."""
+        return values.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
+from slime.algorithms.token_losses import LOG_RATIO_LIMIT
 from slime.core.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime.algorithms.sequences import Sequences
+    from slime.algorithms.token_losses import Sequences
     from slime.settings import Args
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.log_ratio import unmasked
+from slime.algorithms.token_losses import unmasked
 from slime.settings import Args
 from slime.training.model.log_probs import TokenScores
 from slime.training.step.loss import LossParts, Objective, objective_of

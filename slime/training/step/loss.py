@@ -15,10 +15,9 @@ from torch import Tensor
 
 from slime.algorithms.advantages import CriticEstimator
 from slime.algorithms.algorithm import Algorithm, samples_top_p_set
-from slime.algorithms.log_ratio import unmasked
 from slime.algorithms.off_policy import OffPolicyTokens
 from slime.algorithms.policy import PolicyTokens, TokenLosses
-from slime.algorithms.sft_loss import negative_log_likelihood
+from slime.algorithms.token_losses import negative_log_likelihood, unmasked
 from slime.core.errors import HookError
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes

@@ -2,7 +2,7 @@
 
 `prepare` makes the schedule and the weight of every token in the loss of its step, on the host, on every rank alike.
 Forward passes then give log-probs, made whole on every rank; `with_advantages` adds advantages and returns
-(`slime.algorithms.batch`). `to_device` only picks, packs and copies, so no result can depend on the partition.
+(`slime.algorithms.whole_batch`). `to_device` only picks, packs and copies, so no result can depend on the partition.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.batch import (
+from slime.algorithms.token_losses import Sequences
+from slime.algorithms.whole_batch import (
     AdvantagesAndReturns,
     BatchLogProbs,
     advantages_and_returns,
     check_samples,
     step_weights,
 )
-from slime.algorithms.sequences import Sequences
 from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import PackedBatch, pack

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
-from slime.algorithms.batch import BatchLogProbs
+from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.errors import NumericsError
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch
 from slime.training.step.mismatch import locate

@@ -7,9 +7,8 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 
-from slime.algorithms.advantages.grpo import STD_EPSILON, Scale, group_advantages
-from slime.algorithms.advantages.rloo import leave_one_out
-from slime.algorithms.advantages.whitening import whiten
+from slime.algorithms.advantages.grpo import STD_EPSILON, Scale, group_advantages, leave_one_out
+from slime.algorithms.advantages.returns import whiten
 
 NAN = float("nan")
 ESTIMATORS = [*get_args(Scale), "leave_one_out"]

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages.grpo import group_advantages
-from slime.algorithms.off_policy.opsm import opsm_mask
+from slime.algorithms.off_policy.masks import opsm_mask
 from slime.algorithms.off_policy.tis import importance_weights
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy.sapo import sapo_loss
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
 from tests.unit.algorithms.trl_reference import Batch, Case, Trl, random_batch
 

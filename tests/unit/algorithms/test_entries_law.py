@@ -21,7 +21,7 @@ from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.kl import KL_ESTIMATORS
 from slime.algorithms.off_policy import CORRECTIONS
 from slime.algorithms.policy import POLICY_LOSSES, PolicyTokens
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.token_losses import Sequences
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 from slime.settings.fields import field_docs
@@ -63,7 +63,7 @@ class BestOfGroup(AdvantageEstimator):
 OWN_LOSS = '''
 from dataclasses import dataclass
 
-from slime.algorithms.log_ratio import clamped_log_ratio, unmasked
+from slime.algorithms.token_losses import clamped_log_ratio, unmasked
 from slime.algorithms.policy import PolicyLoss, PolicyTokens, TokenLosses
 
 @dataclass(frozen=True, kw_only=True)

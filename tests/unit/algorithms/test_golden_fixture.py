@@ -14,20 +14,15 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages.distillation import distilled
-from slime.algorithms.advantages.grpo import group_advantages
+from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
 from slime.algorithms.advantages.ppo import generalized_advantages
-from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
-from slime.algorithms.advantages.returns import token_rewards
-from slime.algorithms.advantages.rloo import leave_one_out
-from slime.algorithms.advantages.whitening import whiten
-from slime.algorithms.off_policy.levels import mismatch_log_ratio
-from slime.algorithms.off_policy.opsm import opsm_mask
-from slime.algorithms.off_policy.rejection import rejection_mask
-from slime.algorithms.off_policy.tis import importance_weights
+from slime.algorithms.advantages.reinforce import discounted_returns
+from slime.algorithms.advantages.returns import token_rewards, whiten
+from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
+from slime.algorithms.off_policy.tis import importance_weights, mismatch_log_ratio
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
 
 REWARDS = np.array([1.0, 0.0, 0.5, 0.0])

@@ -9,17 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio
-from slime.algorithms.off_policy.opsm import opsm_mask
-from slime.algorithms.off_policy.rejection import rejection_mask
+from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import importance_weights
 from slime.algorithms.policy import TokenLosses
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy.sapo import sapo_loss
-from slime.algorithms.sequences import Sequences
-from slime.algorithms.value_loss import value_loss
+from slime.algorithms.token_losses import LOG_RATIO_LIMIT, Sequences, clamped_log_ratio, value_loss
 from slime.core.errors import ConfigError
 from tests.support.algorithms import KL_TYPES, kl_estimate
 

@@ -12,20 +12,15 @@ from torch import Tensor
 
 from slime.algorithms.advantages.distillation import distilled
 from slime.algorithms.advantages.ppo import generalized_advantages
-from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
-from slime.algorithms.advantages.returns import spread_advantage, token_rewards
-from slime.algorithms.advantages.whitening import whiten
-from slime.algorithms.off_policy.opsm import opsm_mask
-from slime.algorithms.off_policy.rejection import rejection_mask
+from slime.algorithms.advantages.reinforce import discounted_returns
+from slime.algorithms.advantages.returns import spread_advantage, token_rewards, whiten
+from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import Mode, importance_weights
 from slime.algorithms.policy import TokenLosses
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy.sapo import sapo_loss
-from slime.algorithms.sequences import Sequences
-from slime.algorithms.sft_loss import negative_log_likelihood
-from slime.algorithms.value_loss import value_loss
+from slime.algorithms.token_losses import Sequences, negative_log_likelihood, value_loss
 from slime.settings.groups.algorithm import Level
 from tests.support.algorithms import KL_TYPES, kl_estimate
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from slime.algorithms.advantages.ppo import generalized_advantages
-from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
-from slime.algorithms.advantages.returns import spread_advantage, token_rewards
-from slime.algorithms.advantages.scan import reverse_scan
+from slime.algorithms.advantages.reinforce import discounted_returns
+from slime.algorithms.advantages.returns import reverse_scan, spread_advantage, token_rewards
 from slime.core.errors import DataError
 
 

@@ -18,14 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages.grpo import group_advantages
-from slime.algorithms.advantages.rloo import leave_one_out
-from slime.algorithms.advantages.whitening import whiten
+from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
+from slime.algorithms.advantages.returns import whiten
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy.sapo import sapo_loss
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import token_weights
 
 NUM_STARTS, NUM_SAMPLES, GROUP, NUM_TURNS = 20, 64, 8, 100

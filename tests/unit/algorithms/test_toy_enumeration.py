@@ -32,16 +32,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages.grpo import group_advantages
-from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
+from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
+from slime.algorithms.advantages.reinforce import discounted_returns
 from slime.algorithms.advantages.returns import token_rewards
-from slime.algorithms.advantages.rloo import leave_one_out
 from slime.algorithms.off_policy.tis import importance_weights
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy.sapo import sapo_loss
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
 
 Array = npt.NDArray[np.float64]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.algorithms.batch import BatchLogProbs
-from slime.algorithms.hooks import RolloutView
+from slime.algorithms.whole_batch import BatchLogProbs, RolloutView
 from tests.support.training import random_batch
 
 

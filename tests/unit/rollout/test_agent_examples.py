@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from examples import agent_python_tool, agent_search, multi_agent
-from slime.algorithms.advantages.groups import iter_groups
+from slime.algorithms.advantages.grpo import iter_groups
 from slime.core.sample import Sample
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import END, ScriptedModel

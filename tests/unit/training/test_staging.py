@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.batch import BatchLogProbs
+from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.errors import DataError
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device, with_advantages
 from slime.training.step.staging import ALIGNMENT, Put, Staging, layout

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.batch import BatchLogProbs
+from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.loss import objective_of
 from slime.training.step.micro_batch import prepare, to_device, with_advantages

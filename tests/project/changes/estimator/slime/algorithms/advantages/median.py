@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import ESTIMATORS, Array
-from slime.algorithms.advantages.groups import GroupEstimator, iter_groups
+from slime.algorithms.advantages.grpo import GroupEstimator, iter_groups
 from slime.settings.fields import opt
 
 

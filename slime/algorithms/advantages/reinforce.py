@@ -8,16 +8,9 @@ from typing import Any, ClassVar, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import (
-    ESTIMATORS,
-    AdvantageEstimator,
-    Array,
-    Estimate,
-    RewardedBatch,
-    where_trained,
-)
-from slime.algorithms.advantages.returns import Observations, ReturnSettings, rewards_of_tokens
-from slime.algorithms.advantages.scan import reverse_scan
+from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch, where_trained
+from slime.algorithms.advantages.grpo import GroupEstimator, group_advantages
+from slime.algorithms.advantages.returns import Observations, ReturnSettings, reverse_scan, rewards_of_tokens
 
 
 @ESTIMATORS.register("reinforce_plus_plus")
@@ -52,3 +45,18 @@ def discounted_returns(
         parts = np.split(rewards, np.flatnonzero(~trained))
         return np.concatenate([reverse_scan(part, gamma) for part in parts])
     assert_never(observations)
+
+
+# The REINFORCE++ baseline (Hu 2025, arXiv:2501.03262): A = R - mean of the group, at every token; then whitened.
+
+
+@ESTIMATORS.register("reinforce_plus_plus_baseline")
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlusBaseline(GroupEstimator):
+    """Centred within the group, scaled over the batch."""
+
+    whitens: ClassVar[bool] = True
+
+    def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
+        """See `GroupEstimator`."""
+        return group_advantages(rewards, groups, executions, scale="none")
