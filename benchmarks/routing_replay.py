@@ -86,7 +86,7 @@ def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
 @contextlib.contextmanager
 def watched(backend: Any) -> Iterator[dict[int, list[Any]]]:
     """Layer -> the sets of experts [T, E] bool of each call of its router in the block."""
-    from slime.models.common.moe import ExactRouter
+    from slime.models.common.mlp import ExactRouter
 
     seen: dict[int, list[Any]] = {}
     routers = [m for chunk in backend._trainable.chunks for m in chunk.modules() if isinstance(m, ExactRouter)]

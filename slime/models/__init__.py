@@ -19,8 +19,7 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig, num_experts_of
 from slime.core.registry import Registry
 from slime.core.topology import EngineLayout
-from slime.models.common.spread import problem
-from slime.models.common.table import FamilyTable
+from slime.models.common.table import FamilyTable, problem
 from slime.models.family import Family
 
 __all__ = [

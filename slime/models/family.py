@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
-from slime.models.common.architecture import decoder_architecture, refuse_unsupported
+from slime.models.common.config import decoder_architecture, is_sparse, refuse_unsupported
 from slime.models.common.flops import AttentionCost, FlopsModel, decoder_flops, grouped_query_cost
-from slime.models.common.hf_config import is_sparse
 from slime.models.common.mtp import HeadForm
-from slime.models.common.spread import PLAIN, Spread
-from slime.models.common.table import FamilyTable
+from slime.models.common.table import PLAIN, FamilyTable, Spread
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from slime.models.common.images import ImageProcessor, VisionTower
+    from slime.models.common.vision import ImageProcessor, VisionTower
     from slime.settings import Args
 
 
@@ -99,14 +97,13 @@ class Family(ABC):
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """The attention module of a layer. `standard`: Megatron's own, which it may build upon."""
-        from slime.models.common.layers import packed_attention
+        from slime.models.common.packed_attention import packed_attention
 
         return packed_attention(config, standard)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
         """The MLP of a layer, or its experts: a module spec or a class. `standard`: Megatron's own."""
-        from slime.models.common.mlp import DenseMLP
-        from slime.models.common.moe import ExpertLayer
+        from slime.models.common.mlp import DenseMLP, ExpertLayer
 
         return ExpertLayer if is_sparse(hf_config, layer) else DenseMLP
 

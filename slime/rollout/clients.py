@@ -11,7 +11,7 @@ from slime.core.hf_config import num_experts_of, read_hf_config
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel
-from slime.models.common.hf_config import is_sparse
+from slime.models.common.config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.call import EndOfText
 from slime.rollout.client import EngineClient

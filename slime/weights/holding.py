@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slime.core.topology import EngineLayout, EngineRank
-from slime.models.common.spread import Head
-from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable
+from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable, Head
 
 TIED_HEAD = "lm_head.weight"
 """How SGLang calls the output layer, where it is one beside the embedding that it is tied to."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.models.common.routing_replay import RowRouting
+from slime.models.common.mlp import RowRouting
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_on_cpu_and_gpu
 

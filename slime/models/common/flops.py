@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig, num_experts_of
-from slime.models.common.hf_config import is_sparse
+from slime.models.common.config import is_sparse
 
 TRAIN_FORWARDS = 3
 """A training pass costs three forward passes: one forward, and two in the backward (inputs and weights)."""

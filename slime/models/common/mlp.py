@@ -1,16 +1,51 @@
-"""The gated MLP of decoders, on Megatron's: one op between its two linear layers (`slime.ops.swiglu`)."""
+"""MLPs of decoders: the dense gated one, and mixture of experts with its router, its ways of tokens, its stacked
+experts, and replay of recorded routing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn import Module, Parameter, functional
 
+from slime.models.common.packed_attention import Choices, current_device
+from slime.ops.experts import (
+    RowGroups,
+    RowPlan,
+    form_of,
+    gather_rows,
+    grouped_linear,
+    plan_rows,
+    row_weights,
+    sum_rows,
+    weighted_swiglu,
+)
 from slime.ops.swiglu import swiglu
+
+# The gated MLP of decoders, on Megatron's: one op between its two linear layers (`slime.ops.swiglu`).
 
 
 class GatedMLP(MLP):
@@ -42,3 +77,319 @@ class DenseMLP(GatedMLP):
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
     """Megatron's shared experts, which are one MLP and perhaps a gate, with that activation."""
+
+
+# Ways of tokens to the experts of a layer and back, in Megatron's protocol of a dispatcher.
+#
+#     dispatch_preprocess, token_dispatch, dispatch_postprocess      tokens -> rows ordered by expert
+#     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
+#
+# Without expert parallelism rows are put in order on their rank, and no GPU waits for the host or the other way round
+# (`LocalDispatcher`). With it Megatron's two dispatchers carry them. Split sizes of the all-to-all have to be known to
+# the host: it waits once in each forward pass of a layer. The all-gather waits several times, for its selections too.
+#
+# Invariants
+# 1. Every token reaches all experts that its router chose; nothing is dropped.
+# 2. Ranks of one expert group may hold rows of different lengths.
+# 3. On a CPU all are bit for bit Megatron's own.
+
+
+class LocalDispatcher(MoETokenDispatcher):
+    """All experts are on this rank: rows are put in their order and back."""
+
+    _plan: RowPlan
+    _shape: torch.Size
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, 1, H], routing_map and probs [T, experts] -> rows [T * topk, H], their weights [T * topk]."""
+        self._shape = hidden_states.shape
+        self._plan = plan_rows(routing_map, self.config.moe_router_topk)
+        rows = gather_rows(hidden_states.view(-1, self._shape[-1]), self._plan, form_of(hidden_states))
+        return rows, row_weights(probs, self._plan)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As they are."""
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, RowGroups, Tensor]:
+        """Adds which rows are whose."""
+        return hidden_states, self._plan.groups, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """As they are."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """As they are."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Rows [T * topk, H] -> [T, 1, H]."""
+        return sum_rows(hidden_states, self._plan, form_of(hidden_states)).view(self._shape)
+
+
+class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's, with our order of rows: its own waits for the device to count them, and adds rows in their dtype."""
+
+    _plan: RowPlan
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, 1, H], routing_map and probs [T, experts] -> rows [T * topk, H], their weights [T * topk]."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        sizes = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", sizes)
+        self._plan = plan_rows(routing_map, self.config.moe_router_topk)
+        rows = gather_rows(hidden_states.view(-1, self.hidden_shape[-1]), self._plan, form_of(hidden_states))
+        return rows, row_weights(probs, self._plan)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Rows [T * topk, H] -> [T, 1, H]."""
+        rows = permutated_local_input_tokens
+        return sum_rows(rows, self._plan, form_of(rows)).view(self.hidden_shape)
+
+
+class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
+    """Pads each rank's tokens to the longest row of the expert group; Megatron's own assumes equal lengths."""
+
+    num_tokens: int
+    """Tokens of this rank without padding."""
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, 1, H], routing_map and probs [T, experts] -> hidden [T_max, H], probs [T_max, experts]."""
+        hidden, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.num_tokens = hidden.size(0)
+        longest = torch.tensor([self.num_tokens], device=hidden.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
+        missing = int(longest) - self.num_tokens
+        self.routing_map = _pad(routing_map, missing)
+        return _pad(hidden, missing), _pad(probs, missing)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[T_max, H] -> [T, 1, H]."""
+        result: Tensor = super().combine_postprocess(hidden_states[: self.num_tokens])
+        return result
+
+
+def _pad(x: Tensor, num_rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(num_rows, *x.shape[1:])]) if num_rows else x
+
+
+# The routed experts of a layer that one rank has, stacked: a tensor per projection, whatever the number of experts.
+#
+# Optimizer, gradient buffers and memory know two parameters a layer. Weight tables, checkpoints and the engines go on
+# to speak of every expert: `training.model.names` gives views under their names.
+#
+# Invariants
+# 1. Rows come ordered by expert. What leaves an expert is that of Megatron's sequential experts: with float32 on a CPU
+#    bit for bit, gradients of rows and weights among them.
+# 2. Experts are whole on their rank: tensor-parallel ranks are data-parallel to them (`ExpertLayer`).
+
+
+class StackedLinear(Module):
+    """A linear layer without bias for each expert."""
+
+    def __init__(self, config: TransformerConfig, num_experts: int, size_in: int, size_out: int) -> None:
+        super().__init__()
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        shape = (num_experts, size_out, size_in)
+        self.weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        # The norm of a gradient counts what is marked on every tensor-parallel rank; they share out experts.
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
+        """x [rows, in], ordered by expert -> [rows, out]."""
+        return self.product(x, self.weight, groups)
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        """x [rows, in], weight [experts, out, in] -> [rows, out], in the form that the device has."""
+        return grouped_linear(x, weight, groups, form_of(x))
+
+
+class StackedExperts(Module):
+    """In place of Megatron's `SequentialMLP`: SwiGLU experts without bias."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
+        """Weights are undefined until a checkpoint fills them."""
+        super().__init__()
+        gated = config.gated_linear_unit and config.activation_func is functional.silu
+        assert gated and not config.add_bias_linear, "experts of all families are SwiGLU without bias"
+        hidden, size = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = StackedLinear(config, num_local_experts, hidden, 2 * size)
+        """weight [experts, 2F, H]: gates, then values."""
+        self.linear_fc2 = StackedLinear(config, num_local_experts, size, hidden)
+        """weight [experts, H, F]."""
+
+    def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and Megatron's bias: none.
+
+        `sizes`: the rows of each expert [experts], if they are not known as groups yet.
+        """
+        groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
+        inner = weighted_swiglu(self.linear_fc1(x, groups), weights, form_of(x))
+        return self.linear_fc2(inner, groups), None
+
+
+# Mixture-of-experts layers: Megatron's layer with our router and stacked experts; `dispatch` carries tokens.
+#
+# The router takes no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
+# tokens of its micro-batch (Law 3); `slime.settings.megatron.FIXED` refuses them. Which Megatron settings select
+# what (a family sets them from its HF config, see `experts`):
+#
+# - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts of a layer, those of a token, their
+#   size;
+# - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
+# - `moe_router_pre_softmax`: not HF's `norm_topk_prob`, for both functions: the chosen scores stay as they are (True)
+#   or are divided by their sum (False);
+# - `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
+# - `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. A group counts by
+#   the sum of its two best experts;
+# - `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice and not for the
+#   weights. It is a float32 buffer that training leaves alone;
+# - `moe_router_dtype`: "fp32" where transformers computes router logits in float32 (DeepSeek, GLM); None: in the dtype
+#   of the model (Qwen), and the weights of the chosen experts are rounded to it;
+# - `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
+#   `moe_shared_expert_gate`: their output is scaled by the sigmoid of `gate_weight` (Qwen3-Next).
+
+
+class ExactRouter(TopKRouter):
+    """Megatron's router with the choice and the weights of `transformers`.
+
+    Megatron's own divides sigmoid scores by their sum whatever the model says, takes softmax over the chosen logits
+    in their own dtype, and scores a group by topk / group_topk of its experts.
+    """
+
+    choices: Choices | None = None
+    """Set while a layer runs whose row has choices of its own: see `routing_replay`."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 where not chosen, and bool of that shape."""
+        config = self.config
+        logits = logits.view(-1, config.num_moe_experts)
+        wide = logits.float()
+        scores = wide.sigmoid() if config.moe_router_score_function == "sigmoid" else wide.softmax(-1)
+        with torch.no_grad():
+            chosen = self._choose(scores if self.expert_bias is None else scores + self.expert_bias)
+            if self.choices is not None:
+                chosen = self.choices.choose(self.layer_number - 1, chosen, config.num_moe_experts)
+        weights = scores.gather(1, chosen)
+        if not config.moe_router_pre_softmax:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        return torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype)), routing_map
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """[T, experts] -> numbers of the chosen experts [T, topk] (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+        groups = self.config.moe_router_num_groups or 1
+        if (kept := self.config.moe_router_group_topk or groups) < groups:
+            grouped = scores.unflatten(1, (groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+            outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = grouped.masked_fill(outside.unsqueeze(-1), -float("inf")).flatten(1)
+        return scores.topk(self.topk, dim=-1).indices
+
+
+class WideRouter(ExactRouter):
+    """A router whose weight is float32 whatever the training dtype, as engines hold it; its row is `wide`."""
+
+    def reset_parameters(self) -> None:
+        """As Megatron's, which would round the weight to the training dtype."""
+        if self.config.perform_initialization:
+            self.config.init_method(self.weight)
+        self.weight.sequence_parallel = self.config.sequence_parallel
+
+
+class ExpertLayer(MoELayer):
+    """Megatron's layer of experts, with our router, stacked experts, and dispatchers that do not wait (`dispatch`)."""
+
+    router_class: ClassVar[type[ExactRouter]] = ExactRouter
+    """What chooses them."""
+    experts_class: ClassVar[type[torch.nn.Module]] = StackedExperts
+
+    def __init__(self, config: TransformerConfig) -> None:
+        groups = get_default_pg_collection()
+        parts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        parts.submodules.router, parts.submodules.experts = self.router_class, self.experts_class
+        if parts.submodules.shared_experts is not None:
+            parts.submodules.shared_experts.module = GatedSharedExperts
+        super().__init__(config, parts.submodules, pg_collection=groups)
+        for parameter in self.experts.parameters():
+            # Megatron sets this under expert parallelism only, as if experts were otherwise split like dense layers.
+            # Ours are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
+            parameter.allreduce = False
+        if groups.ep.size() == 1:
+            self.token_dispatcher = LocalDispatcher(config, groups)
+        else:
+            gathers = config.moe_token_dispatcher_type == "allgather"
+            kind = UnevenAllGatherDispatcher if gathers else OneWaitAlltoAllDispatcher
+            self.token_dispatcher = kind(
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+            )
+
+
+class WideRoutedExperts(ExpertLayer):
+    """Experts behind a float32 router."""
+
+    router_class = WideRouter
+
+
+# Routers that take the choice of experts from a record, and keep the weights of the chosen ones their own (R3).
+#
+# Engine and trainer round differently, and a router turns a rounding error into another expert. So the choice is taken
+# as it was made when the token was sampled, and the trainer's own logits say what the chosen experts weigh: gradients
+# flow into the router as they do without a record (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels
+# with the row that it is of, in `PackedSequences`; `RoutedLayer` lends it to its router while the layer runs.
+#
+# Invariants
+# 1. What a router reads belongs to the row that its layer was called with, also when the layer runs again for the
+#    backward pass, whatever other rows were run between: nothing is looked up by order or time.
+# 2. A token without a record gets the trainer's own choice.
+# 3. Without a row's routing a router computes what it always did, bit for bit.
+
+
+@dataclass(frozen=True, slots=True)
+class RowRouting:
+    """The choices of one row, T tokens of it on this rank."""
+
+    recorded: Mapping[int, Tensor]
+    """Layer -> [T, topk] numbers of experts; a row of numbers that no expert has was not recorded."""
+    replays: bool = True
+    """False: recorded choices are compared with the router's own, which stay."""
+    keeps: dict[int, Tensor] | None = None
+    """Layer -> the choice made [T, topk], filled here for a later pass; None: nothing is kept."""
+    counts: Tensor | None = None
+    """[2] float64, added to: recorded choices of a token in a layer, and those of them whose experts are not the
+    router's own. None: not counted."""
+
+    def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
+        """See `slime.models.common.packed_attention.Choices`."""
+        choice, given = own, self.recorded.get(layer)
+        if given is not None:
+            assert given.shape == own.shape, f"recorded {tuple(given.shape)} for {tuple(own.shape)} in layer {layer}"
+            given = given.long()
+            known = given[:, :1] < num_experts
+            if self.counts is not None:
+                differs = (given.sort(-1).values != own.sort(-1).values).any(-1, keepdim=True) & known
+                self.counts.add_(torch.stack([known.sum(), differs.sum()]).to(self.counts.dtype))
+            if self.replays:
+                choice = torch.where(known, given, own)
+        if self.keeps is not None:
+            self.keeps[layer] = choice.to(torch.uint8 if num_experts <= 255 else torch.int16)
+        return choice
+
+
+class RoutedLayer(TransformerLayer):
+    """Megatron's layer; while it runs its router has the routing of the row that it was called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, called by its block with the row's `PackedSequences` as `packed_seq_params`."""
+        packed = kwargs.get("packed_seq_params")
+        choices = None if packed is None else packed.routing
+        if choices is None or not isinstance(self.mlp, MoELayer):
+            return super().forward(*args, **kwargs)
+        self.mlp.router.choices = choices
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.mlp.router.choices = None

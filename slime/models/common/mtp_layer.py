@@ -19,9 +19,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.models.common.attention import PackedSequences
 from slime.models.common.mtp import HeadForm
-from slime.models.common.norm import RMSNorm, current_device
+from slime.models.common.packed_attention import PackedSequences, RMSNorm, current_device
 
 
 class MultiTokenLayer(torch.nn.Module):

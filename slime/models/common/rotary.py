@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime.core.hf_config import HfConfig
-from slime.models.common.hf_config import rope_kind, rope_of
+from slime.models.common.config import rope_kind, rope_of
 
 Scaling = Mapping[str, Any]
 

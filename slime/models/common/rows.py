@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime.core.hf_config import HfConfig
-from slime.models.common.spread import PLAIN, Spread
-from slime.models.common.table import EMBEDDING, EXPERT, HEAD, FamilyTable, ModelSizes, Row, Unit
+from slime.models.common.table import EMBEDDING, EXPERT, HEAD, PLAIN, FamilyTable, ModelSizes, Row, Spread, Unit
 
 Rows = tuple[Row, ...]
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
-from slime.models.common.experts import sigmoid_experts
+from slime.models.common.config import sigmoid_experts
 from slime.models.common.flops import AttentionCost
 from slime.models.common.mtp import only_layer, trains_mtp
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import FamilyTable
-from slime.models.deepseek.flops import latent_cost
-from slime.models.deepseek.indexer import indexer_kinds
-from slime.models.deepseek.weights import deepseek_table
+from slime.models.common.table import FamilyTable, Head, Spread
+from slime.models.deepseek.config import deepseek_table, indexer_kinds, latent_cost
 from slime.models.family import Family
 
 if TYPE_CHECKING:
@@ -76,7 +73,7 @@ class DeepSeek(Family):
         """Latent attention, with an indexer where the layer has one."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from slime.models.deepseek.latent_attention import LatentAttention
+        from slime.models.deepseek.layers import LatentAttention
 
         return ModuleSpec(module=LatentAttention, params={"hf_config": hf_config})
 

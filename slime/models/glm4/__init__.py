@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
-from slime.models.common.hf_config import rotary_percent
+from slime.models.common.config import rotary_percent
 from slime.models.common.rows import Rows, attention, column, decoder_table, norm, row
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import FamilyTable, ModelSizes, Unit
+from slime.models.common.table import FamilyTable, Head, ModelSizes, Spread, Unit
 from slime.models.family import Family
 
 if TYPE_CHECKING:
@@ -58,13 +57,13 @@ class Glm4(Family):
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """With a norm on its output."""
-        from slime.models.common.layers import packed_attention
-        from slime.models.glm4.sandwich import NormedAttention
+        from slime.models.common.packed_attention import packed_attention
+        from slime.models.glm4.layers import NormedAttention
 
         return packed_attention(config, standard, NormedAttention)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
         """With a norm on its output."""
-        from slime.models.glm4.sandwich import NormedMLP
+        from slime.models.glm4.layers import NormedMLP
 
         return NormedMLP

@@ -7,12 +7,10 @@ from typing import Any
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
-from slime.models.common.experts import sigmoid_experts
-from slime.models.common.hf_config import is_sparse, rotary_percent
+from slime.models.common.config import is_sparse, rotary_percent, sigmoid_experts
 from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows, only_layer, trains_mtp
 from slime.models.common.rows import Rows, attention, decoder_table, experts, mlp, pre_norm
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import FamilyTable, ModelSizes
+from slime.models.common.table import FamilyTable, Head, ModelSizes, Spread
 from slime.models.family import Family
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig, quantisation_of, read_hf_config
 from slime.models import FAMILIES
-from slime.models.common.experts import softmax_experts
+from slime.models.common.config import softmax_experts
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, pre_norm
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Unit
+from slime.models.common.table import EXPERT, FamilyTable, Head, ModelSizes, Row, Spread, Unit
 from slime.models.family import Family
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ class GptOss(Family):
         """With sinks, and a window where the layer has one."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from slime.models.common.layers import packed_attention
-        from slime.models.gpt_oss.sinks import SinkAttention
+        from slime.models.common.packed_attention import packed_attention
+        from slime.models.gpt_oss.layers import SinkAttention
 
         slides = hf_config["layer_types"][layer] == "sliding_attention"
         window = int(hf_config["sliding_window"]) if slides else None
@@ -99,7 +98,7 @@ class GptOss(Family):
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
         """Experts with biases."""
-        from slime.models.gpt_oss.experts import BiasedExpertLayer
+        from slime.models.gpt_oss.layers import BiasedExpertLayer
 
         return BiasedExpertLayer
 

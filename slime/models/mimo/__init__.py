@@ -6,8 +6,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.mtp import CARRIED_DRAFT, HeadForm, as_draft, head_rows, layer_rows, only_layer, trains_mtp
 from slime.models.common.rows import Rows, attention, decoder_table, mlp, pre_norm
-from slime.models.common.spread import PLAIN, Spread
-from slime.models.common.table import DRAFT, FamilyTable, ModelSizes
+from slime.models.common.table import DRAFT, PLAIN, FamilyTable, ModelSizes, Spread
 from slime.models.qwen2 import Qwen2
 
 _HF = "model.mtp_layers.0."

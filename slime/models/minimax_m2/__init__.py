@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
-from slime.models.common.experts import sigmoid_experts
+from slime.models.common.config import sigmoid_experts
 from slime.models.common.rows import Rows, attention, column, decoder_table, experts, pre_norm
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import FamilyTable, ModelSizes, Row, Unit
+from slime.models.common.table import FamilyTable, Head, ModelSizes, Row, Spread, Unit
 from slime.models.family import Family
 
 if TYPE_CHECKING:
@@ -62,14 +61,14 @@ class MiniMaxM2(Family):
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """With norms over all heads."""
-        from slime.models.common.layers import packed_attention
-        from slime.models.minimax_m2.whole_norm import WholeNormedAttention
+        from slime.models.common.packed_attention import packed_attention
+        from slime.models.minimax_m2.layers import WholeNormedAttention
 
         return packed_attention(config, standard, WholeNormedAttention)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
         """Experts whose router is float32."""
-        from slime.models.common.moe import WideRoutedExperts
+        from slime.models.common.mlp import WideRoutedExperts
 
         return WideRoutedExperts
 

@@ -7,8 +7,7 @@ from typing import Any
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import FamilyTable
+from slime.models.common.table import FamilyTable, Head, Spread
 from slime.models.family import Family
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
-from slime.models.common.experts import softmax_experts
-from slime.models.common.hf_config import is_sparse
+from slime.models.common.config import is_sparse, softmax_experts
 from slime.models.common.rows import attention, decoder_table, experts, mlp, pre_norm
-from slime.models.common.spread import Head, Spread
-from slime.models.common.table import FamilyTable
+from slime.models.common.table import FamilyTable, Head, Spread
 from slime.models.family import Family
 
 

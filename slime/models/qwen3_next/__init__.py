@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig, num_experts_of
 from slime.models import FAMILIES
-from slime.models.common.experts import softmax_experts
+from slime.models.common.config import softmax_experts
 from slime.models.common.flops import AttentionCost
 from slime.models.common.mtp import trains_mtp
-from slime.models.common.spread import Spread
-from slime.models.common.table import FamilyTable
+from slime.models.common.table import FamilyTable, Spread
 from slime.models.family import Family
-from slime.models.qwen3_next.flops import mixer_cost
-from slime.models.qwen3_next.linear import is_linear, split_problem
-from slime.models.qwen3_next.weights import qwen_next_table
+from slime.models.qwen3_next.config import is_linear, mixer_cost, qwen_next_table, split_problem
 from slime.settings.fields import opt
 
 if TYPE_CHECKING:
@@ -117,9 +114,8 @@ class Qwen3Next(Family):
         """A gated delta net, or attention with a gate."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from slime.models.common.layers import packed_attention
-        from slime.models.qwen3_next.gated_attention import GatedAttention
-        from slime.models.qwen3_next.gated_delta import GatedDeltaNet
+        from slime.models.common.packed_attention import packed_attention
+        from slime.models.qwen3_next.layers import GatedAttention, GatedDeltaNet
 
         if is_linear(hf_config, layer):
             params = {"hf_config": hf_config, "backend": self.qwen_gdn_backend}

@@ -11,14 +11,13 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
-from slime.models.common.spread import PLAIN, Spread
-from slime.models.common.table import FamilyTable, Row
+from slime.models.common.table import PLAIN, FamilyTable, Row, Spread
 from slime.models.qwen3 import Qwen3
 
 if TYPE_CHECKING:
     import torch
 
-    from slime.models.common.images import ImageProcessor, VisionTower
+    from slime.models.common.vision import ImageProcessor, VisionTower
     from slime.settings import Args
 
 LANGUAGE, TOWER = "model.language_model.", r"(model\.)?visual\."
@@ -95,13 +94,13 @@ class Qwen3VL(Qwen3):
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> VisionTower:
         """Transformers' own."""
-        from slime.models.qwen3_vl.tower import Qwen3VLTower
+        from slime.models.qwen3_vl.layers import Qwen3VLTower
 
         return Qwen3VLTower(hf_config, weights, dtype=dtype, device=device)
 
     def layer(self, hf_config: HfConfig, number: int) -> type | None:
         """The first ones add what deeper layers of the tower see."""
-        from slime.models.qwen3_vl.layer import SeeingLayer
+        from slime.models.qwen3_vl.layers import SeeingLayer
 
         deep = (hf_config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
         return SeeingLayer if number < len(deep) else None

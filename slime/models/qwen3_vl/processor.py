@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from slime.core.errors import ConfigError, DataError
 from slime.core.hf_config import HfConfig
-from slime.models.common.images import Int64s
+from slime.models.common.vision import Int64s
 
 SETTINGS = "preprocessor_config.json"
 

@@ -20,10 +20,10 @@ from slime.compat import megatron_moe, megatron_weight_gradients
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import Family, family_of, table_for
-from slime.models.common.hf_config import rope_of
-from slime.models.common.layers import rotates_by_megatron
+from slime.models.common.config import rope_of
 from slime.models.common.mtp import trains_mtp
 from slime.models.common.mtp_layer import MultiTokenHead
+from slime.models.common.packed_attention import rotates_by_megatron
 from slime.models.common.rotary import Rotary, attention_factor, inverse_frequencies
 from slime.settings.args import Args
 from slime.training.model.config import transformer_config

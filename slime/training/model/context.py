@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from slime.data.context_split import split_context
-from slime.models.common.attention import PackedSequences
+from slime.models.common.packed_attention import PackedSequences
 from slime.ops.repeats import Repeats, repeat_rows
 
 ASKED = "asked_positions"

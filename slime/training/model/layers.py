@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import Family
-from slime.models.common.norm import RMSNorm
-from slime.models.common.routing_replay import RoutedLayer
+from slime.models.common.mlp import RoutedLayer
+from slime.models.common.packed_attention import RMSNorm
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:

@@ -31,7 +31,7 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import linear
 
 from slime.core.errors import ConfigError
-from slime.models.common.stacked_experts import StackedLinear
+from slime.models.common.mlp import StackedLinear
 from slime.models.common.table import FamilyTable
 from slime.settings.args import Args
 from slime.training.model.names import global_names

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slime.models.common.attention import PackedSequences
-from slime.models.common.images import VisionTower
 from slime.models.common.mtp_layer import MultiTokenHead, following
+from slime.models.common.packed_attention import PackedSequences
 from slime.models.common.rotary import Rotary
+from slime.models.common.vision import VisionTower
 from slime.ops.repeats import repeat_rows
 from slime.training.model.draft import embedded_tokens
 from slime.training.model.log_probs import (

@@ -24,7 +24,7 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import ConfigError, DataError
 from slime.core.files import ImageFolder
 from slime.data.packing import PackedBatch
-from slime.models.common.images import ImageProcessor, Int64s, RowImages
+from slime.models.common.vision import ImageProcessor, Int64s, RowImages
 
 _NAMES = ("pixels", "rows", "features", "positions")
 

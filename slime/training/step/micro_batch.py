@@ -33,8 +33,8 @@ from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import PackedBatch, pack
 from slime.data.schedule import Schedule, build_schedule
 from slime.data.shared_prefixes import Prefixes, Shared
-from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
+from slime.models.common.packed_attention import PackedSequences
 from slime.settings import Args
 from slime.training.model.context import ASKED, RowPlan
 from slime.training.step.images import BatchImages

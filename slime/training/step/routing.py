@@ -27,8 +27,8 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
 from slime.core.routed_experts import Ids, not_recorded
 from slime.data.packing import PackedBatch
-from slime.models.common.attention import RowShard
-from slime.models.common.routing_replay import RowRouting
+from slime.models.common.mlp import RowRouting
+from slime.models.common.packed_attention import RowShard
 from slime.settings import Args
 
 Kept = dict[tuple[int, ...], dict[int, Tensor]]

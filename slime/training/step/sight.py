@@ -13,7 +13,7 @@ from slime.core.files import ImageFolder
 from slime.core.hf_config import HfConfig
 from slime.core.ports import Digest
 from slime.models import family_of, table_for
-from slime.models.common.images import ImageProcessor, VisionTower
+from slime.models.common.vision import ImageProcessor, VisionTower
 from slime.settings import Args
 from slime.training.model.config import training_dtype
 from slime.training.model.policy import PolicyModel

@@ -38,7 +38,7 @@ def problem() -> dict[str, torch.Tensor]:
 
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
-    from slime.models.common.attention import PackedAttention
+    from slime.models.common.packed_attention import PackedAttention
     from slime.training.model.context import ASKED, RowPlan, packed_sequences
     from slime.training.model.log_probs import VocabShard, token_log_probs
 

@@ -97,7 +97,7 @@ def test_in_bfloat16_the_norm_of_the_indexer_stays_wide(tmp_path: Path, make_bac
 
 
 def test_a_stage_that_begins_with_a_shared_choice_is_refused() -> None:
-    from slime.models.deepseek.latent_attention import check_stages
+    from slime.models.deepseek.layers import check_stages
 
     kinds = ["full", "shared", "shared", "full"]
     with pytest.raises(ConfigError, match="layer 2"):

@@ -365,7 +365,7 @@ def trained_with_replay(samples: list[Sample], checkpoint: Path, make_backend: C
 @contextlib.contextmanager
 def watching(backend: Any) -> Iterator[dict[int, list[Any]]]:
     """Layer -> the sets of experts [T, EXPERTS] of each of its router's calls."""
-    from slime.models.common.moe import ExactRouter
+    from slime.models.common.mlp import ExactRouter
 
     seen: dict[int, list[Any]] = {layer: [] for layer in range(LAYERS)}
     routers = [m for chunk in backend._trainable.chunks for m in chunk.modules() if isinstance(m, ExactRouter)]

@@ -21,7 +21,7 @@ FAMILY = '''
 from megatron.core.transformer.attention import SelfAttention
 
 from slime.models import FAMILIES, Family
-from slime.models.common.layers import packed_attention
+from slime.models.common.packed_attention import packed_attention
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
 
 BUILT = []

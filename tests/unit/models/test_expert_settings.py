@@ -10,7 +10,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.models import architecture
-from slime.models.common.hf_config import is_sparse
+from slime.models.common.config import is_sparse
 from slime.settings import parse_args
 from slime.settings.schema import contradictions
 from tests.support.command_line import complete, refused

@@ -13,9 +13,9 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from slime.core.errors import ConfigError
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
-from slime.models.deepseek import sparse_indexer
-from slime.models.deepseek.indexer import indexer_kinds
-from slime.models.deepseek.sparse_indexer import SparseIndexer, masks_of
+from slime.models.deepseek import layers
+from slime.models.deepseek.config import indexer_kinds
+from slime.models.deepseek.layers import SparseIndexer, masks_of
 
 DEEPSEEK_V3 = {
     "type": "yarn",
@@ -72,7 +72,7 @@ def _indexers() -> tuple[SparseIndexer, Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("at_once", [1, 8 * 11 * 4, 1 << 27])
 def test_the_indexer_chooses_what_transformers_chooses(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_indexer, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(layers, "SCORES_AT_ONCE", at_once)
     own, theirs, _ = _indexers()
     assert not any(p.requires_grad for p in own.parameters())
     lengths = (11, 3, 5, 9)

@@ -14,7 +14,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from slime.compat import megatron_cpu, megatron_moe
-from slime.models.common.moe import ExactRouter
+from slime.models.common.mlp import ExactRouter
 
 EXPERTS, HIDDEN, TOKENS = 16, 32, 200
 TOPK = 4

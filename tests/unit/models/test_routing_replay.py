@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.models.common.routing_replay import RowRouting
+from slime.models.common.mlp import RowRouting
 from tests.unit.models.test_router import EXPERTS, TOKENS, TOPK, router, states
 
 RECORD = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :TOPK].to(torch.uint8)

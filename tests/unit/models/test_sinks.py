@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, eager_attention_forward
 
-from slime.models.common.attention import PackedSequences
-from slime.models.gpt_oss import sinks
-from slime.models.gpt_oss.experts import clamped_swiglu
+from slime.models.common.packed_attention import PackedSequences
+from slime.models.gpt_oss import layers
+from slime.models.gpt_oss.layers import clamped_swiglu
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -26,7 +26,7 @@ def core(window: int | None) -> Any:
         tensor_model_parallel_size=1,
         params_dtype=torch.float32,
     )
-    attention = sinks.SinkAttention(config, 1, None, "self", window=window)
+    attention = layers.SinkAttention(config, 1, None, "self", window=window)
     torch.nn.init.uniform_(attention.sinks, -2.0, 2.0)
     return attention
 
@@ -49,7 +49,7 @@ def reference(attention: Any, query: Tensor, key: Tensor, value: Tensor, behind:
 def test_a_row_attends_as_each_of_its_sequences_in_transformers(
     window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr(layers, "QUERIES_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     attention, queries, keys = core(window), (7, 1, 5), (7, 1, 9)
     rows = [(sum(queries), HEADS), (sum(keys), GROUPS), (sum(keys), GROUPS)]

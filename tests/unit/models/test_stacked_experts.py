@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from slime.compat import megatron_cpu, megatron_moe
-from slime.models.common.stacked_experts import StackedExperts
+from slime.models.common.mlp import StackedExperts
 
 HIDDEN, FEATURES = 32, 24
 

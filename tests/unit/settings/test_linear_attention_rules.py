@@ -10,7 +10,7 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
 from slime.models import architecture
-from slime.models.qwen3_next.linear import is_linear
+from slime.models.qwen3_next.config import is_linear
 from slime.settings import parse_args
 from tests.support.command_line import refused
 from tests.support.qwen_next import EXPERTS, LINEAR

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm
 from slime.core.batch import TrainBatch
-from slime.models.common.attention import PackedAttention, PackedSequences
+from slime.models.common.packed_attention import PackedAttention, PackedSequences
 from slime.models.common.rotary import cos_sin
 from slime.ops.qk_rotary import rotate
 from slime.training.model.log_probs import TokenScores, VocabShard, score_tokens

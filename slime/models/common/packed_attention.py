@@ -1,14 +1,10 @@
-"""Packed causal attention, which stock Megatron lacks without Transformer Engine; whole rows and context parallel.
-
-`PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
-queries are this rank's chunks, the keys those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section 3.3.2),
-and causality is aligned at the end of both. A sequence that goes on behind a prefix that samples share has the keys of
-that prefix before its own, copied in the row. `RotatingAttention` is the layer around it: Megatron's, but for the way
-from the projection to queries and keys, which is one op (`slime.ops.qk_rotary`) with the angles of the whole row.
+"""Attention as Megatron lacks it without Transformer Engine: packed rows, context parallelism, and the norm of queries
+and keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,20 +14,56 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.models.common.images import RowImages
-from slime.models.common.norm import RMSNorm
+from slime.models.common.vision import RowImages
 from slime.ops import attention as ops
+from slime.ops.norm import rms_norm
 from slime.ops.qk_rotary import Heads, split_and_rotate
 from slime.ops.repeats import Repeats, repeated
 from slime.ops.select import REFERENCE, name_of
 
+# A root mean square norm that does what `transformers` does (float32 statistics, weight in the model's dtype).
+#
+# It allows sequence parallelism, which Megatron's wrapper of `torch.nn.RMSNorm` refuses.
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm over the last dimension (Zhang and Sennrich 2019), in the arithmetic of `transformers`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums such gradients over the ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H] in the dtype of `x`."""
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+
+
+def current_device() -> torch.device:
+    """Where parameters are made: this rank's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+# Packed causal attention, which stock Megatron lacks without Transformer Engine; whole rows and context parallel.
+#
+# `PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
+# queries are this rank's chunks, the keys those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section
+# 3.3.2), and causality is aligned at the end of both. A sequence that goes on behind a prefix that samples share has
+# the keys of that prefix before its own, copied in the row. `RotatingAttention` is the layer around it: Megatron's, but
+# for the way from the projection to queries and keys, which is one op (`slime.ops.qk_rotary`) with the angles of the
+# whole row.
+
 
 class Choices(Protocol):
-    """Where experts come from, as a router asks while its layer runs. See `slime.models.common.routing_replay`."""
+    """Where experts come from, as a router asks while its layer runs. See `slime.models.common.mlp`."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
         """own [T, topk] of layer `layer`, counted from 0 over the whole model -> the choice [T, topk] int64."""
@@ -227,3 +259,24 @@ def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
         return None
     assert isinstance(norm, RMSNorm), f"a norm of heads of type {type(norm).__name__}: override `rotated` for it"
     return norm.weight
+
+
+# Megatron's attention with what it lacks without Transformer Engine: packed rows, and our norm of q and k.
+
+
+def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: type | None = None) -> ModuleSpec:
+    """`standard`, Megatron's local attention, with a packed core; `module` is a class of its own, if it needs one.
+
+    A class that derives from `RotatingAttention` has the ops of this device. One that derives from Megatron's
+    `SelfAttention` alone works as well, with Megatron's rotary embedding, a loop over the sequences in every layer.
+    """
+    parts = dataclasses.replace(standard.submodules, core_attention=PackedAttention)
+    if config.qk_layernorm:
+        parts.q_layernorm = parts.k_layernorm = RMSNorm
+    return ModuleSpec(module=module or RotatingAttention, params=standard.params, submodules=parts)
+
+
+def rotates_by_megatron(attention: object) -> bool:
+    """Whether the attention module of a layer is Megatron's own or derives from it alone: it wants its table."""
+    module = attention.module if isinstance(attention, ModuleSpec) else attention
+    return isinstance(module, type) and issubclass(module, SelfAttention) and not issubclass(module, RotatingAttention)

@@ -1,14 +1,35 @@
-"""The vision tower of Qwen3-VL: transformers' own module, frozen."""
+"""Layers of Qwen3-VL: the frozen vision tower, and decoder layers that take its deeper features."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import HfConfig
+
+# A decoder layer behind which the features of a deeper layer of the vision tower are added (DeepStack,
+# arXiv:2406.04334).
+
+
+class SeeingLayer(TransformerLayer):
+    """Megatron's, but for rows with images."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, called by its block with the row's `PackedSequences` as `packed_seq_params`."""
+        hidden, context = super().forward(*args, **kwargs)
+        packed = kwargs.get("packed_seq_params")
+        images = None if packed is None else packed.images
+        if images is not None:
+            hidden = hidden.index_add(0, images.rows, images.deep[self.layer_number - 1])
+        return hidden, context
+
+
+# The vision tower of Qwen3-VL: transformers' own module, frozen.
 
 ROWS = 64
 """SGLang pads what it holds as an embedding, the positions of patches among it, to a multiple of so many rows."""

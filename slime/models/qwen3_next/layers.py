@@ -1,18 +1,4 @@
-"""The gated delta net (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and Qwen3.5: a linear-attention mixer.
-
-Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads of this one are split over
-tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is
-the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
-
-Convolution and recurrence run through whole sequences. Under context parallelism a rank has chunks of them, so key
-heads are split once more: before the convolution each rank gives its tokens of all heads for all tokens of its heads,
-and after the recurrence back (`RowShard.by_heads`). Projections, norm and gate take each token by itself, and stay.
-
-Invariants
-1. Convolution and recurrence start over at each sequence of a packed row.
-2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
-3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key heads.
-"""
+"""Layers of Qwen3-Next, Qwen3.5 and 3.6: the gated delta net, and full attention with a gate."""
 
 from __future__ import annotations
 
@@ -32,9 +18,25 @@ from torch.nn import functional
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
-from slime.models.common.attention import PackedSequences
+from slime.models.common.packed_attention import PackedSequences, RotatingAttention
+from slime.models.qwen3_next.config import split_problem
 from slime.models.qwen3_next.delta_rule import delta_rule
-from slime.models.qwen3_next.linear import split_problem
+from slime.ops.qk_rotary import rotate
+
+# The gated delta net (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and Qwen3.5: a linear-attention mixer.
+#
+# Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads of this one are split over
+# tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is
+# the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
+#
+# Convolution and recurrence run through whole sequences. Under context parallelism a rank has chunks of them, so key
+# heads are split once more: before the convolution each rank gives its tokens of all heads for all tokens of its heads,
+# and after the recurrence back (`RowShard.by_heads`). Projections, norm and gate take each token by itself, and stay.
+#
+# Invariants
+# 1. Convolution and recurrence start over at each sequence of a packed row.
+# 2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
+# 3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key heads.
 
 
 class GatedDeltaNet(torch.nn.Module):
@@ -155,3 +157,37 @@ def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Ten
     """[T] int64: where each token goes when `spacing` entries are put ahead of each sequence."""
     ahead = spacing * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + ahead).to(device)
+
+
+# Full attention whose output passes a sigmoid gate (Qwen3-Next, Qwen3.5).
+#
+# HF's `q_proj` holds [q; gate] per head, so `linear_qkv` holds [q, gate, q, gate, ..., k, v] per KV head; Megatron's
+# own gated attention expects [q..., gate..., k, v]. Norms are ops of this device; the split and the rotation are in
+# plain PyTorch, with the angles of the whole row.
+
+
+class GatedAttention(RotatingAttention):
+    """Needs `attention_output_gate` in the configuration."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_given: Any, **_unused: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[T, 1, H] -> query [T, 1, heads, d], key and value [T, 1, groups, d], gate [T, 1, heads, d]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        heads = mixed.unflatten(-1, (groups, -1, size))
+        queries, key, value = heads.split([heads.size(-2) - 2, 1, 1], dim=-2)
+        query, gate = (x.flatten(2, 3) for x in queries.unflatten(-2, (-1, 2)).unbind(-2))
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2), gate
+
+    def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], gate [T, 1, heads, d]."""
+        assert packed.rotary is not None, "the model makes cos and sin before its first layer"
+        query, key, value, gate = self.get_query_key_value_tensors(hidden_states)
+        interleaved = self.config.rotary_interleaved
+        query, key = (rotate(x.squeeze(1), *packed.rotary, interleaved=interleaved) for x in (query, key))
+        return query, key, value.squeeze(1), gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's own is compiled, which a CPU may lack."""
+        return x * gate.flatten(2).sigmoid()

@@ -1,21 +1,49 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: gated delta nets and gated attention, dense or with experts.
-
-Both orders of the released files make one Megatron parameter: Qwen3-Next lays its projections out per key head, while
-Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is
-carried along; so are layers for multi-token prediction.
-"""
+"""Qwen3-Next, Qwen3.5 and 3.6 without a tensor: the weight map, multiply-adds, and which layers have linear
+attention."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from slime.core.hf_config import HfConfig
-from slime.models.common.hf_config import is_sparse
+from slime.models.common.config import is_sparse
+from slime.models.common.flops import AttentionCost, grouped_query_cost, head_sizes
 from slime.models.common.mtp import CARRIED_DRAFT, as_draft, head_rows, layer_rows
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
-from slime.models.common.spread import Spread
-from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row
-from slime.models.qwen3_next.linear import is_linear
+from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Spread
+
+# Which layers have linear attention, and how far its heads can be split.
+
+
+def is_linear(config: HfConfig, layer: int) -> bool:
+    """Whether the layer's attention is linear; the others have full attention. False for families without any."""
+    if kinds := config.get("layer_types"):
+        return bool(kinds[layer] == "linear_attention")
+    if not config.get("linear_num_key_heads"):
+        return False
+    return (layer + 1) % int(config.get("full_attention_interval") or 4) != 0
+
+
+def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
+    """Why these ranks cannot share the heads of linear attention; None if they can. Each has whole key heads."""
+    if key_heads % (tp_size * cp_size) == 0:
+        return None
+    if cp_size == 1:
+        return (
+            f"got tensor_model_parallel_size {tp_size} for {key_heads} key heads of linear attention; choose a divisor"
+        )
+    return (
+        f"got tensor_model_parallel_size {tp_size} and context_parallel_size {cp_size} for {key_heads} key heads of "
+        f"linear attention, each of which runs through whole sequences on one of these {tp_size * cp_size} ranks; "
+        "choose sizes whose product divides the heads"
+    )
+
+
+# Qwen3-Next, Qwen3.5 and 3.6: gated delta nets and gated attention, dense or with experts.
+#
+# Both orders of the released files make one Megatron parameter: Qwen3-Next lays its projections out per key head, while
+# Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is
+# carried along; so are layers for multi-token prediction.
 
 CARRIED = (r"mtp\.", r"(model\.)?visual\.")
 """HF tensors for multi-token prediction and of the vision tower."""
@@ -117,3 +145,25 @@ def _as_served(row: Row) -> Row:
     zero_centred = row.megatron.endswith("norm.weight") and not row.megatron.endswith("out_norm.weight")
     plus_one = f"{engine.removesuffix('weight')}gemma_weight" if zero_centred else ""
     return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)
+
+
+# Multiply-adds of gated delta nets and of gated attention.
+
+
+def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
+    """Of one layer: linear attention, or full attention, whose heads have a gate each."""
+    if is_linear(config, layer):
+        return AttentionCost(_delta_net(config))
+    plain = grouped_query_cost(config, layer)
+    heads, _, head_dim = head_sizes(config)
+    return dataclasses.replace(plain, per_token=plain.per_token + int(config["hidden_size"]) * head_dim * heads)
+
+
+def _delta_net(config: HfConfig) -> int:
+    """Per token: projections, convolution and recurrence (S k, the outer product and S q for each value head; in chunks
+    it takes more, and is faster)."""
+    key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
+    qkv = 2 * key_heads * key_dim + value_heads * value_dim
+    projections = int(config["hidden_size"]) * (qkv + 2 * value_heads * (value_dim + 1))
+    return projections + qkv * int(config["linear_conv_kernel_dim"]) + 3 * value_heads * key_dim * value_dim

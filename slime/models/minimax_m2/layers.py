@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.models.common.attention import PackedSequences, RotatingAttention
-from slime.models.common.norm import current_device
+from slime.models.common.packed_attention import PackedSequences, RotatingAttention, current_device
 from slime.ops.norm import rms_norm
 from slime.ops.qk_rotary import rotate
 

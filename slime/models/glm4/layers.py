@@ -10,9 +10,8 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.models.common.attention import RotatingAttention
 from slime.models.common.mlp import DenseMLP
-from slime.models.common.norm import RMSNorm
+from slime.models.common.packed_attention import RMSNorm, RotatingAttention
 
 
 class NormedAttention(RotatingAttention):

@@ -1,22 +1,40 @@
-"""Latent attention with experts: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, GLM-5 and its sparse-attention indexer.
-
-Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
-them in one bucket: a second call of its loader forgets what the first kept back. `w_kc` and `w_vc` are not parameters;
-they are made again from `kv_b_proj` after each update. Shared experts have parameters of their own only under
-`--disable-shared-experts-fusion`.
-"""
+"""DeepSeek-V3, GLM-4.7-Flash and GLM-5 without a tensor: the weight map, multiply-adds, and which layers choose
+keys."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from slime.core.hf_config import HfConfig
-from slime.models.common.hf_config import is_sparse
+from slime.models.common.config import is_sparse
+from slime.models.common.flops import AttentionCost
 from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows
 from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
-from slime.models.common.spread import Spread
-from slime.models.common.table import FamilyTable, ModelSizes, Unit
-from slime.models.deepseek.indexer import indexer_kinds
+from slime.models.common.table import FamilyTable, ModelSizes, Spread, Unit
+
+# Which layers of a model with sparse attention choose keys, and which use the choice of a layer before them.
+
+
+def indexer_kinds(config: HfConfig) -> list[str]:
+    """Of each layer "full" (it chooses keys) or "shared" (it uses the choice before it); empty without an indexer."""
+    if not config.get("index_topk"):
+        return []
+    num_layers = int(config["num_hidden_layers"])
+    if kinds := config.get("indexer_types"):
+        return list(kinds)
+    if pattern := config.get("index_topk_pattern"):
+        names = {"F": "full", "S": "shared"}
+        return [names.get(kind, kind) for kind in pattern]
+    every, offset = max(int(config.get("index_topk_freq") or 1), 1), int(config.get("index_skip_topk_offset") or 2)
+    return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(num_layers)]
+
+
+# Latent attention with experts: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, GLM-5 and its sparse-attention indexer.
+#
+# Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
+# them in one bucket: a second call of its loader forgets what the first kept back. `w_kc` and `w_vc` are not
+# parameters; they are made again from `kv_b_proj` after each update. Shared experts have parameters of their own only
+# under `--disable-shared-experts-fusion`.
 
 
 def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
@@ -99,3 +117,24 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
     else:
         mlp_rows = mlp(s.hidden_size, s.intermediate_size)
     return pre_norm(s.hidden_size, latent_attention(s, config, indexer=indexer), mlp_rows)
+
+
+# Multiply-adds of latent attention (DeepSeek-AI 2024, arXiv 2405.04434) and of its sparse indexer.
+
+
+def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
+    """Of one layer. Its queries see `index_topk` keys where there is an indexer, which scores all pairs."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")
+    query = heads * (nope + rope)
+    down_up_q = hidden * query if q_rank is None else int(q_rank) * (hidden + query)
+    down_up_kv = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
+    per_token = down_up_q + down_up_kv + heads * value * hidden
+    window = int(config["index_topk"]) if config.get("index_topk") else None
+    pairs: tuple[tuple[int | None, int], ...] = ((window, heads * (nope + rope + value)),)
+    if (indexer_kinds(config) or ["none"] * (layer + 1))[layer] == "full":
+        index_heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
+        per_token += int(config["q_lora_rank"]) * index_heads * dim + hidden * (dim + index_heads)
+        pairs += ((None, index_heads * (dim + 1)),)
+    return AttentionCost(per_token, pairs)
