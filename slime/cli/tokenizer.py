@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Writes the files beside the released ones. Raises `ConfigError` for another tokenizer."""
     from slime.core.files import FAST
-    from slime.data.tiktoken_files import KEPT, write_fast
+    from slime.data.checkpoint_template import KEPT, write_fast
 
     if not options.folder.is_dir():
         raise ConfigError(f"got {options.folder}, which is not a folder; give a released folder of Kimi-K2")

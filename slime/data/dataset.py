@@ -23,8 +23,8 @@ import numpy as np
 from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
-from slime.data.files import RawRow, read_rows
 from slime.data.images import ImageColumn, Pictures, with_images
+from slime.data.row_files import RawRow, read_rows
 from slime.data.schemes import INPUT, LABEL, METADATA, TOOLS
 from slime.settings.data_files import files_of, scheme_of
 from slime.settings.groups.data import DataSettings

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
-from slime.data.sft import SftTokens, sft_row
+from slime.data.conversations import SftTokens, sft_row
 
 
 class MultiTurnLossMaskGenerator:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from slime.core.errors import ConfigError, DataError
 from slime.core.registry import load_object
-from slime.data.preflight import Look, check_rows, check_template, checkpoint_of, messages_problem
+from slime.data.first_rows import Look, check_rows, check_template, checkpoint_of, messages_problem
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import scheme_of

@@ -16,7 +16,7 @@ from typing import Any
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
-from slime.data.sft import conversation_of, sft_row
+from slime.data.conversations import conversation_of, sft_row
 from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
 from slime.rollout.types import RolloutFnTrainOutput

@@ -1,4 +1,5 @@
-"""What fine-tuning has to train of a row in each family, written down by hand: the oracle of `slime.data.sft`.
+"""What fine-tuning has to train of a row in each family, written down by hand: the oracle of
+`slime.data.conversations`.
 
 Nothing here asks our code. The prompt of a turn is what transformers' `apply_chat_template` makes of the conversation
 up to it, with a generation prompt; the turn is written as the family's model card and parser have it. `Family` says

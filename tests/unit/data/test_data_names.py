@@ -9,7 +9,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.data.dataset import PromptDataset
-from slime.data.files import read_rows
+from slime.data.row_files import read_rows
 from slime.settings.data_files import count_rows, files_of, first_row_names
 
 

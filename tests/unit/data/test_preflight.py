@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
-from slime.data import preflight
+from slime.data import first_rows
 from slime.data.checkpoint_template import CheckpointTemplate
-from slime.data.files import read_rows
-from slime.data.preflight import Look, check_rows, checkpoint_of
+from slime.data.first_rows import Look, check_rows, checkpoint_of
+from slime.data.row_files import read_rows
 from tests.support.tiny import CHAT_TEMPLATE
 
 LOOK = Look(
@@ -56,7 +56,7 @@ def test_bytes_are_not_taken_for_tokens(tmp_path: Path, tiny: CheckpointTemplate
 
 def test_few_characters_may_be_many_tokens(tmp_path: Path, tiny: CheckpointTemplate) -> None:
     """The only prompt that fits is the last one by its characters: such a data set is used."""
-    rows = [{"input": "日" * 6}] * 3 * preflight.CHUNK
+    rows = [{"input": "日" * 6}] * 3 * first_rows.CHUNK
     short = dataclasses.replace(tiny, folder=tmp_path)
     counts = {"日" * 6: 6, "x" * 9: 2}
     looked = look(tmp_path, [*rows, {"input": "x" * 9}], max_prompt_tokens=5)
@@ -204,8 +204,8 @@ def test_only_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
             read.append(raw.line)
             yield raw
 
-    monkeypatch.setattr(preflight, "read_rows", counted)
-    monkeypatch.setattr(preflight, "MOST_ROWS", 10)
+    monkeypatch.setattr(first_rows, "read_rows", counted)
+    monkeypatch.setattr(first_rows, "MOST_ROWS", 10)
     told = check_rows(look(tmp_path, [{}] * 30), None)
     assert told is not None and "of whose first 10 rows" in told and read == list(range(1, 11))
     read.clear()

@@ -9,8 +9,8 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.core.sample import Sample
 from slime.data.dataset import PromptDataset
-from slime.data.files import read_rows
 from slime.data.reasoning_gym_rows import is_held_out, rows
+from slime.data.row_files import read_rows
 from slime.data.schemes.reasoning_gym import Task, parse
 from slime.rewards.graders import make_grader
 from slime.settings.data_files import count_rows

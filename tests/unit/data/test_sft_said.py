@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.said import unsaid
-from slime.data.sft import sft_row
+from slime.data.conversations import sft_row
+from slime.data.spelling import unsaid
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer, runs, spans
 
 TOOLS = [

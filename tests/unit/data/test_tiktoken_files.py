@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from slime.cli.main import main
 from slime.core.errors import ConfigError
 from slime.core.files import is_code
-from slime.data.tiktoken_files import KEPT, PATTERNS, write_fast
+from slime.data.checkpoint_template import KEPT, PATTERNS, write_fast
 from tests.support.command_line import complete, refused
 
 TEXT = (

@@ -25,8 +25,18 @@ from typing import Any
 
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Disarmed
-from slime.data.said import thought_of, unsaid
-from slime.data.spelling import QUESTION, REASONING, THOUGHT_BEGINS, TOOLS, Spelled, Spelling, is_trained, writes_tools
+from slime.data.spelling import (
+    QUESTION,
+    REASONING,
+    THOUGHT_BEGINS,
+    TOOLS,
+    Spelled,
+    Spelling,
+    is_trained,
+    thought_of,
+    unsaid,
+    writes_tools,
+)
 
 Message = Mapping[str, Any]
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)

@@ -23,9 +23,9 @@ from typing import Any
 from slime.core.errors import ConfigError, DataError
 from slime.core.sample import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
+from slime.data.conversations import conversation_of, generation_prompt_problem, trained_turns
 from slime.data.dataset import read_row
-from slime.data.files import RawRow, read_rows
-from slime.data.sft import conversation_of, generation_prompt_problem, trained_turns
+from slime.data.row_files import RawRow, read_rows
 from slime.data.spelling import Spelling
 from slime.settings.data_files import files_of, split_slice
 
@@ -175,7 +175,7 @@ def _columns(raw: RawRow) -> str:
 def _check_conversation(
     look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
 ) -> None:
-    """As `slime.data.sft` wants it. Raises `DataError`."""
+    """As `slime.data.conversations` wants it. Raises `DataError`."""
     messages = conversation_of(row.prompt, row.label, rendered=look.template)
     if look.template or messages is None:
         got = "rendered prompts (--apply-chat-template)" if look.template else f"text in {look.input_key!r}"
