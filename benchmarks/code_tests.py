@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.core.sample import Sample
 from slime.rewards.pool import GraderPool
-from slime.rewards.types import Scored
+from slime.rewards.scores import Scored
 
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 

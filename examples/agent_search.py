@@ -20,7 +20,7 @@ from typing import Any
 from examples.agent_openai_loop import client_of, solve
 from slime.agent.running import execution
 from slime.core.sample import Sample
-from slime.rewards.graders.f1 import TokenF1, words
+from slime.rewards.graders.answers import TokenF1, words
 from slime.rollout.turns import count_tool_call, expect_tools
 
 FLAGS = "--custom-generate-function-path examples.agent_search:generate"

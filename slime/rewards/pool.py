@@ -37,11 +37,12 @@ from typing import Any
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
+from slime.rewards.grader_worker import CONCURRENT_PER_PROCESS, HELD, OFFLINE, ONLINE, load_custom
 from slime.rewards.graders import GRADERS, Grader, Reward
 from slime.rewards.process import GraderDied, GraderProcess, GradingTimeout, ProcessSettings
-from slime.rewards.types import Score, Scored, Unscored
-from slime.rewards.worker import CONCURRENT_PER_PROCESS, HELD, OFFLINE, ONLINE, load_custom
+from slime.rewards.scores import Score, Scored, Unscored
 from slime.settings import Args
+from slime.settings.eval_config import eval_datasets
 
 logger = logging.getLogger(__name__)
 
@@ -364,3 +365,29 @@ def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
     """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
+
+
+# Whether this machine can hold the code that graders run, looked at before any process starts.
+#
+# The settings cannot say it: what is refused here may run on another machine.
+
+ALLOW = "allow_unconfined_code"
+"""Setting of a grader that runs code."""
+
+
+def code_problems(args: Args) -> list[str]:
+    """What is wrong if a grader that the settings name runs code which nothing would hold here; empty if nothing.
+
+    A grader that a row names is refused when it is asked: its samples stay unscored, with the same reason.
+    """
+    named = {args.rm_type, *(one.rm_type for one in eval_datasets(args))}
+    kinds = [GRADERS.get(name) for name in sorted(name for name in named if name)]
+    if not any(kind.runs_code and not settings_of(kind, args).get(ALLOW) for kind in kinds):
+        return []
+    from slime.rewards.graders.sandbox import missing_here, refusal
+
+    try:
+        missing = missing_here()
+    except OSError as error:
+        return [str(error)]
+    return [refusal(missing)] if missing else []

@@ -35,7 +35,7 @@ from slime.core.blame import here, how_it_ended
 from slime.core.errors import SlimeError
 from slime.core.silence import Silence, processor_s, within
 from slime.rewards.environment import grader_environment
-from slime.rewards.worker import HEADER, ONLINE
+from slime.rewards.grader_worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
@@ -128,7 +128,7 @@ class GraderProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "slime.rewards.worker",
+            "slime.rewards.grader_worker",
             str(os.getpid()),
             kind,
             stdin=asyncio.subprocess.PIPE,

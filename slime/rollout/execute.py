@@ -47,7 +47,7 @@ from slime.core.errors import (
 )
 from slime.core.ports import ASK_AGAIN
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
-from slime.rewards.types import Score, Unscored, reason_kind
+from slime.rewards.scores import Score, Unscored, reason_kind
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of

@@ -15,7 +15,7 @@ from typing import Any
 from slime.core.errors import DataError, HookError
 from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, Reward, make_grader
-from slime.rewards.types import Unscored
+from slime.rewards.scores import Unscored
 from slime.rollout.context import current
 from slime.settings import Args
 

@@ -110,7 +110,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "no limit of a grader's memory": Mutation(
         "graders",
-        "rewards/worker.py",
+        "rewards/grader_worker.py",
         "resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))",
         "pass",
     ),

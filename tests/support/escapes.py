@@ -550,7 +550,7 @@ def of_pickle(facts: dict[str, object], chosen: list[str]) -> str:
 TEXT = """
 import sys
 from slime.rewards.held import shut_in
-from slime.rewards.worker import limit_resources
+from slime.rewards.grader_worker import limit_resources
 program = sys.stdin.read()
 limit_resources(int(sys.argv[1]))
 assert shut_in() == ()

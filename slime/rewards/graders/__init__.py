@@ -7,7 +7,8 @@
 
 Built-in ones are the modules of this package; a user's own is named by its import path (`--rm-type my_pkg.my_grader`).
 The fields of a grader that is a dataclass are settings of those names; of the rest of the run it sees nothing. Graders
-run in processes of their own (`slime.rewards.worker`), which import their libraries: here that happens inside methods.
+run in processes of their own (`slime.rewards.grader_worker`), which import their libraries: here that happens inside
+methods.
 
 A name with the prefix `boxed_` grades the content of the last `\\boxed{}` alone.
 """

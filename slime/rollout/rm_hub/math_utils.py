@@ -1,7 +1,7 @@
 """Public names of answers in boxes, for plugins."""
 
+from slime.rewards.graders.answers import boxed_equals as grade_answer_verl
 from slime.rewards.graders.answers import last_boxed as extract_answer
 from slime.rewards.graders.answers import last_boxed as extract_boxed_answer
-from slime.rewards.graders.of_texts import boxed_equals as grade_answer_verl
 
 __all__ = ["extract_answer", "extract_boxed_answer", "grade_answer_verl"]

@@ -20,7 +20,7 @@ from slime.algorithms.advantages.grpo import group_advantages
 from slime.core.batch import TrainBatch
 from slime.core.sample import Sample
 from slime.rewards.pool import GraderPool
-from slime.rewards.types import Scored
+from slime.rewards.scores import Scored
 from slime.rollout.manager import RolloutManager
 from tests.contract.rollout import hostile_rewards
 from tests.support.episode_workers import Workers, with_workers

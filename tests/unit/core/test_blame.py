@@ -11,7 +11,7 @@ from typing import Any
 from slime.core.blame import RAISED_AT, first_line, one_line, place_in, place_of, raised_by_user
 from slime.core.registry import load_object
 from slime.core.sample import Sample
-from slime.rewards.types import reason_kind
+from slime.rewards.scores import reason_kind
 
 
 def error_of(call: Callable[[], Any]) -> Exception:

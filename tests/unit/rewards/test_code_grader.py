@@ -20,9 +20,8 @@ from slime.core.sample import Sample
 from slime.rewards.graders import make_grader
 from slime.rewards.graders.program_tests import ProgramTests, last_program, same_output, same_value
 from slime.rewards.graders.sandbox import Ended, Sandbox, missing_here
-from slime.rewards.pool import GraderPool
-from slime.rewards.preflight import code_problems
-from slime.rewards.types import Scored
+from slime.rewards.pool import GraderPool, code_problems
+from slime.rewards.scores import Scored
 from slime.settings import parse_args
 from tests.support.command_line import complete
 

@@ -13,7 +13,7 @@ from slime.core.errors import ConfigError
 from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, make_grader
 from slime.rewards.pool import GraderPool
-from slime.rewards.types import Score, Scored
+from slime.rewards.scores import Score, Scored
 from slime.settings import parse_args
 from tests.support.command_line import complete, refused
 

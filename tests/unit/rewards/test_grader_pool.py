@@ -31,7 +31,7 @@ from slime.rewards.environment import FEW_THREADS, grader_environment
 from slime.rewards.graders.sandbox import missing_here
 from slime.rewards.held import is_formula
 from slime.rewards.pool import GraderPool
-from slime.rewards.types import Score, Scored, Unscored
+from slime.rewards.scores import Score, Scored, Unscored
 from slime.rollout.clients import grader_pool
 from slime.settings import parse_args
 from slime.settings.flag_table import flag_table

@@ -10,7 +10,7 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, make_grader
 from slime.rewards.graders.answers import last_boxed
-from slime.rewards.types import Scored, Unscored, check_reward, reason_kind
+from slime.rewards.scores import Scored, Unscored, check_reward, reason_kind
 
 LIMIT_S = 30.0
 

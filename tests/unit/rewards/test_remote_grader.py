@@ -15,7 +15,7 @@ from slime.core.errors import DataError, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.rewards.graders.remote import RemoteReward
 from slime.rewards.pool import GraderPool
-from slime.rewards.types import Scored, Unscored
+from slime.rewards.scores import Scored, Unscored
 from tests.support.loopback import served
 
 Answer = Callable[[Any], tuple[int, Any]]

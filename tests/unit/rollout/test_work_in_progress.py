@@ -12,7 +12,7 @@ import pytest
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.sample import Fingerprint, Group, PromptRow, Sample
-from slime.rewards.types import Score, Scored
+from slime.rewards.scores import Score, Scored
 from slime.rollout.context import RolloutContext
 from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.types import Progress

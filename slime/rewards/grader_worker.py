@@ -43,7 +43,7 @@ from slime.core.processes import die_with_parent
 from slime.core.sample import Sample
 from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
 from slime.rewards.held import Gate, shut_in
-from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
+from slime.rewards.scores import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 ONLINE, OFFLINE, HELD = "online", "offline", "held"
 """Kinds of processes: with the network and the settings of the run; without them; and without all but libraries."""
@@ -233,7 +233,7 @@ async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str
 
 
 def main() -> None:
-    """Entry of `python -m slime.rewards.worker PARENT_PID online|offline|held`."""
+    """Entry of `python -m slime.rewards.grader_worker PARENT_PID online|offline|held`."""
     parent, kind = int(sys.argv[1]), sys.argv[2]
     if kind == OFFLINE:
         confine.leave(confine.NEW_NETWORK)
