@@ -26,7 +26,7 @@ import numpy as np
 import ray
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.records import Held, group_of
+from slime.buffer.groups import Held, group_of
 from slime.cluster.episode_actor import worker_fleet
 from slime.core.sample import Group, Sample, Status
 from slime.core.topology import Worker

@@ -28,14 +28,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.account import Account
-from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index_of, oldest_version, reset_group
-from slime.buffer.ledger import Ledger
-from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
+from slime.buffer.account import Account, Ledger
+from slime.buffer.groups import (
+    BLANK,
+    BufferFilter,
+    GroupRecord,
+    Held,
+    Issued,
+    Origin,
+    apply_filter,
+    flatten,
+    group_index_of,
+    group_of,
+    make_group,
+    note_quarantines,
+    num_quarantines,
+    oldest_version,
+    record_of,
+    reset_group,
+)
 from slime.buffer.prompts import Prompts, PromptWalk
-from slime.buffer.records import GroupRecord, Held, group_of, record_of
-from slime.buffer.snapshot import SavedState, Snapshot, check_dataset
-from slime.buffer.storage import read_json
+from slime.buffer.snapshot import SavedState, Snapshot, check_dataset, read_json
 from slime.core.errors import CheckpointError, DataError
 from slime.core.sample import Group, Sample
 

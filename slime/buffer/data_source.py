@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import flatten, group_index_of
-from slime.buffer.records import GroupRecord, Held, group_of
+from slime.buffer.groups import GroupRecord, Held, flatten, group_index_of, group_of
 from slime.buffer.snapshot import SavedState
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample

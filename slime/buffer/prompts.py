@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from slime.core.errors import CheckpointError, DataError
+from slime.core.files import ImageFolder
+from slime.core.hf_config import read_hf_config
 from slime.core.sample import Fingerprint, PromptRow
+from slime.data.images import ImageColumn
+from slime.models import family_of
+from slime.settings import Args
+from slime.settings.groups.data import KIND
 
 
 class Prompts(Protocol):
@@ -97,3 +104,15 @@ class PromptWalk:
                 "got another shuffle of the same rows from the same seed, because NumPy's generator changed between "
                 "versions; do: resume with the NumPy version of the first run"
             )
+
+
+# The column of a run's data that holds images (`--multimodal-keys`), read as its checkpoint reads them.
+
+
+def image_column(args: Args) -> ImageColumn | None:
+    """None for a run without images. Raises `ConfigError` for a checkpoint that cannot read any."""
+    if args.multimodal_keys is None:
+        return None
+    config, folder = read_hf_config(args.hf_checkpoint), Path(args.hf_checkpoint)
+    kept = ImageFolder.of_run(args.run_dir)
+    return ImageColumn(args.multimodal_keys[KIND], family_of(config).images(config, folder), kept)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from slime.buffer.records import Held
+from slime.buffer.groups import Held
 
 
 @dataclass(slots=True)

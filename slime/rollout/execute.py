@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from slime.buffer.groups import reset
-from slime.buffer.records import Held
+from slime.buffer.groups import Held, reset
 from slime.core.blame import asks_again, causes, raised_by_user
 from slime.core.errors import (
     ConfigError,

@@ -33,9 +33,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from slime.buffer.groups import reset_group
-from slime.buffer.origin import note_quarantines, num_quarantines
-from slime.buffer.records import Held, group_of
+from slime.buffer.groups import Held, group_of, note_quarantines, num_quarantines, reset_group
 from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group, Sample
 from slime.rollout.client import RequestScope

@@ -13,10 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.groups import flatten, group_index_of
-from slime.buffer.image_column import image_column
-from slime.buffer.origin import BLANK, Origin, make_group
-from slime.buffer.prompts import PromptWalk
+from slime.buffer.groups import BLANK, Origin, flatten, group_index_of, make_group
+from slime.buffer.prompts import PromptWalk, image_column
 from slime.core.errors import CheckpointError
 from slime.core.sample import Group, Sample
 from slime.data.dataset import load_prompts

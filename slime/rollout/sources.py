@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.image_column import image_column
+from slime.buffer.prompts import image_column
 from slime.buffer.sources import SOURCES, SourceContext
 from slime.data.dataset import PromptDataset
 from slime.data.images import ImageColumn

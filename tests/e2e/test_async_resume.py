@@ -65,7 +65,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
     "checkpoint": (
         [*FULLY_ASYNC, *IN_BACKGROUND],
         [
-            Point("slime.buffer.storage", "write_json", 2, "before"),
+            Point("slime.buffer.snapshot", "write_json", 2, "before"),
             Point(CHECKPOINT, "HashedFile.__exit__", 3, "before", "process"),
             Point(CHECKPOINT, "commit", 2, "before"),
             Point(CHECKPOINT, "_write_json", 4, "before"),  # it has its folder and is not yet the latest
@@ -93,7 +93,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
     "in_place": (
         [*FULLY_ASYNC, "--pause-generation-mode", "in_place", "--save-interval", "2"],
         [
-            Point("slime.buffer.storage", "write_json", 2, "after"),
+            Point("slime.buffer.snapshot", "write_json", 2, "after"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
             Point(SYNC, "_WeightSync._resume", 3, "before"),
         ],
@@ -106,14 +106,14 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
             Point(WORKER, "EpisodeWorker.pause", 2, "before"),
             Point(FLEET, "WorkerFleet.resume", 3, "after"),
             Point(BUFFER, "DataBuffer.put_finished", 9, "after"),
-            Point("slime.buffer.storage", "write_json", 2, "before"),
+            Point("slime.buffer.snapshot", "write_json", 2, "before"),
         ],
     ),
     "one-step-off": (
         [],
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
-            Point("slime.buffer.storage", "write_json", 2, "after"),
+            Point("slime.buffer.snapshot", "write_json", 2, "after"),
             Point(SYNC, "_WeightSync._pause", 3, "after"),
             Point(BUFFER, "DataBuffer.get_groups", 3, "after"),
         ],

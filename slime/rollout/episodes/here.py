@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slime.buffer.records import group_of
+from slime.buffer.groups import group_of
 from slime.core.sample import Group, Sample
 from slime.rollout.execute import (
     Execution,

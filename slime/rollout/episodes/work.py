@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.buffer.records import GroupRecord
+from slime.buffer.groups import GroupRecord
 from slime.core.sample import Group
 from slime.rollout.execute import Outcome
 from slime.rollout.types import DynamicFilterOutput, Progress

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.buffer.records import GroupRecord, record_of
+from slime.buffer.groups import GroupRecord, record_of
 from slime.core.sample import Group
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import Worker

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.records import GroupRecord, Held
+from slime.buffer.groups import GroupRecord, Held
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext

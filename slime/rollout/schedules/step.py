@@ -19,7 +19,7 @@ import asyncio
 import time
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.records import Held
+from slime.buffer.groups import Held
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext

@@ -15,9 +15,7 @@ from safetensors.numpy import save_file
 
 from slime.buffer import snapshot
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import MAX_SAVED_TEXT
-from slime.buffer.origin import note_quarantines, num_quarantines
-from slime.buffer.records import GroupRecord
+from slime.buffer.groups import MAX_SAVED_TEXT, GroupRecord, note_quarantines, num_quarantines
 from slime.core.errors import CheckpointError, DataError, LedgerError
 from slime.core.routed_experts import RoutedExperts
 from slime.core.sample import Fingerprint, Group, PromptRow, Sample, Status
