@@ -31,7 +31,7 @@ from slime.agent.adapters import AgentAdapter
 from slime.agent.template import ConversationTemplate
 from slime.core.sample import Sample
 from slime.data.chat import ChatRenderer
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 
 END = "<|im_end|>"
 SAMPLING = {"max_new_tokens": 1000}

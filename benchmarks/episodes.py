@@ -30,12 +30,12 @@ from slime.buffer.groups import Held, group_of
 from slime.cluster.episode_actor import worker_fleet
 from slime.core.sample import Group, Sample, Status
 from slime.core.topology import Worker
+from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 from slime.rollout.clients import engine_client
 from slime.rollout.context import RolloutContext, current
 from slime.rollout.group_loop import GroupLoop, Policy
-from slime.rollout.hooks import RolloutHooks
 from slime.rollout.types import Progress
-from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
+from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args, parse_args
 from tests.support.rollout import write_checkpoint_stub, write_prompts
 

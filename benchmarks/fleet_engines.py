@@ -26,7 +26,7 @@ from typing import Any
 
 import orjson
 
-from slime.rollout.wire import allow_many_connections
+from slime.rollout.client.wire import allow_many_connections
 
 INTERVAL = 32
 FRAME = struct.Struct("<III")

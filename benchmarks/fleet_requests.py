@@ -32,9 +32,9 @@ import aiohttp
 import orjson
 
 from benchmarks.fleet_engines import FRAME, event, frames
-from slime.rollout.call import Call
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
+from slime.rollout.client.call import Call
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 
 PROMPT_TOKENS, MAX_NEW_TOKENS = 64, 100_000
 STALL_POLL_S = 0.005

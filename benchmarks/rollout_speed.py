@@ -30,9 +30,9 @@ import ray
 from slime.cluster.episode_actor import worker_fleet
 from slime.core.sample import Sample
 from slime.rollout import generate as default
+from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 from slime.rollout.context import current
 from slime.rollout.manager import RolloutManager
-from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.settings import Args, parse_args
 

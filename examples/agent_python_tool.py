@@ -17,7 +17,7 @@ from examples.agent_openai_loop import client_of, solve
 from slime.agent.running import execution
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.sample import Sample
-from slime.rollout.turns import count_tool_call, expect_tools
+from slime.rollout.sample_metrics import count_tool_call, expect_tools
 
 FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate"
 FAILED_CALL, MOST_CHARACTERS, LIMIT_S = 0.1, 400, 10.0

@@ -21,7 +21,7 @@ from examples.agent_openai_loop import client_of, solve
 from slime.agent.running import execution
 from slime.core.sample import Sample
 from slime.rewards.graders.answers import TokenF1, words
-from slime.rollout.turns import count_tool_call, expect_tools
+from slime.rollout.sample_metrics import count_tool_call, expect_tools
 
 FLAGS = "--custom-generate-function-path examples.agent_search:generate"
 NUM_FOUND = 2

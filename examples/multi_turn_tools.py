@@ -25,7 +25,7 @@ from slime.data.chat import ChatRenderer
 from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
 from slime.rollout.generate import generate as one_turn
-from slime.rollout.turns import count_tool_call, expect_tools
+from slime.rollout.sample_metrics import count_tool_call, expect_tools
 
 MAX_TURNS = 4
 ASKED = Message("user", "?")

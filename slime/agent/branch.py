@@ -16,7 +16,7 @@ from slime.agent.messages import Message
 from slime.agent.template import Origin, Tokens
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from slime.agent.branch import Branch, Turn
 from slime.agent.messages import Message
 from slime.agent.template import ConversationTemplate, NotAppended
 from slime.core.sample import TURN_COUNTS, Sample, Status
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 
 FIRST = "first"
 

@@ -22,11 +22,10 @@ from slime.core.errors import ActorDied, WorkerStalled
 from slime.core.text import EngineKeys
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
-from slime.rollout.episodes.fleet import WorkerFleet
-from slime.rollout.episodes.in_order import InOrder
-from slime.rollout.episodes.worker import EpisodeWorker
-from slime.rollout.watchdog import last_words
-from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
+from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
+from slime.rollout.guard import last_words
+from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
+from slime.rollout.workers.fleet import WorkerFleet
 from slime.settings import Args
 
 MOST_CALLS = 100_000

@@ -33,7 +33,7 @@ from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import start_recording
 from slime.observability.tracker import Tracker, Views
-from slime.rollout.watchdog import LAST_WORDS, last_words
+from slime.rollout.guard import LAST_WORDS, last_words
 from slime.settings import Args
 from slime.settings.hooks import check_hooks
 

@@ -31,12 +31,11 @@ from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
-from slime.rollout.held_out import HeldOut
+from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
+from slime.rollout.guard import LAST_WORDS, Watchdog, beside
 from slime.rollout.manager import RolloutManager
-from slime.rollout.threads import beside
+from slime.rollout.sft import HeldOut
 from slime.rollout.types import StepNews
-from slime.rollout.watchdog import LAST_WORDS, Watchdog
-from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.kept_router import AnyRouter
 from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter

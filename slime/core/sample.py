@@ -35,7 +35,8 @@ from slime.core.routed_experts import RoutedExperts, join
 NOT_SAMPLED = -1
 """Weight version of a token that no engine sampled (a prompt, a tool result)."""
 TURN_COUNTS = "turn_counts"
-"""Key of the metadata below which a generate function reports its turns and tool calls (`slime.rollout.turns`)."""
+"""Key of the metadata below which a generate function reports its turns and tool calls
+(`slime.rollout.sample_metrics`)."""
 PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
 """The fields of a sample that are lists of numbers: `tokens`, and those with one entry per response token."""
 
@@ -111,7 +112,7 @@ class Sample:
     """Router affinity for multi-turn work."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `turn_counts`
-    (`slime.rollout.turns`)."""
+    (`slime.rollout.sample_metrics`)."""
     generate_function_path: str | None = None
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
     custom_rm_path: str | None = None

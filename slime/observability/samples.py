@@ -1,7 +1,7 @@
 """What the model said: a few samples of each step and evaluation, kept in `samples.jsonl` for people to read.
 
-The rollout side picks and decodes them (`slime.rollout.shown`), the driver writes them (`SamplesFile`), and the
-console, TensorBoard, W&B, the report and `slime samples` show them. Nothing here is ever encoded again or trained.
+The rollout side picks and decodes them (`slime.rollout.sample_metrics`), the driver writes them (`SamplesFile`), and
+the console, TensorBoard, W&B, the report and `slime samples` show them. Nothing here is ever encoded again or trained.
 
 Invariants
 1. One line is one sample; a line is on disk before the loop goes on.

@@ -19,14 +19,14 @@ from slime.core.errors import HookError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
 from slime.rewards.pool import GraderPool
-from slime.rollout.client import EngineClient
-from slime.rollout.pictures import Pictures
-from slime.rollout.teacher import TeacherClient
+from slime.rollout.client.call import Pictures
+from slime.rollout.client.client import EngineClient
+from slime.rollout.client.teacher_client import TeacherClient
 from slime.rollout.types import Progress
 from slime.settings import Args
 
 if TYPE_CHECKING:
-    from slime.rollout.episodes.here import Episodes
+    from slime.rollout.workers.here import Episodes
 
 
 class Models(dict[str, EngineClient]):

@@ -21,20 +21,22 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from slime.buffer.groups import reset
-from slime.core.errors import DataError, EngineError
+from slime.buffer.groups import flatten, reset
+from slime.core.errors import DataError, EngineError, HookError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
-from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
-from slime.rollout.hooks import RolloutHooks
-from slime.rollout.metrics import pass_rates, spread
-from slime.rollout.turns import turn_metrics
-from slime.rollout.types import RolloutFnEvalOutput
+from slime.rollout.guard import supervised
+from slime.rollout.sample_metrics import pass_rates, sample_metrics, spread, turn_metrics
+from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.user_functions import RolloutHooks, in_thread, load
+from slime.rollout.workers.here import Episodes, Here
 from slime.settings.eval_config import EvalDatasetConfig
+from slime.settings.hooks import is_async
 
 logger = logging.getLogger(__name__)
 
@@ -213,3 +215,49 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     if versions:
         metrics["eval/weight_version"] = float(versions[0])
     return RolloutFnEvalOutput(data, metrics)
+
+
+# User functions of a whole step: `--rollout-function-path` and `--eval-function-path`, called and checked.
+#
+# Waits for: the function, which is awaited if it is async and otherwise runs in a thread, as long as it, or what it
+# starts, makes progress (`--execution-timeout-s`).
+
+
+async def rollout_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnTrainOutput:
+    """The groups that the function returns, with metrics of their samples. Raises `HookError`, and what it raises."""
+    path = context.args.rollout_function_path
+    output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
+    if isinstance(output, list):
+        output = RolloutFnTrainOutput(output)
+    if not hasattr(output, "samples"):
+        raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
+    groups = [flatten(group) for group in output.samples]
+    metrics = sample_metrics(context.args, groups)
+    return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
+
+
+async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
+    """What the function returns. Raises `HookError`, and what it raises."""
+    path = context.args.eval_function_path
+    assert path is not None, "an evaluation without --eval-function-path"
+    output = await _call(path, "eval", context, rollout_id, source, evaluation=True)
+    data = output if isinstance(output, dict) else getattr(output, "data", None)
+    if not isinstance(data, dict) or not all(isinstance(one, dict) and "rewards" in one for one in data.values()):
+        raise HookError(
+            f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput, or its "
+            'data: {dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}'
+        )
+    metrics = {f"eval/{name}": statistics.fmean(one["rewards"]) for name, one in data.items() if one["rewards"]}
+    own = None if isinstance(output, dict) else output.metrics
+    return RolloutFnEvalOutput(data, {**metrics, **(own or {})})
+
+
+async def _call(
+    path: str, kind: str, context: RolloutContext, rollout_id: int, source: object, *, evaluation: bool
+) -> Any:
+    function = load(path, kind)
+    assert function is not None, f"no function behind {path}"
+    given = (context.args, rollout_id, source)
+    call = function if is_async(function) else partial(in_thread, function)
+    limit_s = context.args.execution_timeout_s  # progress of an execution of the step is its own
+    return await supervised(call(*given, evaluation=evaluation), what=path, limit_s=limit_s)

@@ -47,15 +47,14 @@ from slime.core.errors import (
 from slime.core.ports import ASK_AGAIN
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.scores import Score, Unscored, reason_kind
-from slime.rollout.client import REQUEST_SCOPE
+from slime.rollout.client.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
-from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of
-from slime.rollout.progress import waiting
-from slime.rollout.sampling import LIMITS, Limits, seeded
-from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
-from slime.rollout.traced import traced, traced_execution
+from slime.rollout.generate import LIMITS, Limits, seeded
+from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
+from slime.rollout.traces import traced, traced_execution
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.types import DynamicFilterOutput
+from slime.rollout.user_functions import Hook, call_generate, call_sample_hooks, load, name_of
 from slime.settings.eval_config import EvalDatasetConfig
 
 T = TypeVar("T")

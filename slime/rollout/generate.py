@@ -6,15 +6,151 @@ sub-agents, compaction), which share the execution's `index`.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from slime.core.errors import ConfigError, DataError
-from slime.core.sample import Sample, Status
+from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.rollout.client.call import before_stop
 from slime.rollout.context import current
-from slime.rollout.generation import before_stop
-from slime.rollout.sampling import LIMITS, Limits, num_begun
 from slime.rollout.transcript import Transcript
 from slime.settings import Args
+from slime.settings.eval_config import EvalDatasetConfig
+from slime.settings.groups.rollout import RolloutSettings
+from slime.settings.rules import engine_context
+
+# How an execution is sampled: the parameters that engines read, and how many tokens its next request may sample.
+#
+# All of temperature, top_p and top_k are always sent: a missing one would be filled in from the checkpoint's
+# generation config or the engine's defaults, and the log-probs would belong to another distribution.
+#
+# `Limits.next_answer` is the one place that says how long the next answer may get: that of the default `generate`, of
+# an agent, and of a function that posts to `/generate`. Tasks inherit the limits of their execution through `LIMITS`.
+
+MARGIN = 6
+"""SGLang 0.5.16 refuses a prompt that leaves no more than so many tokens of the model's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long the answers of one execution may get, beside the limit of each (`max_new_tokens`)."""
+
+    max_context_len: int | None = None
+    """Tokens of a conversation: what a request reads and samples."""
+    max_total_response_len: int | None = None
+    """Tokens that are sampled in the execution, over all of its answers."""
+    served: int | None = None
+    """Tokens of the model's context, beyond which engines refuse a request."""
+    transcript: Transcript = field(default_factory=Transcript)
+    """What it has sampled so far, by whatever request to the policy."""
+
+    @classmethod
+    def of(
+        cls,
+        args: Args,
+        transcript: Transcript,
+        *,
+        evaluation: bool = False,
+        dataset: EvalDatasetConfig | None = None,
+    ) -> Limits:
+        """Of an execution by the settings, or by those of its `dataset` in an evaluation."""
+        context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
+        if dataset is not None:
+            context, total = dataset.max_context_len, dataset.max_total_response_len
+        elif evaluation:
+            context, total = args.eval_max_context_len, args.eval_max_total_response_len
+        return cls(context, total, _served(args), transcript)
+
+    @property
+    def are_spent(self) -> bool:
+        """Whether the execution may sample no more, whatever it asks for."""
+        return self.max_total_response_len is not None and self._left_in_all() <= 0
+
+    def next_answer(self, most: int, num_read: int, begun: int = 0) -> int:
+        """How many tokens a request that reads `num_read` may sample; 0 if none.
+
+        `most`: of the answer, whose first `begun` tokens are there and among those that are read.
+        """
+        if self.served is not None and num_read >= self.served - MARGIN:
+            return 0
+        left = [most - begun, *(one - num_read for one in (self.served, self.max_context_len) if one is not None)]
+        if self.max_total_response_len is not None:
+            left.append(self._left_in_all())
+        return max(0, min(left))
+
+    def _left_in_all(self) -> int:
+        assert self.max_total_response_len is not None, "there is a limit"
+        return self.max_total_response_len - self.transcript.num_sampled()
+
+
+LIMITS: ContextVar[Limits | None] = ContextVar("slime_limits", default=None)
+"""Of the execution that runs."""
+
+
+def _served(args: Args) -> int | None:
+    """None where engines that run already say themselves how much they serve."""
+    if args.rollout_external_engine_addrs:
+        return None
+    key = (args.hf_checkpoint, args.sglang.get("context_length"), args.sglang.get("allow_auto_truncate"))
+    if key not in _SERVED:  # the file is read once, not for every execution
+        _SERVED[key] = engine_context(args)
+    return _SERVED[key]
+
+
+_SERVED: dict[tuple[Any, ...], int | None] = {}
+
+
+def num_begun(sample: Sample) -> int:
+    """Tokens of the answer that the sample breaks off with; 0 if the model has ended it, or something stands behind."""
+    versions = sample.column("token_versions")
+    if sample.status is Status.COMPLETED or versions is None:
+        return 0
+    others = np.flatnonzero(versions == NOT_SAMPLED)
+    return len(versions) - (int(others[-1]) + 1 if len(others) else 0)
+
+
+def rollout_sampling_params(args: RolloutSettings) -> dict[str, Any]:
+    """Parameters of training rollouts."""
+    params: dict[str, Any] = {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+    }
+    if args.rollout_stop:
+        params["stop"] = list(args.rollout_stop)
+    if args.rollout_stop_token_ids:
+        params["stop_token_ids"] = list(args.rollout_stop_token_ids)
+    return params
+
+
+def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
+    """Parameters of one evaluation dataset. Temperature 0 is greedy."""
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_new_tokens",
+        "repetition_penalty",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+    )
+    given = {name: getattr(dataset, name) for name in names}
+    params = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if v is not None}
+    return {**params, "max_new_tokens": dataset.max_response_len}
+
+
+def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
+    """A copy for one execution; with its own seed where the engine samples by seed."""
+    params = dict(params)
+    if args.sglang.get("enable_deterministic_inference"):
+        params["sampling_seed"] = (args.rollout_seed + index) % 2**31
+    return params
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:

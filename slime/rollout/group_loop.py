@@ -31,23 +31,69 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slime.buffer.groups import Held, group_of, note_quarantines, num_quarantines, reset_group
 from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group, Sample
-from slime.rollout.client import RequestScope
+from slime.rollout.client.client import RequestScope
 from slime.rollout.context import RolloutContext, use
-from slime.rollout.counts import StepCounts
-from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.execute import GIVEN_UP, GroupResult, Outcome, failure_kind
-from slime.rollout.hooks import RolloutHooks, in_time
-from slime.rollout.metrics import sample_metrics
-from slime.rollout.sampling import rollout_sampling_params
-from slime.rollout.supervise import END_LIMIT_S, end_tasks
-from slime.rollout.threads import beside
+from slime.rollout.generate import rollout_sampling_params
+from slime.rollout.guard import END_LIMIT_S, beside, end_tasks
+from slime.rollout.sample_metrics import sample_metrics
 from slime.rollout.transcript import Seals
 from slime.rollout.types import DynamicFilterOutput, RolloutFnTrainOutput
+from slime.rollout.user_functions import RolloutHooks, in_time
+from slime.rollout.workers.here import Episodes, Here
+
+# What a group loop counts between two batches.
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counters of groups, from zero; a new record for each batch."""
+
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Reason -> groups that the dynamic filter dropped."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Kind of failure -> groups given up."""
+    retried: Counter[str] = field(default_factory=Counter)
+    """Kind of failure -> tries that are followed by another."""
+    num_surplus: int = 0
+    """Finished after the batch was full."""
+    num_aborted: int = 0
+    """Interrupted on purpose."""
+    num_reset: int = 0
+    """Begun by an earlier step, and started over."""
+    num_quarantined: int = 0
+    """Without an answer, and kept from the buffer."""
+    dropped: list[Held] = field(default_factory=list)
+    """What the dynamic filter dropped; kept for `--rollout-all-samples-process-path` only."""
+    idle_s: float = 0.0
+    """Time in which no group ran."""
+    started: float = field(default_factory=time.monotonic)
+
+    def metrics(self) -> dict[str, float]:
+        """The counters under the names of the log."""
+        counts: dict[str, float] = {}
+        counts |= {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.filtered.items()}
+        counts |= {f"rollout/failed/{kind}": count for kind, count in self.failed.items()}
+        counts |= {f"rollout/retried/{kind}": count for kind, count in self.retried.items()}
+        counts |= {
+            "rollout/num_filtered_groups": self.filtered.total(),
+            "rollout/num_failed_groups": self.failed.total(),
+            "rollout/num_retried_groups": self.retried.total(),
+            "rollout/num_quarantined_groups": self.num_quarantined,
+            "rollout/num_unscored_groups": sum(n for kind, n in self.retried.items() if kind.startswith("unscored")),
+            "rollout/num_surplus_groups": self.num_surplus,
+            "rollout/num_aborted_groups": self.num_aborted,
+            "rollout/num_reset_groups": self.num_reset,
+            "perf/rollout_time": time.monotonic() - self.started,
+        }
+        return {name: float(value) for name, value in counts.items()}
+
 
 logger = logging.getLogger(__name__)
 

@@ -18,35 +18,84 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.core.batch import TrainBatch
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.errors import HookError
+from slime.core.sample import Sample
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import Worker
-from slime.rollout.batch_account import BatchAccount
-from slime.rollout.clients import grader_pool, model_clients, teacher_client
+from slime.rollout.client.client import EngineClient
+from slime.rollout.clients import (
+    grader_pool,
+    load_data_source,
+    load_eval_datasets,
+    load_tokenizer,
+    model_clients,
+    teacher_client,
+)
 from slime.rollout.context import Models, RolloutContext, use
-from slime.rollout.convert import to_train_batch
-from slime.rollout.episodes.fleet import WorkerFleet
-from slime.rollout.episodes.here import Here
-from slime.rollout.evaluate import evaluate
-from slime.rollout.held_out import HeldOut, held_out_batches
-from slime.rollout.hooks import in_time, is_logged_by_user
-from slime.rollout.metrics import speed
-from slime.rollout.mismatch_probe import MismatchProbe
-from slime.rollout.recorder import Recorder
+from slime.rollout.evaluate import evaluate, evaluate_by_function
+from slime.rollout.generate import rollout_sampling_params
+from slime.rollout.guard import beside, end_tasks, supervised
+from slime.rollout.recordings import Recorder
+from slime.rollout.sample_metrics import Showcase, speed, staleness
 from slime.rollout.schedules import SCHEDULES
-from slime.rollout.shown import Showcase
-from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
-from slime.rollout.staleness import staleness
-from slime.rollout.step_functions import evaluate_by_function
-from slime.rollout.supervise import end_tasks, supervised
-from slime.rollout.threads import beside
-from slime.rollout.traffic import traffic_metrics
+from slime.rollout.sft import HeldOut, held_out_batches
+from slime.rollout.traces import traffic_metrics
+from slime.rollout.train_batch import BatchAccount, to_train_batch
 from slime.rollout.types import Progress, RolloutFnTrainOutput
+from slime.rollout.user_functions import in_time, is_logged_by_user
+from slime.rollout.workers.fleet import WorkerFleet
+from slime.rollout.workers.here import Here
 from slime.settings import Args
 from slime.settings.groups.evaluation import measures_loss
+from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.topology_yaml import topology_of
+
+# The probe: short fresh answers, for which the trainer compares its log-probs with the engines'.
+#
+# For schedules whose batches are older than the trainer's weights; in any other the batch itself is that comparison.
+# What is sampled here stays outside the Data Buffer, is not graded and never trained.
+
+NUM_PROMPTS, NUM_TOKENS = 16, 64
+"""Most prompts, and most tokens of each answer, of one probe."""
+
+
+class MismatchProbe:
+    """Remembers prompts of the last batch, and asks them again."""
+
+    def __init__(self) -> None:
+        self._prompts: list[list[int]] = []
+
+    def remember(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Takes the prompts of a batch."""
+        firsts = [group[0] for group in groups[:NUM_PROMPTS]]
+        prompts = [(column, one.prompt_length) for one in firsts if (column := one.column("tokens")) is not None]
+        self._prompts = [column[:length].tolist() for column, length in prompts]
+
+    async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
+        """Answers of the weights that the engines hold now. Raises `HookError` before any generation."""
+        if client is None or not self._prompts:
+            raise HookError("got a probe before any generation by an engine; there is no prompt to probe with")
+        params = {k: v for k, v in rollout_sampling_params(args).items() if not k.startswith("stop")}
+        params["max_new_tokens"] = min(NUM_TOKENS, args.rollout_max_response_len)
+        asked = (_answer(client, index, prompt, params) for index, prompt in enumerate(self._prompts))
+        return TrainBatch(rollout_id=-1, samples=tuple(await asyncio.gather(*asked)))
+
+
+async def _answer(client: EngineClient, index: int, prompt: list[int], params: dict[str, Any]) -> TrainSample:
+    made = await client.generate(prompt, dict(params))
+    sample = Sample(group_index=index, index=index, tokens=list(prompt))
+    sample.append_response_tokens(
+        made.tokens,
+        log_probs=made.log_probs,
+        weight_version=made.weight_version,
+        routed_experts=made.routed_experts,
+    )
+    return TrainSample.from_sample(sample, reward=0.0)
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
-from slime.rollout.hooks import RolloutHooks
+from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args
 
 _STATUS = {Outcome.ABORTED: Status.ABORTED}

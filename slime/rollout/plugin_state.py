@@ -6,9 +6,9 @@ import asyncio
 import weakref
 from typing import Any, ClassVar, Self
 
-from slime.rollout.client import REQUEST_SCOPE
+from slime.rollout.client.client import REQUEST_SCOPE
 from slime.rollout.context import current
-from slime.rollout.sampling import rollout_sampling_params
+from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.transcript import TRANSCRIPT
 from slime.settings import Args
 

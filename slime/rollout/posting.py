@@ -18,13 +18,12 @@ from slime.core.errors import HookError
 from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.processes import host_port
 from slime.core.sample import NOT_SAMPLED
-from slime.rollout.call import ENGINE_MAX_NEW_TOKENS
-from slime.rollout.client import EngineClient
+from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation
+from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_pool import RETRY_STATUSES
 from slime.rollout.context import RolloutContext, current
-from slime.rollout.generation import Generation
-from slime.rollout.job import RETRY_STATUSES
-from slime.rollout.progress import waiting
-from slime.rollout.sampling import LIMITS
+from slime.rollout.generate import LIMITS
+from slime.rollout.guard import waiting
 
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0

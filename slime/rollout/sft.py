@@ -10,16 +10,21 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.data.conversations import conversation_of, sft_row
 from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
+from slime.rollout.evaluate import EvalDataset, make_samples
+from slime.rollout.train_batch import to_train_batch
 from slime.rollout.types import RolloutFnTrainOutput
+from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +101,7 @@ def _warn(what: str) -> None:
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """One step of conversations. Raises `DataError` if too many of them cannot be used."""
-    assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.held_out`)"
+    assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.sft`)"
     context = current()
     chat = renderer(args.hf_checkpoint, context.tokenizer, args.apply_chat_template_kwargs)
     groups: list[list[Sample]] = []
@@ -130,3 +135,46 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
             **{LEFT_OUT.format(what.replace(" ", "_")): float(num) for what, num in counted(left_out).items()},
         },
     )
+
+
+# Held-out conversations of a fine-tuning run as batches: ids and masks made as they are for training.
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One held-out dataset, for the trainer."""
+
+    name: str
+    """Of the dataset; metrics are `eval/<name>-loss`."""
+    batch: TrainBatch
+    num_unusable: int
+    """Conversations that the chat template cannot write as the model would have, and those that are too long."""
+
+
+def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
+    """A batch for each dataset. Raises `DataError` if none of its rows can be used."""
+    return tuple(_batch_of(args, tokenizer, dataset) for dataset in datasets)
+
+
+def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
+    config = dataset.config
+    chat = renderer(args.hf_checkpoint, tokenizer, config.apply_chat_template_kwargs)
+    good: list[list[Sample]] = []
+    left_out: list[frozenset[str]] = []
+    bad: list[str] = []
+    for number, sample in enumerate(make_samples(dataset, 0)[:: config.n_samples_per_eval_prompt]):
+        sample.group_index = sample.index = number
+        try:
+            rendered, most = config.apply_chat_template, config.max_context_len
+            samples, what = fill(sample, chat, rendered=rendered, most=most)
+            good.append(samples)
+            left_out.append(what)
+        except DataError as problem:
+            bad.append(str(problem))
+    if not good:
+        raise DataError(f"got no usable conversation of {len(bad)} in held-out {config.name}; the last one: {bad[-1]}")
+    counted(left_out)
+    if bad:
+        counts = len(bad), len(dataset.rows)
+        logger.warning("%s: %d conversations of %d are left out. First: %s", config.name, *counts, bad[0])
+    return HeldOut(config.name, to_train_batch(args, -1, good), len(bad))

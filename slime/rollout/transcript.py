@@ -28,7 +28,7 @@ import xxhash
 
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, Sample
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 
 Ids = npt.NDArray[np.int32]
 Numbers = Sequence[float] | npt.NDArray[Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.observability.sinks import read_jsonl
-from slime.rollout.debug_data import load_rollout
+from slime.rollout.recordings import load_rollout
 from tests.support.e2e import ROOT, RUN_LIMIT_S, environment
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.sample import Status
-from slime.rollout.debug_data import load_rollout
+from slime.rollout.recordings import load_rollout
 from tests.support.e2e import Flags, RealRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -12,7 +12,7 @@ import pytest
 from recipes.tiny.tasks import DIGITS_FILE
 from slime.core.sample import NOT_SAMPLED
 from slime.observability.sinks import read_jsonl
-from slime.rollout.debug_data import load_rollout
+from slime.rollout.recordings import load_rollout
 from tests.support.e2e import Flags, RealRun, started_and_finished
 from tests.support.public_plugin import HINT
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.debug_data import load_rollout
+from slime.rollout.recordings import load_rollout
 from tests.support.e2e import ROOT, Flags, RealRun, started_and_finished
 from tests.support.engines import needs_pairs
 from tests.support.faults import SERVER, hit, victim_of

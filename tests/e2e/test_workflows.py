@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipes.tiny.tasks import DIGITS_FILE, digit_fraction
-from slime.rollout.debug_data import load_rollout
+from slime.rollout.recordings import load_rollout
 from tests.support.e2e import ROOT, Flags, RealRun, started_and_finished
 
 RECIPES = ROOT / "recipes" / "tiny"

@@ -13,7 +13,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "a batch is as old as its newest token": Mutation(
         "worker",
-        "rollout/staleness.py",
+        "rollout/sample_metrics.py",
         "oldest = now - min(int(versions.min()) for",
         "oldest = now - max(int(versions.max()) for",
     ),
@@ -30,7 +30,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "self._finished.sort(key=lambda record: -(self.weight_version if record.oldest is None else record.oldest))",
     ),
     "one seed for all executions": Mutation(
-        "sampling", "rollout/sampling.py", "(args.rollout_seed + index) % 2**31", "args.rollout_seed % 2**31"
+        "sampling", "rollout/generate.py", "(args.rollout_seed + index) % 2**31", "args.rollout_seed % 2**31"
     ),
     "one seed for a group": Mutation(
         "sampling",
@@ -40,31 +40,31 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "an evaluation's top-k is not sent": Mutation(
         "sampling",
-        "rollout/sampling.py",
+        "rollout/generate.py",
         '        "top_p",\n        "top_k",\n        "min_new_tokens",',
         '        "top_p",\n        "min_new_tokens",',
     ),
     "an evaluation's top-p is not sent": Mutation(
         "sampling",
-        "rollout/sampling.py",
+        "rollout/generate.py",
         '        "top_p",\n        "top_k",\n        "min_new_tokens",',
         '        "top_k",\n        "min_new_tokens",',
     ),
     "an evaluation's penalty is not sent": Mutation(
-        "sampling", "rollout/sampling.py", '        "repetition_penalty",\n', ""
+        "sampling", "rollout/generate.py", '        "repetition_penalty",\n', ""
     ),
     "an evaluation's stop tokens are not sent": Mutation(
-        "sampling", "rollout/sampling.py", '        "stop_token_ids",\n    )', "    )"
+        "sampling", "rollout/generate.py", '        "stop_token_ids",\n    )', "    )"
     ),
     "an evaluation has the rollout's top-k": Mutation(
         "sampling", "settings/eval_config.py", '        "eval_top_k",\n', '        "rollout_top_k",\n'
     ),
     "the rollout's top-k is not sent": Mutation(
-        "sampling", "rollout/sampling.py", '        "top_k": args.rollout_top_k,', '        "top_k": -1,'
+        "sampling", "rollout/generate.py", '        "top_k": args.rollout_top_k,', '        "top_k": -1,'
     ),
     "one version for all tokens of an answer": Mutation(
         "plugins",
-        "rollout/generation.py",
+        "rollout/client/call.py",
         "return [version] * len(self.tokens) if isinstance(version, int) else list(version)",
         "return [version if isinstance(version, int) else version[-1]] * len(self.tokens)",
     ),
@@ -97,13 +97,16 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "not in RETRY_STATUSES or number >= max_retries",
     ),
     "a teacher is asked six times": Mutation(
-        "teacher", "rollout/teacher.py", "for attempt in range(MAX_TRIES):", "for attempt in range(MAX_TRIES + 1):"
+        "teacher",
+        "rollout/client/teacher_client.py",
+        "for attempt in range(MAX_TRIES):",
+        "for attempt in range(MAX_TRIES + 1):",
     ),
     "a grader that dies is asked three times": Mutation(
         "graders", "rewards/pool.py", "for _ in range(MAX_TRIES):", "for _ in range(MAX_TRIES + 1):"
     ),
     "a group is suspect one death late": Mutation(
-        "workers", "rollout/episodes/fleet.py", "self._deaths[key] >= SUSPECT", "self._deaths[key] > SUSPECT"
+        "workers", "rollout/workers/fleet.py", "self._deaths[key] >= SUSPECT", "self._deaths[key] > SUSPECT"
     ),
     "no limit of processes": Mutation(
         "programs", "rewards/graders/sandbox.py", "MAX_PROCESSES = 32\n", "MAX_PROCESSES = 100_000\n"

@@ -16,7 +16,7 @@ from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate, Origin
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 
 TOOLS = [
     {

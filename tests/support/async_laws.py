@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.sample import Fingerprint, PromptRow, Sample, Status
 from slime.rewards.scores import Score, Scored, Unscored
-from slime.rollout.client import RequestScope
+from slime.rollout.client.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.evaluate import EvalDataset, evaluate
 from slime.rollout.generate import generate

@@ -13,11 +13,10 @@ from typing import Any
 from slime.core.errors import ActorDied
 from slime.core.sample import Group
 from slime.rollout.context import Models
-from slime.rollout.episodes.fleet import WorkerFleet
-from slime.rollout.episodes.in_order import InOrder
-from slime.rollout.episodes.worker import EpisodeWorker
-from slime.rollout.hooks import RolloutHooks
 from slime.rollout.manager import RolloutManager
+from slime.rollout.user_functions import RolloutHooks
+from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
+from slime.rollout.workers.fleet import WorkerFleet
 from tests.support.fake_engine import FakeEngine, serve
 
 

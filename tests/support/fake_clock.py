@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
 from slime.core.sample import Sample
-from slime.rollout.client import REQUEST_SCOPE, RequestScope
-from slime.rollout.generation import NEVER_SENT, Generation
-from slime.rollout.progress import waiting
+from slime.rollout.client.call import NEVER_SENT, Generation
+from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.guard import waiting
 from slime.rollout.transcript import TRANSCRIPT
 
 T = TypeVar("T")

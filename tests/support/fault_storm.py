@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.rollout.debug_data import load_rollout
+from slime.rollout.recordings import load_rollout
 from tests.support.e2e import Flags, RealRun
 from tests.support.faults import ROUTER, SCHEDULER, SERVER, engine_log, hit, requests_at, victim_of
 from tests.support.hosted_run import HostedRun

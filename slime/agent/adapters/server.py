@@ -40,9 +40,9 @@ from slime.agent.template import ConversationTemplate
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.processes import http_url
 from slime.core.sample import Sample
-from slime.rollout.progress import HEARTBEAT, Heartbeat
-from slime.rollout.sampling import LIMITS, Limits
-from slime.rollout.scope import REQUEST_SCOPE, RequestScope
+from slime.rollout.client.upstream import REQUEST_SCOPE, RequestScope
+from slime.rollout.generate import LIMITS, Limits
+from slime.rollout.guard import HEARTBEAT, Heartbeat
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 
 logger = logging.getLogger(__name__)

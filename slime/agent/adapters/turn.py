@@ -23,8 +23,8 @@ from slime.agent.parsers import AnswerReader, Parsed
 from slime.agent.session import Session
 from slime.core.errors import TakenBack
 from slime.core.sample import NOT_SAMPLED
-from slime.rollout.generation import Generation
-from slime.rollout.sampling import Limits
+from slime.rollout.client.call import Generation
+from slime.rollout.generate import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ Event = Thought | Said | Answer
 
 
 class Engine(Protocol):
-    """What a turn needs of `slime.rollout.client.EngineClient`."""
+    """What a turn needs of `slime.rollout.client.client.EngineClient`."""
 
     def stream(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None

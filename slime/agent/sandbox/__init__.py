@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slime.core.registry import Registry
-from slime.rollout.progress import waiting
-from slime.rollout.traced import traced
+from slime.rollout.guard import waiting
+from slime.rollout.traces import traced
 
 if TYPE_CHECKING:
     from slime.agent.sandbox.e2b import E2BSandbox

@@ -27,14 +27,13 @@ from collections import Counter
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import GroupRecord, Held
 from slime.core.sample import Group
-from slime.rollout.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext
-from slime.rollout.counts import StepCounts
-from slime.rollout.group_loop import MAX_TRIES, GroupLoop, Policy
-from slime.rollout.hooks import RolloutHooks
+from slime.rollout.group_loop import MAX_TRIES, GroupLoop, Policy, StepCounts
+from slime.rollout.guard import END_LIMIT_S, end_tasks
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
-from slime.rollout.supervise import END_LIMIT_S, end_tasks
 from slime.rollout.types import RolloutFnTrainOutput
+from slime.rollout.user_functions import RolloutHooks
 
 
 @SCHEDULES.register("fully_async")

@@ -21,13 +21,14 @@ import time
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import Held
 from slime.core.sample import Group
-from slime.rollout.client import REQUEST_SCOPE
+from slime.rollout.client.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
+from slime.rollout.evaluate import rollout_by_function
 from slime.rollout.execute import is_finished
 from slime.rollout.group_loop import GroupLoop, GroupSource, Policy
-from slime.rollout.hooks import RolloutHooks
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
 from slime.rollout.types import RolloutFnTrainOutput
+from slime.rollout.user_functions import RolloutHooks
 
 ABORT_REPEAT_S = 0.5
 """An abort can overtake its request on the way to the engine, so it is repeated until all have ended."""
@@ -128,3 +129,18 @@ async def _stop_surplus(loop: GroupLoop) -> None:
         done, _ = await asyncio.wait(loop.running, timeout=ABORT_REPEAT_S)
         await loop.settle(list(done))
     await loop.abandon(reason="aborted")
+
+
+# The schedule of a function: each step is one call of `--rollout-function-path`, the user's or fine-tuning's.
+#
+# Consumes: what the function takes from the Data Buffer. Produces: the groups that it returns. Waits for: the function;
+# nobody wakes it. What it took and neither returned nor gave back is counted as filtered (`batch_account`).
+
+
+@SCHEDULES.register("function")
+class FunctionSchedule(RolloutSchedule):
+    """Calls a rollout function once for each step."""
+
+    async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
+        """What the function returns."""
+        return await rollout_by_function(context, rollout_id, source)

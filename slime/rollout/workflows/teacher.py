@@ -1,8 +1,9 @@
 """On-policy distillation with a teacher that SGLang serves (`--opd-type sglang --opd-teacher-url URL`).
 
 The student samples; for each finished sample the teacher reads prompt and response and says how probable it finds each
-response token (`slime.rollout.teacher`). `judge` is a sample hook, so it works with every generate function, fan-outs
-included. Where no grader is set, samples get reward 0.0: the teacher is all that there is to learn from.
+response token (`slime.rollout.client.teacher_client`). `judge` is a sample hook, so it works with every generate
+function, fan-outs included. Where no grader is set, samples get reward 0.0: the teacher is all that there is to learn
+from.
 
 Invariants
 1. The ids that the teacher judged are the sampled ids. Both models read one vocabulary.

@@ -231,7 +231,7 @@ class RolloutSettings:
     execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
     """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
     and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
-    slime.rollout.progress; while an engine or a sandbox works for it, their own limits hold. The length of an execution
+    slime.rollout.guard; while an engine or a sandbox works for it, their own limits hold. The length of an execution
     has no limit in seconds. Filters, converters and log functions may take as long in one call, and a rollout
     function may be without progress of its executions as long; the run then ends. A function may keep the event loop
     from turning as long: it is then broken off, or else its process ends, which is the run's without workers

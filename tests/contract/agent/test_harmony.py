@@ -13,7 +13,7 @@ import pytest
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 from tests.contract.agent.test_parsers_against_sglang import ours
 from tests.support.agent_histories import TOOLS
 from tests.support.answers_with_calls import CUT, DAMAGED, corpus

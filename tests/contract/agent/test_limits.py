@@ -11,9 +11,9 @@ import pytest
 
 from slime.agent.running import Execution
 from slime.core.sample import Sample, Status
-from slime.rollout.sampling import Limits
+from slime.rollout.generate import Limits
+from slime.rollout.sample_metrics import count_tool_call, expect_tools, turn_metrics
 from slime.rollout.transcript import TRANSCRIPT, Transcript
-from slime.rollout.turns import count_tool_call, expect_tools, turn_metrics
 from tests.support.agent_room import Room, agent_room, turns_with_calls
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]

@@ -19,7 +19,7 @@ import pytest
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError, HookError
 from slime.data.chat import ChatRenderer
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
 from slime.settings.hooks import CONTRACTS
 from tests.support.engine_parity import one_rank

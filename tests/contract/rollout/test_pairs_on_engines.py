@@ -18,8 +18,8 @@ import pytest
 from slime.core.errors import TakenBack
 from slime.core.text import EngineKeys
 from slime.core.topology import ONE_RANK, Worker
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer

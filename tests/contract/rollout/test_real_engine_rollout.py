@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from slime.core.errors import RequestRejected
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.teacher_client import TeacherClient
 from slime.rollout.manager import RolloutManager
-from slime.rollout.teacher import TeacherClient
 from tests.contract.rollout.verdict_hooks import TRAINED
 from tests.support.engine_state import noting_requests, num_running
 from tests.support.rollout import READ, SAMPLED, SAMPLING_FLAGS, SEED, rollout_args, write_prompts

@@ -20,8 +20,8 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.routed_experts import ExpertFormat
 from slime.core.sample import Sample
 from slime.core.topology import ONE_RANK
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.plain_http import request
 from slime.serving.server import SGLangServer

@@ -20,8 +20,8 @@ from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import ONE_RANK
 from slime.models import family_of
-from slime.rollout.client import EngineClient
-from slime.rollout.pictures import Pictures
+from slime.rollout.client.call import Pictures
+from slime.rollout.client.client import EngineClient
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import SGLangServer
 from slime.serving.wire import digest

@@ -17,7 +17,7 @@ from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 from tests.support.agent_histories import TOOLS
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
 

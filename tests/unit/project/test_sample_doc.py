@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.core.sample import Sample, Status
-from slime.rollout.generation import FORWARDED_SAMPLING_PARAMS
+from slime.rollout.client.call import FORWARDED_SAMPLING_PARAMS
 from tests.support.documents import ROOT
 
 DOCUMENT = (ROOT / "docs" / "sample.md").read_text()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from slime.core.sample import Group, Sample
-from slime.rollout.convert import to_train_batch
 from slime.rollout.execute import can_be_compared
 from slime.rollout.manager import RolloutManager
+from slime.rollout.train_batch import to_train_batch
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 

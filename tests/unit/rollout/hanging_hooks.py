@@ -11,8 +11,8 @@ from typing import Any
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 from slime.rollout.generate import generate
+from slime.rollout.guard import alive
 from slime.rollout.loop import generate_rollout
-from slime.rollout.progress import alive
 
 LET_GO = threading.Event()
 """Ends the functions that stand still in threads."""

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from slime.core.text import EngineKeys
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 LONG = {"temperature": 1.0, "max_new_tokens": 10_000}

@@ -13,12 +13,12 @@ import pytest
 
 from slime.core.errors import ConfigError, DataError, EngineError
 from slime.core.sample import Sample, Status
-from slime.rollout.convert import to_train_batch
-from slime.rollout.debug_data import load_rollout, save_rollout
-from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
-from slime.rollout.metrics import pass_at_k, sample_metrics
+from slime.rollout.recordings import load_rollout, save_rollout
+from slime.rollout.sample_metrics import pass_at_k, sample_metrics
+from slime.rollout.train_batch import to_train_batch
 from slime.rollout.types import Progress
+from slime.rollout.user_functions import load
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import READ, SAMPLED, SAMPLING_FLAGS, SEED, rollout_args, with_manager, write_prompts
 

@@ -12,8 +12,8 @@ import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.sample import Sample
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.generation import Generation, before_stop, parse_generation
+from slime.rollout.client.call import Generation, before_stop, parse_generation
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}

@@ -13,13 +13,13 @@ import pytest
 
 from slime.core.errors import ActorDied, HookError, WorkerStalled
 from slime.core.topology import DEFAULT_NAME, PAIRED, Worker
-from slime.rollout.episodes import fleet as fleet_module
-from slime.rollout.episodes.fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
-from slime.rollout.episodes.worker import EpisodeWorker
 from slime.rollout.group_loop import MAX_TRIES
-from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
-from slime.rollout.traffic import Sums
+from slime.rollout.traces import Sums
+from slime.rollout.user_functions import load
+from slime.rollout.workers import fleet as fleet_module
+from slime.rollout.workers.episode_worker import EpisodeWorker
+from slime.rollout.workers.fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
 from tests.support.episode_workers import Workers, with_workers
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts

@@ -20,12 +20,12 @@ from slime.core.errors import DeadlineExceeded, HookExited
 from slime.core.sample import Sample
 from slime.rollout import loop
 from slime.rollout.context import RolloutContext, use
-from slime.rollout.hooks import in_thread, in_time
+from slime.rollout.guard import end_tasks, num_left_behind, supervised
 from slime.rollout.manager import RolloutManager
 from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.schedules.step import generate_step
-from slime.rollout.supervise import end_tasks, num_left_behind, supervised
 from slime.rollout.types import Progress
+from slime.rollout.user_functions import in_thread, in_time
 from tests.support.async_laws import Rows
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
 from tests.support.fake_engine import FakeEngine
@@ -179,7 +179,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process() -> None:
     script = (
         "import asyncio, threading\n"
         "from slime.core.errors import DeadlineExceeded\n"
-        "from slime.rollout.hooks import in_time\n"
+        "from slime.rollout.user_functions import in_time\n"
         "try:\n"
         "    asyncio.run(in_time(0.2, threading.Event().wait))\n"
         "except DeadlineExceeded:\n"

@@ -13,10 +13,10 @@ import pytest
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.errors import EngineError, HookError
 from slime.core.sample import Group, Sample, Status
-from slime.rollout.debug_data import load_rollout
 from slime.rollout.filters import check_reward_nonzero_std_with_fallback, rewards_by_execution
-from slime.rollout.hooks import call_generate, call_sample_hooks
 from slime.rollout.manager import RolloutManager
+from slime.rollout.recordings import load_rollout
+from slime.rollout.user_functions import call_generate, call_sample_hooks
 from slime.settings.hooks import check_hooks, load_hook
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager

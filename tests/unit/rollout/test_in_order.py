@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from slime.core.errors import DeadlineExceeded
-from slime.rollout.episodes import in_order
-from slime.rollout.episodes.in_order import InOrder
+from slime.rollout.workers import episode_worker
+from slime.rollout.workers.episode_worker import InOrder
 
 
 class Called:
@@ -56,7 +56,7 @@ def test_calls_begin_in_the_order_of_their_numbers(arrival: tuple[int, ...], tur
 
 
 def test_a_call_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_order, "TURN_LIMIT_S", 0.01)
+    monkeypatch.setattr(episode_worker, "TURN_LIMIT_S", 0.01)
     with pytest.raises(DeadlineExceeded, match="call 1, which was made before it"):
 
         async def main() -> None:

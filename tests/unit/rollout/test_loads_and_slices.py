@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.loads import Loads
-from slime.rollout.slices import IN_ONE_TURN, Budget, Slices
-from slime.rollout.upstream import DISMISSED, LATE, Interrupted, Try, Upstream
+from slime.rollout.client.engine_pool import Loads
+from slime.rollout.client.upstream import DISMISSED, IN_ONE_TURN, LATE, Budget, Interrupted, Slices, Try, Upstream
 
 
 @given(

@@ -9,8 +9,7 @@ import pytest
 
 from slime.core.errors import DataError, EngineError, RequestRejected
 from slime.core.files import ImageFolder
-from slime.rollout.call import Call
-from slime.rollout.pictures import Pictures
+from slime.rollout.client.call import Call, Pictures
 
 PLACE, IDS = 8, [2, 6, 8, 8, 8, 7, 30, 6, 8, 7, 5]
 TWO = Pictures(PLACE, ("data:a", "data:b"))

@@ -12,8 +12,8 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.rollout import sft
+from slime.rollout.data_checks import data_problems
 from slime.rollout.manager import RolloutManager
-from slime.rollout.preflight import data_problems
 from tests.support.rollout import rollout_args
 from tests.support.tiny import FORGETFUL_TEMPLATE, write_tokenizer
 

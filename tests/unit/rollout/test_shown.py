@@ -16,8 +16,7 @@ from slime.observability.run_folder import RunFolder
 from slime.observability.samples import ShownSample, read_samples
 from slime.observability.tracker import Tracker
 from slime.rollout.manager import RolloutManager
-from slime.rollout.shown import pick
-from slime.rollout.turns import count_tool_call, expect_tools, num_turns, tool_counts, turn_metrics
+from slime.rollout.sample_metrics import count_tool_call, expect_tools, num_turns, pick, tool_counts, turn_metrics
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 

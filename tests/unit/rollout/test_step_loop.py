@@ -14,8 +14,8 @@ from slime.core.errors import ConfigError, DataError, DeadlineExceeded, EngineEr
 from slime.core.sample import Sample
 from slime.core.topology import DEFAULT_NAME
 from slime.rollout.execute import mask_older
-from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
+from slime.rollout.user_functions import load
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
@@ -260,8 +260,8 @@ def test_a_step_that_only_fails_ends_with_the_reason(tmp_path: Path) -> None:
 def test_while_no_engine_can_be_reached_a_step_waits_and_no_try_is_spent(
     tmp_path: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.rollout.engines.FIRST_COOLDOWN_S", 0.01)
-    monkeypatch.setattr("slime.rollout.engines.LONGEST_COOLDOWN_S", 0.02)
+    monkeypatch.setattr("slime.rollout.client.engine_pool.FIRST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("slime.rollout.client.engine_pool.LONGEST_COOLDOWN_S", 0.02)
     engine = FakeEngine()
     engine.faults.extend([fault] * 30)
     batches, metrics, ledger, _ = run(tmp_path, *REWARD, engine=engine)
@@ -273,7 +273,7 @@ def test_while_no_engine_can_be_reached_a_step_waits_and_no_try_is_spent(
 def test_a_fleet_that_stays_away_ends_the_step_with_the_limit_that_was_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.rollout.engines.LONGEST_COOLDOWN_S", 0.02)
+    monkeypatch.setattr("slime.rollout.client.engine_pool.LONGEST_COOLDOWN_S", 0.02)
     engine = FakeEngine()
     engine.faults.extend([503] * 100_000)
     with pytest.raises(EngineError, match="--engine-wait-s"):

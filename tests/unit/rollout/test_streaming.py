@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
-from slime.rollout.call import Call, EndOfText
-from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.generation import Generation
-from slime.rollout.suspects import MAX_DEATHS
+from slime.rollout.client.call import Call, EndOfText, Generation
+from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_pool import MAX_DEATHS
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from tests.support.fake_engine import FakeEngine, serve
 

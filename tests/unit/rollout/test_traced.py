@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from slime.observability.spans import read_trace, start_recording
-from slime.rollout import traced as module
+from slime.rollout import traces as module
 from slime.rollout.manager import RolloutManager
-from slime.rollout.traced import ROWS, traced, traced_execution
+from slime.rollout.traces import EXECUTION_ROWS as ROWS
+from slime.rollout.traces import traced, traced_execution
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
@@ -70,7 +71,7 @@ def test_an_execution_shows_its_parts(tmp_path: Path, trace: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "from slime.rollout.generate import generate as default\n"
-        "from slime.rollout.traced import traced\n"
+        "from slime.rollout.traces import traced\n"
         "async def generate(args, sample, sampling_params):\n"
         "    with traced('tool: look', what='x'):\n"
         "        return await default(args, sample, sampling_params)\n"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from slime.observability.spans import read_trace, start_recording
-from slime.rollout.client import EngineClient
-from slime.rollout.generation import parse_drafts
-from slime.rollout.traffic import MOST_TRACED, ROWS, Sums, Traffic, traffic_metrics
-from slime.rollout.upstream import Try, Upstream
+from slime.rollout.client.call import parse_drafts
+from slime.rollout.client.client import EngineClient
+from slime.rollout.client.upstream import Try, Upstream
+from slime.rollout.traces import MOST_TRACED, ROWS, Sums, Traffic, traffic_metrics
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}

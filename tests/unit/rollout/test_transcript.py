@@ -12,7 +12,7 @@ import pytest
 
 from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED, Sample
-from slime.rollout.generation import Generation
+from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
 from slime.rollout.transcript import Transcript
 from tests.support.fake_clock import Answered

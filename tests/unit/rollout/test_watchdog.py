@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DeadlineExceeded
+from slime.rollout.guard import Watchdog, last_words, supervised
 from slime.rollout.manager import RolloutManager
-from slime.rollout.supervise import supervised
-from slime.rollout.watchdog import Watchdog, last_words
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 from tests.unit.rollout.hanging_hooks import LET_GO, sleep_until
@@ -46,7 +45,7 @@ class Seen(logging.Handler):
 
 
 def test_a_stall_is_named_with_its_line_and_measured() -> None:
-    seen, logger = Seen(), logging.getLogger("slime.rollout.watchdog")
+    seen, logger = Seen(), logging.getLogger("slime.rollout.guard")
 
     async def work() -> float:
         watchdog = Watchdog(asyncio.get_running_loop(), limit_s=0.0, warn_s=0.1)
@@ -108,7 +107,7 @@ def test_what_cannot_be_broken_off_ends_the_process_by_name(tmp_path: Path, bloc
     script.write_text(
         "import asyncio, re, sys, time\n"
         "from pathlib import Path\n"
-        "from slime.rollout.watchdog import Watchdog\n"
+        "from slime.rollout.guard import Watchdog\n"
         "def again_and_again():\n"
         "    while True:\n"
         "        try: time.sleep(0.01)\n"
@@ -152,8 +151,8 @@ def test_the_fourth_function_that_blocks_ends_the_process(tmp_path: Path) -> Non
         "import asyncio, sys, time\n"
         "from pathlib import Path\n"
         "from slime.core.errors import DeadlineExceeded\n"
-        "from slime.rollout.supervise import supervised\n"
-        "from slime.rollout.watchdog import Watchdog\n"
+        "from slime.rollout.guard import supervised\n"
+        "from slime.rollout.guard import Watchdog\n"
         "async def blocks():\n"
         "    while True: time.sleep(0.01)\n"
         "async def main():\n"

@@ -14,9 +14,9 @@ import pytest
 from slime.core.errors import ConfigError, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.core.text import EngineKeys
-from slime.rollout.debug_data import head_and_tail, load_rollout
+from slime.rollout.client.teacher_client import TeacherClient, parse_log_probs
 from slime.rollout.manager import RolloutManager
-from slime.rollout.teacher import TeacherClient, parse_log_probs
+from slime.rollout.recordings import head_and_tail, load_rollout
 from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
@@ -69,7 +69,7 @@ def test_what_a_teacher_refuses_is_given_up_and_not_asked_again(tmp_path: Path) 
 @pytest.mark.parametrize(("fault", "tries"), [(429, 5), (500, 2), (400, 1)])
 def test_a_teacher_is_asked_as_often_as_an_engine(fault: int, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: five tries, of an internal error two, of a refusal one."""
-    monkeypatch.setattr("slime.rollout.teacher.FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("slime.rollout.client.teacher_client.FIRST_RETRY_S", 0.001)
 
     async def main() -> None:
         async with serve(FakeTeacher(faults=deque([fault] * 99))) as teacher:

@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 from slime.core.sample import Sample, Status
+from slime.rollout.client.call import Generation
 from slime.rollout.context import current
 from slime.rollout.generate import generate
-from slime.rollout.generation import Generation
 
 TRIES: Counter[int | None] = Counter()
 TRAINED: list[Sample] = []

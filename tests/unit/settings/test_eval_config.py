@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from slime.core.errors import ConfigError, HookError
-from slime.rollout.sampling import eval_sampling_params
+from slime.rollout.generate import eval_sampling_params
 from slime.settings import check_hooks
 from slime.settings.eval_config import eval_datasets
 from tests.support.rollout import rollout_args, write_prompts

@@ -22,8 +22,8 @@ from slime.cli.main import main
 from slime.core.errors import CheckpointError, DataError
 from slime.core.routed_experts import RoutedExperts
 from slime.core.sample import NOT_SAMPLED, Sample, Status
-from slime.rollout.debug_data import load_rollout
 from slime.rollout.public_samples import groups_of
+from slime.rollout.recordings import load_rollout
 from slime.training.foreign import inert
 from slime.training.foreign.confined import Confined
 from slime.training.foreign.reader import NETWORK

@@ -20,18 +20,77 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from slime.core.errors import DeadlineExceeded
+import aiohttp
+
+from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, RequestRejected
 from slime.core.ports import OWN_REQUESTS
-from slime.rollout.loads import Loads
-from slime.rollout.scope import RequestScope
-from slime.rollout.slices import Slices
-from slime.rollout.upstream import DIED, DISMISSED, LATE, Try, Upstream
+from slime.rollout.client.call import Call, Refused
+from slime.rollout.client.upstream import (
+    ABORTED,
+    DIED,
+    DISMISSED,
+    LATE,
+    PAUSED,
+    UNREAD,
+    Interrupted,
+    RequestScope,
+    Slices,
+    Try,
+    Upstream,
+)
+from slime.rollout.transcript import Transcript
+
+# `Loads`: which of many engines has the least to do, found without looking at all of them.
+#
+# Consumes: engines whose number of tries has changed (`put`), or that are none to choose from any more (`drop`).
+# Produces: the one with the least (`least`). Waits for nothing.
+
+
+class Loads:
+    """Engines in buckets, by the number of their tries."""
+
+    def __init__(self) -> None:
+        self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
+        self._load: dict[Upstream, int] = {}
+        self._least = 0
+        """No bucket below it has an engine."""
+
+    def __len__(self) -> int:
+        return len(self._load)
+
+    def put(self, upstream: Upstream) -> None:
+        """It may be chosen, by the number of tries that it has now."""
+        self.drop(upstream)
+        load = len(upstream.tries)
+        self._load[upstream] = load
+        self._buckets[load][upstream] = None
+        self._least = min(self._least, load)
+
+    def drop(self, upstream: Upstream) -> None:
+        """It may not be chosen."""
+        load = self._load.pop(upstream, None)
+        if load is not None:
+            bucket = self._buckets[load]
+            del bucket[upstream]
+            if not bucket:
+                del self._buckets[load]
+
+    def least(self) -> Upstream | None:
+        """The one that has had the least number of tries for longest; None if there is none."""
+        if not self._load:
+            self._least = 0
+            return None
+        while self._least not in self._buckets:
+            self._least += 1
+        return next(iter(self._buckets[self._least]))
+
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
 """How long an engine that could not be reached is left alone."""
@@ -346,3 +405,199 @@ def _plain(url: str) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+# `Suspects`: requests whose engines died under them, and which of them kill engines.
+#
+# Consumes: what `Job` hears of dead engines. Produces: the turn of a request, or `DeadlyRequest`. A suspect waits for
+# the one before it; it is woken when that has ended, or is cleared.
+#
+# Invariants
+# 1. An engine that dies takes healthy requests with it, so a death proves nothing. A request whose engines died
+#    `MAX_DEATHS - 1` times is on trial: no other suspect of the client is sent meanwhile. It is cleared by its answer,
+#    or by `TRIAL_TOKENS` more tokens.
+# 2. One whose engine dies during its trial ends with `DeadlyRequest`. So does every other request for the same ids,
+#    without being sent: of a group, or by code that asks again.
+
+MAX_DEATHS = 3
+"""Engines that one request may have seen die."""
+TRIAL_TOKENS = 128
+"""What kills an engine is the prompt, or what comes soon behind the tokens that there are."""
+
+
+@dataclass(slots=True)
+class Deaths:
+    """What one request has seen."""
+
+    number: int = 0
+    on_trial_from: int | None = None
+    """Tokens that it had then."""
+
+
+class Suspects:
+    """Of one client."""
+
+    def __init__(self) -> None:
+        self._trial = asyncio.Lock()
+        self._deadly: dict[int, str] = {}
+        """Prompt -> how the last engine ended."""
+
+    async def turn(self, call: Call, deaths: Deaths) -> None:
+        """Waits until a request may be sent. Raises `DeadlyRequest`."""
+        if deaths.number >= MAX_DEATHS - 1 and deaths.on_trial_from is None:
+            await self._trial.acquire()
+            deaths.on_trial_from = len(call.tokens)
+        if self._deadly and (said := self._deadly.get(_prompt_of(call))) is not None:
+            raise _deadly(call, said)
+
+    def died(self, call: Call, deaths: Deaths, said: str) -> None:
+        """Its engine did. Raises `DeadlyRequest`."""
+        deaths.number += 1
+        if deaths.on_trial_from is not None:
+            self._deadly[_prompt_of(call)] = said
+            raise _deadly(call, said)
+
+    def has_come_on(self, call: Call, deaths: Deaths) -> None:
+        """It has got tokens."""
+        if deaths.on_trial_from is not None and len(call.tokens) >= deaths.on_trial_from + TRIAL_TOKENS:
+            self.end(deaths)
+            deaths.number = 0
+
+    def end(self, deaths: Deaths) -> None:
+        """It is cleared, or over: the next one has its turn."""
+        if deaths.on_trial_from is not None:
+            deaths.on_trial_from = None
+            self._trial.release()
+
+
+def _prompt_of(call: Call) -> int:
+    return hash((tuple(call.input_ids), call.picture_uris))
+
+
+def _deadly(call: Call, said: str) -> DeadlyRequest:
+    return DeadlyRequest(
+        f"engines died under it: {MAX_DEATHS} under a request of {len(call.input_ids)} ids, which is not sent again; "
+        f"the last one: {said}"
+    )
+
+
+# `Job`: a call of the client under way, and what becomes of it when one of its requests was interrupted or refused.
+#
+# Consumes: why a request ended without an answer. Produces: how long to wait before the next one, or the error that
+# ends the call. Waits for nothing.
+#
+# Invariants
+# 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
+#    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try, nor is
+#    one that breaks off, or answers 502, 503 or 504, after it could not be reached: the call waits for the fleet.
+# 2. `suspects` hears of each engine that dies, whatever else that means.
+# 3. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
+#    when that one was started again.
+
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+UNREACHABLE_STATUSES = frozenset({502, 503, 504})
+"""The engine is not there, or not ready, says whoever answers in its place."""
+MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
+"""Somebody gave up on an engine that may still work on the request."""
+MAX_TRIES = 5
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
+
+
+@dataclass(slots=True)
+class Job:
+    """A call under way."""
+
+    call: Call
+    scope: RequestScope | None
+    transcript: Transcript | None
+    """Of the execution that asks."""
+    session: str | None
+    interval: int
+    streams: bool
+    """Somebody reads the parts."""
+    suspects: Suspects
+    tries: int = 0
+    """Requests in a row that brought no token."""
+    internal_errors: int = 0
+    taken_back: bool = False
+    """The run ended it before its end."""
+    went_on: bool = False
+    """It has left an engine that stalls; a second one would be its own fault."""
+    deaths: Deaths = field(default_factory=Deaths)
+
+    def is_over(self) -> bool:
+        """Whether the run takes it back."""
+        scope = self.scope
+        return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
+
+    def take_back(self) -> None:
+        """It ends without its whole answer, and so does its execution, whatever its code makes of that."""
+        self.taken_back = True
+        if self.transcript is not None:
+            self.transcript.taken_back = True
+
+    def after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
+        """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end.
+
+        `one`: where it was; `before`: tokens that the call had when it was sent.
+        """
+        url = f"{one.upstream.url}/generate"
+        match problem:
+            case Interrupted(why=why) if why == UNREAD:
+                reader = one.reader
+                assert reader is not None and reader.trouble is not None, "it was said why the prompt was not read"
+                return self.after(reader.trouble, reader, before, pool)
+            case Interrupted(why=why) if why == LATE:
+                if one.upstream.stalls_at is not None and not self.went_on:
+                    self.went_on = True
+                    return 0.0
+                raise DeadlineExceeded.waiting(
+                    owner=f"request {one.rid}",
+                    for_what=f"a token of {url} (--request-timeout-s)",
+                    limit_s=pool.silence_limit_s,
+                    last_progress=f"{len(self.call.tokens)} tokens",
+                ) from problem
+            case Interrupted(why=why) if why == ABORTED:
+                return self.again("aborted by its engine", before, pool)
+            case Interrupted(why=why) if why == DIED:
+                self.suspects.died(self.call, self.deaths, f"{url}: its processes ended, or did not answer")
+                return 0.0
+            case Interrupted(why=why):
+                assert why in (DISMISSED, PAUSED), why
+                return 0.0
+            case Refused(status=status, text=text):
+                said = f"{url}: HTTP {status}: {text}"
+                if status not in RETRY_STATUSES:
+                    num = len(self.call.input_ids) + before
+                    raise RequestRejected(f"{url} refused a request of {num} ids: HTTP {status}: {text}") from problem
+                if status in UNREACHABLE_STATUSES:
+                    return self._not_reached(said, one, before, pool)
+                self.internal_errors += status == 500
+                if self.internal_errors > 1 and len(self.call.tokens) == before:
+                    raise EngineError(f"a request failed after {self.tries + 1} tries; the last one: {said}")
+                return self.again(said, before, pool)
+            case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
+                pool.failed(one.upstream)
+                return 0.0
+            case aiohttp.ClientError() | TimeoutError():
+                said = f"{url}: {type(problem).__name__}: {problem}"
+                if isinstance(problem, aiohttp.ClientError) and not one.finds_out:
+                    self.suspects.died(self.call, self.deaths, said)
+                return self._not_reached(said, one, before, pool)
+            case _:
+                raise problem
+
+    def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
+        """Its engine broke off, or is not ready: a try if it was there when the request was sent. Raises as `again`."""
+        pool.failed(one.upstream)
+        return 0.0 if one.finds_out else self.again(said, before, pool)
+
+    def again(self, said: str, before: int, pool: EnginePool) -> float:
+        """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""
+        if len(self.call.tokens) > before or not pool.is_open:
+            self.tries, self.internal_errors = 0, 0
+            return 0.0
+        self.tries += 1
+        if self.tries >= MAX_TRIES:
+            raise EngineError(f"a request failed after {self.tries} tries; the last one: {said}")
+        return min(FIRST_RETRY_S * 2 ** (self.tries - 1), LONGEST_RETRY_S)

@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.buffer.groups import group_of
+from slime.buffer.groups import GroupRecord, group_of
+from slime.core.errors import ActorDied, WorkerStalled
 from slime.core.sample import Group, Sample
+from slime.rollout.client.upstream import RequestScope
 from slime.rollout.execute import (
     Execution,
     GroupResult,
@@ -27,16 +30,16 @@ from slime.rollout.execute import (
     was_interrupted,
 )
 from slime.rollout.filters import without_unscored
-from slime.rollout.hooks import RolloutHooks, keep_group
-from slime.rollout.sampling import eval_sampling_params
-from slime.rollout.scope import RequestScope
-from slime.rollout.supervise import num_left_behind
+from slime.rollout.generate import eval_sampling_params
+from slime.rollout.guard import num_left_behind
 from slime.rollout.transcript import TRANSCRIPT, Seals, Transcript
+from slime.rollout.types import DynamicFilterOutput, Progress
+from slime.rollout.user_functions import RolloutHooks, keep_group
+from slime.settings.eval_config import EvalDatasetConfig
 
 if TYPE_CHECKING:
-    from slime.rollout.client import EngineClient
+    from slime.rollout.client.client import EngineClient
     from slime.rollout.context import RolloutContext
-    from slime.settings.eval_config import EvalDatasetConfig
 
 
 class Episodes(ABC):
@@ -151,3 +154,55 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
         TRANSCRIPT.reset(token)
     seals.check(finished.samples)
     return interrupted if transcript.taken_back else dataclasses.replace(result, verdict=verdict)
+
+
+# What travels between the rollout and its workers: a group to be worked on, and what became of it.
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A group for a worker."""
+
+    number: int
+    """Of this work, by which it is cancelled."""
+    scope: int | None
+    """Number of the scope of its requests, in the rollout's process; None for an evaluation."""
+    rollout_id: int | None
+    params: Mapping[str, Any]
+    """Sampling parameters."""
+    group: Group
+    """Packed: its numbers are arrays. Of an evaluation: one execution."""
+    dataset: EvalDatasetConfig | None = None
+    """Of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A group from a worker."""
+
+    record: GroupRecord
+    """The group: text and arrays that nobody has to look into before it is trained."""
+    outcome: Outcome
+    reason: str
+    verdict: DynamicFilterOutput | None
+    progress: Progress
+    """Tokens and failures of this work."""
+
+
+# Why a worker has no answer for a group, as `fleet` tells its own functions. Nobody else sees these.
+
+
+class WorkerLost(Exception):
+    """The worker of a group died."""
+
+    def __init__(self, death: ActorDied) -> None:
+        super().__init__(str(death))
+        self.is_stall = isinstance(death, WorkerStalled)
+
+
+class Guilty(Exception):
+    """A group ended the processes that worked on it."""
+
+
+class Ended(Exception):
+    """The run ended the requests of a group that was between two workers."""

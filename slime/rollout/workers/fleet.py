@@ -27,17 +27,14 @@ from slime.core.errors import START_FLAG, ActorDied, DeadlineExceeded, SlimeErro
 from slime.core.sample import Group, Sample
 from slime.core.silence import within
 from slime.core.topology import Worker
+from slime.rollout.client.upstream import RequestScope
 from slime.rollout.context import RolloutContext
-from slime.rollout.episodes.ends import Ended, Guilty, WorkerLost
-from slime.rollout.episodes.here import Episodes, Here
-from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Execution, GroupResult, Outcome
-from slime.rollout.hooks import RolloutHooks
-from slime.rollout.progress import waiting
-from slime.rollout.sampling import eval_sampling_params
-from slime.rollout.scope import RequestScope
-from slime.rollout.threads import beside
-from slime.rollout.traffic import Sums
+from slime.rollout.generate import eval_sampling_params
+from slime.rollout.guard import beside, waiting
+from slime.rollout.traces import Sums
+from slime.rollout.user_functions import RolloutHooks
+from slime.rollout.workers.here import Done, Ended, Episodes, Guilty, Here, Work, WorkerLost
 from slime.settings.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)

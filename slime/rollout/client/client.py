@@ -37,20 +37,14 @@ import aiohttp
 from slime.core.errors import EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
-from slime.rollout.call import Call, EndOfText, Refused, require_joinable
-from slime.rollout.engines import EnginePool
-from slime.rollout.generation import Generation, check_request
-from slime.rollout.job import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job
-from slime.rollout.pairing import PairPool
-from slime.rollout.pictures import Pictures
-from slime.rollout.progress import waiting
-from slime.rollout.scope import REQUEST_SCOPE, RequestScope
-from slime.rollout.slices import Budget
-from slime.rollout.suspects import Suspects
-from slime.rollout.traffic import Sums, Traffic
+from slime.rollout.client.call import Call, EndOfText, Generation, Pictures, Refused, check_request, require_joinable
+from slime.rollout.client.engine_pool import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, EnginePool, Job, Suspects
+from slime.rollout.client.pairing import PairPool
+from slime.rollout.client.upstream import PAUSED, REQUEST_SCOPE, Budget, Interrupted, RequestScope, Try, Upstream
+from slime.rollout.client.wire import Events, Wire
+from slime.rollout.guard import waiting
+from slime.rollout.traces import Sums, Traffic
 from slime.rollout.transcript import STRAYS, TRANSCRIPT
-from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
-from slime.rollout.wire import Events, Wire
 
 __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 

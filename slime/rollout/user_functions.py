@@ -11,8 +11,7 @@ from slime.buffer.groups import flatten
 from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
-from slime.rollout.supervise import supervised
-from slime.rollout.threads import run_in_thread
+from slime.rollout.guard import run_in_thread, supervised
 from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.types import DynamicFilterOutput
 from slime.settings import Args

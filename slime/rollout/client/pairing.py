@@ -27,12 +27,10 @@ import aiohttp
 
 from slime.core.errors import EngineError
 from slime.core.topology import bootstrap_of
-from slime.rollout.call import Refused, refuse
-from slime.rollout.engines import EnginePool
-from slime.rollout.job import UNREACHABLE_STATUSES
-from slime.rollout.scope import RequestScope
-from slime.rollout.upstream import ABORTED, UNREAD, Interrupted, Try, Upstream
-from slime.rollout.wire import Events, Wire
+from slime.rollout.client.call import Refused, refuse
+from slime.rollout.client.engine_pool import UNREACHABLE_STATUSES, EnginePool
+from slime.rollout.client.upstream import ABORTED, UNREAD, Interrupted, RequestScope, Try, Upstream
+from slime.rollout.client.wire import Events, Wire
 
 ROOM_BITS = 63
 """Of the number under which two engines know what one hands to the other; SGLang keeps it as a signed one of 64."""

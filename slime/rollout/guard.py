@@ -1,0 +1,583 @@
+"""Guards around user code in a rollout: limits on what is awaited, threads for what is synchronous, progress that stops
+the clock, and a watchdog over the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
+import ctypes
+import faulthandler
+import functools
+import logging
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextvars import Context, ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from slime.core.blame import Place, blamed, raised_by_user
+from slime.core.errors import DeadlineExceeded, HookError, HookExited
+
+# `Heartbeat`: when user code last made progress, so that its limit counts the time without any.
+#
+#     from slime.rollout.guard import alive
+#     alive()        # in a generate function, now and then, while it waits long for something of its own
+#
+# Tasks, and threads that slime starts, inherit it through `HEARTBEAT`. Consumes: `beat` of whoever sees progress, and
+# `waiting` of what waits under a limit of its own: the engine client, the teacher's, graders, sandboxes. Produces: the
+# time without progress, which `supervise` reads. Waits for nothing. Times are those of the event loop.
+#
+# Invariants
+# 1. While a block of `waiting` runs, no time counts; when it ends there was progress.
+# 2. Progress of an execution is progress of whatever it is part of.
+
+
+class Heartbeat:
+    """Of one supervised call."""
+
+    __slots__ = ("_at", "_loop", "_num_waiting", "_parent", "num_beats", "threads")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, parent: Heartbeat | None = None) -> None:
+        """`parent`: of what the call is part of."""
+        self._loop, self._parent = loop, parent
+        self._at, self._num_waiting = loop.time(), 0
+        self.num_beats = 0
+        """Signs of progress."""
+        self.threads: set[int] = set()
+        """Identities of the threads that run for it now."""
+
+    def beat(self) -> None:
+        """There is progress. From any thread."""
+        try:
+            here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            here = False
+        if here:
+            self._beat()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._beat)
+
+    def silent_s(self) -> float:
+        """Seconds without progress."""
+        return 0.0 if self._num_waiting else self._loop.time() - self._at
+
+    def _beat(self) -> None:
+        self._at, self.num_beats = self._loop.time(), self.num_beats + 1
+        if self._parent is not None:
+            self._parent._beat()
+
+    def _waits(self, num: int) -> None:
+        self._num_waiting += num
+        if self._parent is not None:
+            self._parent._waits(num)
+
+
+HEARTBEAT: ContextVar[Heartbeat | None] = ContextVar("slime_heartbeat", default=None)
+
+
+def alive() -> None:
+    """Says that the function that calls it makes progress (`--execution-timeout-s`). Without effect elsewhere."""
+    beat = HEARTBEAT.get()
+    if beat is not None:
+        beat.beat()
+
+
+class Waiting:
+    """What a block of `waiting` may say."""
+
+    __slots__ = ("_beat",)
+
+    def __init__(self, beat: Heartbeat | None) -> None:
+        self._beat = beat
+
+    @contextlib.contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """The block is again the user's time: a part of what is waited for is in his hands."""
+        if self._beat is None:
+            yield
+            return
+        self._beat._waits(-1)
+        self._beat._beat()
+        try:
+            yield
+        finally:
+            self._beat._waits(1)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Waiting]:
+    """The block waits under a limit of its own, on the event loop: its time does not count."""
+    beat = HEARTBEAT.get()
+    if beat is None:
+        yield Waiting(None)
+        return
+    beat._waits(1)
+    try:
+        yield Waiting(beat)
+    finally:
+        beat._waits(-1)
+        beat._beat()
+
+
+# Threads for synchronous user code: one for each call, which nobody has to wait for, not even the end of the process.
+# And a few for slime's own functions (`beside`), which never wait for those.
+#
+# asyncio's own pool has a few threads, which calls that never return would use up, and Python waits for them when it
+# exits. Consumes: calls. Produces: their results, or what they raise. Waits for nothing; a caller that stops waiting
+# leaves its thread behind.
+#
+# Invariants
+# 1. At most `MOST_AT_ONCE` calls of an event loop that somebody waits for run at a time.
+# 2. What a function raises reaches who waits, as an exception that an event loop survives.
+
+T = TypeVar("T")
+
+MOST_AT_ONCE = 64
+"""Calls that run side by side."""
+
+
+class DaemonThreads(concurrent.futures.Executor):
+    """A daemon thread for each call."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        """Runs it in a thread of its own."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # of whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name=f"user-{getattr(fn, '__name__', 'call')}", daemon=True).start()
+        return future
+
+
+_THREADS = DaemonThreads()
+_OWN = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime")  # threads start when they work
+_SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+LEFT_BEHIND: set[int] = set()
+"""Identities of threads that nobody waits for any more, and that still run."""
+
+
+class Stalled(BaseException):
+    """Raised by the watchdog inside of code that keeps the event loop from turning. No `Exception`, because code that
+    tries again and again would catch it."""
+
+    def __str__(self) -> str:
+        return "user code kept the event loop from turning until --execution-timeout-s"
+
+
+def exited(error: BaseException) -> HookExited | DeadlineExceeded:
+    """What a function raised that is not an `Exception`, as an error, with its place."""
+    if isinstance(error, Stalled):
+        return DeadlineExceeded(f"{error}{raised_by_user(error)}")
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    return HookExited(f"{said}{raised_by_user(error)}")
+
+
+async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Calls a function of slime's beside the event loop, which goes on. Raises what it raises.
+
+    Whatever user code does with asyncio's own threads, and with those of `run_in_thread`, it comes to its turn.
+    """
+    call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_OWN, call)
+
+
+async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function beside the event loop, in the caller's context. `name`: what errors call it.
+
+    Raises what it raises: `HookExited` for `SystemExit` and the like, `HookError` for `StopIteration`, which asyncio
+    cannot carry to who waits.
+    """
+    loop, context, beat = asyncio.get_running_loop(), contextvars.copy_context(), HEARTBEAT.get()
+    slots = _SLOTS.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
+    identity: list[int] = []
+
+    def call() -> Any:
+        me = threading.get_ident()
+        identity.append(me)
+        if beat is not None:
+            beat.threads.add(me)
+        try:
+            return context.run(function, *args, **kwargs)
+        except StopIteration as leak:
+            raise HookError(f"got StopIteration from {name}; give next() a default") from leak
+        except Exception:
+            raise
+        except BaseException as error:
+            raise exited(error) from error
+        finally:
+            identity.clear()
+            LEFT_BEHIND.discard(me)
+            if beat is not None:
+                beat.threads.discard(me)
+
+    with waiting():  # for others
+        await slots.acquire()
+    try:
+        return await loop.run_in_executor(_THREADS, call)
+    except asyncio.CancelledError:
+        LEFT_BEHIND.update(identity)
+        raise
+    finally:
+        slots.release()
+
+
+# Limits around user code on the event loop: no call is without one, no end of it is waited for without one.
+#
+#     samples = await supervised(generate(...), what="execution 3 of group 1 in mine.generate", limit_s=1800.0)
+#
+# Consumes: a user's coroutine, which runs in a task of its own, and its `Heartbeat`. Produces: its result, or an
+# exception that an event loop survives. Waits for: the task, as long as there is progress; a task that it has
+# cancelled, for `END_LIMIT_S`. Is woken by: the end of the task, or the clock of the event loop.
+#
+# Invariants
+# 1. User code ends in a result, an `Exception`, or a cancellation of ours. `SystemExit` and the like, which asyncio
+#    lets out of the event loop, also from tasks that user code makes, and a cancellation of its own become
+#    `HookExited`.
+# 2. A task that does not end when it is cancelled is left behind: named in a warning, counted, and waited for no more.
+
+logger = logging.getLogger(__name__)
+
+END_LIMIT_S = 5.0
+"""How long a cancelled task of user code may take to end. Who waits for several of them waits a multiple of it."""
+_LEFT_BEHIND: set[asyncio.Task[Any]] = set()
+
+
+async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float | None) -> T:
+    """The result of a user's coroutine. `what`: who waits, in words; `limit_s`: seconds without progress, None or 0
+    for no limit.
+
+    Raises `DeadlineExceeded` at the limit, `HookExited`, and whatever else the coroutine raises.
+    """
+    loop = asyncio.get_running_loop()
+    contain_tasks(loop)
+    beat = Heartbeat(loop, HEARTBEAT.get())
+    token = HEARTBEAT.set(beat)
+    try:
+        task = loop.create_task(Contained(work), name=what)
+    finally:
+        HEARTBEAT.reset(token)
+    try:
+        while not task.done():
+            left_s = limit_s - beat.silent_s() if limit_s else None
+            if left_s is not None and left_s <= 0:
+                raise _expired(what, limit_s or 0.0, task, beat)
+            await asyncio.wait([task], timeout=left_s)
+    finally:
+        if not task.done():
+            await end_tasks([task])
+    try:
+        return task.result()
+    except asyncio.CancelledError as error:
+        raise HookExited(f"a cancellation that nobody asked for{raised_by_user(error)}") from error
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIMIT_S) -> None:
+    """Cancels tasks and waits until they have ended, for `limit_s` at most: the others are left behind. What they
+    return or raise is nobody's.
+    """
+    those = list(tasks)
+    running = [task for task in those if not task.done()]
+    for task in running:
+        task.cancel()
+    try:
+        if running:
+            await asyncio.wait(running, timeout=limit_s)
+    finally:
+        for task in those:
+            if not task.done():
+                _leave_behind(task, limit_s)
+            elif not task.cancelled():
+                task.exception()  # else asyncio says that nobody looked
+
+
+def num_left_behind() -> int:
+    """Tasks and threads of user code that nobody waits for any more, and that still run."""
+    return len(_LEFT_BEHIND) + len(LEFT_BEHIND)
+
+
+def _leave_behind(task: asyncio.Task[Any], limit_s: float) -> None:
+    stands = place_of_task(task)
+    logger.warning(
+        "%s did not end within %g s of its cancellation and is left behind; it stands at %s",
+        task.get_name(),
+        limit_s,
+        stands or "an unknown place",
+    )
+    _LEFT_BEHIND.add(task)
+    task.add_done_callback(_forget)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _LEFT_BEHIND.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.info("%s, which was left behind, has ended: %r", task.get_name(), error)
+
+
+def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat) -> DeadlineExceeded:
+    frames = sys._current_frames()
+    in_threads = [place for one in beat.threads if one in frames and (place := place_of_frame(frames[one]))]
+    place = in_threads[0] if in_threads else place_of_task(task)
+    return DeadlineExceeded.waiting(
+        owner=what,
+        for_what=f"progress (--execution-timeout-s); it stands at {place or 'an unknown place'}",
+        limit_s=limit_s,
+        last_progress=f"sign {beat.num_beats} of it" if beat.num_beats else "none",
+    )
+
+
+# ---- where code stands -----------------------------------------------------------------------------------------------
+
+
+def place_of_frame(frame: FrameType) -> Place | None:
+    """The line of a running thread, as `blamed` says."""
+    stack = traceback.extract_stack(frame)
+    return blamed(Place(one.filename, one.lineno or 0, one.name) for one in stack)
+
+
+def place_of_task(task: asyncio.Task[Any]) -> Place | None:
+    """The line at which a task waits, through the coroutines and tasks that it waits for, as `blamed` says."""
+    return blamed(_places(task))
+
+
+def _places(task: asyncio.Task[Any] | None) -> Iterator[Place]:
+    seen = set[int]()
+    while task is not None and id(task) not in seen:
+        seen.add(id(task))
+        inner: Any = task.get_coro()
+        while inner is not None:
+            if isinstance(inner, Contained):
+                inner = inner.coroutine
+            frame = _either(inner, "cr_frame", "gi_frame")
+            if frame is not None:
+                yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            inner = _either(inner, "cr_await", "gi_yieldfrom")
+        task = _waits_for(task)
+
+
+def _either(thing: Any, *names: str) -> Any:
+    """The first of these attributes that it has, and that is not None."""
+    return next((value for name in names if (value := getattr(thing, name, None)) is not None), None)
+
+
+def _waits_for(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
+    """The task that it waits for, perhaps with others."""
+    waits_for: Any = getattr(task, "_fut_waiter", None)
+    among = [waits_for, *(getattr(waits_for, "_children", None) or ())]
+    return next((one for one in among if isinstance(one, asyncio.Task) and not one.done()), None)
+
+
+# ---- what may not leave a task ---------------------------------------------------------------------------------------
+
+
+class Contained(Coroutine[Any, Any, T]):
+    """A coroutine out of which no exception comes that would end the event loop, or pass for something else."""
+
+    __slots__ = ("__weakref__", "coroutine")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        """One step."""
+        try:
+            return self.coroutine.send(value)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            raise exited(error) from error
+
+    def throw(self, *given: Any) -> Any:
+        """One step, which begins with an exception."""
+        try:
+            return self.coroutine.throw(*given)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            raise exited(error) from error
+
+    def close(self) -> None:
+        """Ends it."""
+        self.coroutine.close()
+
+    def __await__(self) -> Any:
+        return self.coroutine.__await__()
+
+
+def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Tasks that supervised code makes are contained, too. Leaves a task factory of the user's alone."""
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: Context | None = None, **given: Any
+) -> asyncio.Task[Any]:
+    beat = HEARTBEAT.get() if context is None else context.get(HEARTBEAT)
+    if beat is not None and not isinstance(coroutine, Contained):
+        coroutine = Contained(coroutine)
+    return asyncio.Task(coroutine, loop=loop, context=context, **given)
+
+
+# `Watchdog`: names what keeps an event loop from turning, breaks it off at the limit, or ends the process by name.
+#
+#     watchdog = Watchdog(asyncio.get_running_loop(), limit_s=1800.0, last_words=logs / LAST_WORDS)
+#     ...
+#     watchdog.close()
+#
+# Consumes: turns of one event loop, which its thread asks for. Produces: a warning with the line that runs in the
+# loop's thread, `stall` for whoever asks from another thread, the longest stall, and where all else fails last words,
+# which `last_words` reads after the end. Waits for: the loop's answer. Is woken by: that, or the clock.
+#
+# Invariants
+# 1. At the limit user code that the interpreter runs is broken off by an exception, `MOST_BROKEN_OFF` times at most:
+#    its execution has expired, and the loop goes on.
+# 2. What takes no exception (a sleep, a regular expression that holds the interpreter), or comes again and again, ends
+#    the process `GRACE_S` later. That is done by `faulthandler`, whose thread needs no interpreter; it writes where
+#    each thread stood.
+# 3. Code of slime or of a library alone is never broken off.
+
+LAST_WORDS = "rollout_stall.txt"
+"""In the folder of the logs: what is left of a rollout side that had to end."""
+WARN_S, GRACE_S = 10.0, 30.0
+"""Seconds without a turn before the first warning, and between the attempt to break code off and the end."""
+LOOK_S = 1.0
+MOST_BROKEN_OFF = 3
+"""Calls that are broken off; a function that blocks in every execution is not chance."""
+_TIMED_OUT = "Timeout ("
+"""How a report of `faulthandler` begins."""
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
+
+
+class Watchdog:
+    """Watches from when it is made, on the loop's own thread, until `close`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        limit_s: float,
+        last_words: Path | None = None,
+        warn_s: float = WARN_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """`limit_s`: seconds without a turn, 0 for no limit; `last_words`: the file for them, without one the process
+        never ends.
+        """
+        self._loop, self._limit_s, self._warn_s, self._grace_s = loop, limit_s, warn_s, grace_s
+        self._look_s = min(LOOK_S, warn_s / 4)
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._longest_s, self._num_broken_off = 0.0, 0
+        self.stall = ""
+        """What keeps the loop from turning now, in words; empty while it turns."""
+        self._path = last_words if limit_s else None
+        self._file = None
+        if self._path is not None:
+            self._file = self._path.open("w")
+            self._file.write(f"0x{self._watched:016x} {limit_s + grace_s:g}\n")
+            self._file.flush()
+        self._put_off_end()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def take_longest_s(self) -> float:
+        """The longest time without a turn since the last call, seconds."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+    def close(self) -> None:
+        """Watches no more; there are no last words."""
+        self._closed.set()
+        if self._path is not None and self._file is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        try:
+            self._look()
+        finally:  # who does not watch may not end anything
+            if self._file is not None:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        while not self._closed.wait(self._look_s):
+            turned, asked = threading.Event(), time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(self._has_turned, turned)
+            except RuntimeError:  # the loop is closed
+                return
+            self._wait(turned, asked)
+            self._longest_s = max(self._longest_s, time.monotonic() - asked)
+            self.stall = ""
+
+    def _wait(self, turned: threading.Event, asked: float) -> None:
+        """For a turn of the loop; says and does what is due meanwhile."""
+        warn_s, was_broken = self._warn_s, not self._limit_s
+        while not turned.wait(self._look_s) and not self._closed.is_set():
+            stands_s = time.monotonic() - asked
+            place = self._place()
+            if stands_s >= self._warn_s:
+                self.stall = f"the event loop has not turned for {stands_s:.0f} s: {place} keeps it"
+            if stands_s >= warn_s:
+                warn_s *= 2
+                logger.warning("%s; do: await there, or call it in a thread (asyncio.to_thread)", self.stall)
+            if stands_s >= self._limit_s and not was_broken:
+                was_broken = True
+                if place is not None and not place.is_ours and not place.is_library:
+                    self._break_off()
+
+    def _break_off(self) -> None:
+        if self._num_broken_off < MOST_BROKEN_OFF:
+            self._num_broken_off += 1
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(Stalled))
+
+    def _has_turned(self, turned: threading.Event) -> None:
+        """On the loop."""
+        turned.set()
+        self._put_off_end()
+
+    def _put_off_end(self) -> None:
+        if self._file is not None and not self._closed.is_set():
+            faulthandler.dump_traceback_later(self._limit_s + self._grace_s, exit=True, file=self._file)
+
+    def _place(self) -> Place | None:
+        """What runs on the loop now: who started the loop does not count."""
+        frame = sys._current_frames().get(self._watched)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        begin = max((number for number, one in enumerate(stack, 1) if one.name == "run_forever"), default=0)
+        return blamed(Place(one.filename, one.lineno or 0, one.name) for one in stack[begin:])
+
+
+def last_words(path: Path) -> str | None:
+    """Why the process that was to write there has ended itself; None if it has not."""
+    with contextlib.suppress(OSError):
+        head, _, report = path.read_text(errors="replace").partition("\n")
+        if _TIMED_OUT not in report:
+            return None
+        thread, _, limit_s = head.partition(" ")
+        of_thread = report.partition(f"Thread {thread}")[2].partition("\n\n")[0]
+        found = [Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(of_thread)]
+        return (
+            f"the event loop of the rollout side has not turned for {limit_s} s (--execution-timeout-s), because "
+            f"{blamed(reversed(found)) or 'something'} kept it, and its process has ended; do: await there, or call it "
+            "in a thread (asyncio.to_thread)"
+        )
+    return None

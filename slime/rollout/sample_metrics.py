@@ -1,0 +1,363 @@
+"""What the samples of a batch say about it: metrics, turns and tool calls, the samples that people see, and the age of
+tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.core.errors import DataError, LedgerError
+from slime.core.ports import WeightVersion
+from slime.core.sample import FINISH_REASONS, NOT_SAMPLED, TURN_COUNTS, Sample, Status
+from slime.core.text import shorten, visible
+from slime.observability.samples import Kind, Picked, ShownSample
+from slime.rollout.filters import rewards_by_execution
+from slime.settings import Args
+
+# Turns and tool calls of samples with several turns: how a generate function reports them, and their metrics.
+#
+#     from slime.rollout.sample_metrics import count_tool_call
+#     count_tool_call(sample)                  # a tool answered
+#     count_tool_call(sample, failed=True)     # it was called wrongly, raised or ran out of time
+#
+# The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors`, and `turns` where a
+# function knows better than the tokens. They travel with the sample through retries, checkpoints and recordings; a
+# sample that starts over starts from zero. Turns need no report: a turn is a run of sampled tokens between context.
+#
+# Counts are of an execution. Those of a fan-out add up, so siblings that share turns or calls say them once
+# (`slime.agent.session` does); metrics are per execution.
+
+
+def count_tool_call(sample: Sample, *, failed: bool = False) -> None:
+    """Books one call of a tool. `failed`: the model got an error instead of a result."""
+    counts = sample.metadata.setdefault(TURN_COUNTS, {})
+    counts["tool_calls"] = counts.get("tool_calls", 0) + 1
+    counts["tool_errors"] = counts.get("tool_errors", 0) + int(failed)
+
+
+def expect_tools(sample: Sample) -> None:
+    """Says that the sample may call tools, so that it counts with zero calls until it does. Changes no count."""
+    counts = sample.metadata.setdefault(TURN_COUNTS, {})
+    counts.setdefault("tool_calls", 0)
+    counts.setdefault("tool_errors", 0)
+
+
+def num_turns(sample: Sample) -> int:
+    """Turns of the model: what the generate function reported, or the runs of sampled tokens."""
+    reported = _counts(sample).get("turns")
+    if reported is not None:
+        return reported
+    versions = sample.column("token_versions")
+    if versions is None or not len(versions):
+        return 0
+    sampled = versions != NOT_SAMPLED
+    return int(sampled[0]) + int((sampled[1:] & ~sampled[:-1]).sum())
+
+
+def tool_counts(sample: Sample) -> dict[str, int]:
+    """`num_turns`, `tool_calls` and `tool_errors` of a sample with several turns or with tools; else nothing."""
+    turns, counts = num_turns(sample), _counts(sample)
+    if turns < 2 and "tool_calls" not in counts:
+        return {}
+    tools: dict[str, int] = {name: counts[name] for name in ("tool_calls", "tool_errors") if name in counts}
+    return {"num_turns": turns, **tools}
+
+
+def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics under `prefix/` of turns, per execution, if any has several or tools; of tool calls, if any has tools."""
+    executions: dict[tuple[int | None, int | None], Counter[str]] = {}
+    for sample in samples:
+        counts = executions.setdefault((sample.group_index, sample.index), Counter())
+        counts.update({**tool_counts(sample), "num_turns": num_turns(sample)})
+    turns = [counts["num_turns"] for counts in executions.values()]
+    has_tools = any("tool_calls" in counts for counts in executions.values())
+    if not has_tools and max(turns, default=0) < 2:
+        return {}
+    metrics = {f"{prefix}/num_turns/mean": statistics.fmean(turns), f"{prefix}/num_turns/max": float(max(turns))}
+    if not has_tools:
+        return metrics
+    calls, errors = ([counts[name] for counts in executions.values()] for name in ("tool_calls", "tool_errors"))
+    metrics[f"{prefix}/tool_calls/mean"] = statistics.fmean(calls)
+    metrics[f"{prefix}/tool_calls/max"] = float(max(calls))
+    metrics[f"{prefix}/tool_errors/mean"] = statistics.fmean(errors)
+    if sum(calls):
+        metrics[f"{prefix}/tool_error_ratio"] = sum(errors) / sum(calls)
+    return metrics
+
+
+def _counts(sample: Sample) -> dict[str, int]:
+    """The whole numbers among what was reported; a dataset's column of that name may hold anything."""
+    counts = sample.metadata.get(TURN_COUNTS)
+    if not isinstance(counts, dict):
+        return {}
+    return {k: v for k, v in counts.items() if isinstance(v, int) and not isinstance(v, bool) and v >= 0}
+
+
+# What the samples of a rollout say about it, as flat metrics.
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """mean, median, max and min under `name/`; nothing for no values."""
+    if not values:
+        return {}
+    return {
+        f"{name}/mean": statistics.fmean(values),
+        f"{name}/median": float(statistics.median(values)),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that one of `k` samples is correct (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_samples: int) -> dict[int, float]:
+    """k -> pass@k over prompts, of the powers of two up to `num_samples`; none for one. Right is a reward of 1."""
+    hits_of = [[reward == 1.0 for reward in rewards_by_execution(group, reward_key)] for group in groups]
+    out, k = {}, 1
+    while num_samples > 1 and k <= num_samples:
+        tried = [hits for hits in hits_of if len(hits) >= k]
+        if tried:
+            out[k] = statistics.fmean(pass_at_k(len(hits), sum(hits), k) for hits in tried)
+        k *= 2
+    return out
+
+
+def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """What `--log-passrate`, `--log-correct-samples` and `--log-reward-category` add."""
+    metrics: dict[str, float] = {}
+    if args.log_passrate:
+        rates = pass_rates(groups, args.reward_key, args.n_samples_per_prompt)
+        metrics |= {f"passrate/pass@{k}": rate for k, rate in rates.items()}
+    if args.log_correct_samples:
+        lengths = [
+            sample.effective_response_length
+            for group in groups
+            for sample in group
+            if rewards_by_execution([sample], args.reward_key) == [1.0]
+        ]
+        metrics |= spread("rollout/correct_length", lengths)
+    if (key := args.log_reward_category) is not None:
+        rewards = [s.reward for group in groups for s in group]
+        found = Counter(
+            str(reward[key]) for reward in rewards if isinstance(reward, dict) and reward.get(key) is not None
+        )
+        metrics |= {f"rollout/error_cat/{name}": count / len(rewards) for name, count in found.items()}
+    return metrics
+
+
+def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """`rollout/*` metrics of finished groups: rewards per execution, lengths and ends per sample."""
+    reward_key = args.reward_key
+    samples = [s for group in groups for s in group]
+    if not samples:
+        return {}
+    rewards = [rewards_by_execution(group, reward_key) for group in groups]
+    flat = [reward for group in rewards for reward in group]
+    constant = [group[0] for group in rewards if group and len(set(group)) == 1]
+    versions = [v for s in samples for v in s.weight_versions]
+    metrics = spread("rollout/response_len", [s.effective_response_length for s in samples])
+    metrics |= {
+        "rollout/truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in samples),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/num_groups": float(len(groups)),
+        "rollout/num_unscored_samples": float(sum(bool(s.unscored) for s in samples)),
+        "rollout/num_ungradable_samples": float(sum(bool(s.ungradable) for s in samples)),
+        "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
+        "rollout/zero_std/ratio": len(constant) / len(groups),
+    }
+    metrics |= {**turn_metrics("rollout", samples), **_asked_for(args, groups)}
+    if flat:
+        metrics["rollout/raw_reward"] = statistics.fmean(flat)
+        metrics["rollout/raw_reward_std"] = statistics.pstdev(flat)
+    for reward in constant:
+        key = f"rollout/zero_std/count_{reward:.3g}"
+        metrics[key] = metrics.get(key, 0.0) + 1.0
+    if versions:
+        metrics["rollout/weight_version/min"] = float(min(versions))
+        metrics["rollout/weight_version/max"] = float(max(versions))
+    return metrics
+
+
+def speed(groups: Sequence[Sequence[Sample]], seconds: float, *, num_gpus: int | None) -> dict[str, float]:
+    """How long a rollout took, and what each GPU of the engines made in a second of it."""
+    tokens = sum(s.effective_response_length for group in groups for s in group)
+    per_gpu = tokens / max(seconds, 1e-9) / max(num_gpus or 0, 1)
+    return {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": per_gpu}
+
+
+# Which samples people see: the best, the worst and some at random of each step and each evaluation dataset, as text.
+#
+# Runs on the rollout side, where the tokenizer is. Ids are decoded here for people only: the text goes to
+# `samples.jsonl` and to the views, never back into a batch. What cannot be shown is logged and left out; it never ends
+# a run. `Showcase` keeps what was picked until the actor sends it beside the metrics.
+#
+# Invariants
+# 1. The same samples, seed and step give the same picks.
+# 2. No sample is shown twice in one step.
+
+logger = logging.getLogger(__name__)
+
+REASON_OF = {status: reason for reason, status in FINISH_REASONS.items()}
+MAX_LABEL_CHARS, MAX_SCORES = 500, 20
+
+
+def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
+    """Positions to show, at most `num`: the best, the worst, then any. Among equals chance decides.
+
+    Without a reward to compare by (none, or of one sample) there is no best and no worst.
+    """
+    order = list(range(len(rewards)))
+    chance.shuffle(order)
+    scored = sorted((i for i in order if _comparable(rewards[i])), key=lambda i: -float(rewards[i] or 0.0))
+    picked: list[tuple[int, Picked]] = []
+    if len(scored) > 1:
+        picked = [(scored[0], "best"), (scored[-1], "worst")]
+    taken = {i for i, _ in picked}
+    rest: list[tuple[int, Picked]] = [(i, "random") for i in order if i not in taken]
+    return (picked + rest)[:num]
+
+
+def _comparable(reward: float | None) -> bool:
+    return reward is not None and math.isfinite(reward)
+
+
+class Showcase:
+    """Picks and decodes; the step loop calls it once per step and once per evaluation."""
+
+    def __init__(self, args: Args, tokenizer: Any) -> None:
+        """`tokenizer`: the HF tokenizer; without one the samples' own text is shown."""
+        self._args, self._tokenizer = args, tokenizer
+        self._picked: dict[tuple[Kind, int], list[ShownSample]] = {}
+
+    def take(self, kind: Kind, step: int) -> list[ShownSample]:
+        """What was picked of a step or an evaluation; it is kept no longer."""
+        return self._picked.pop((kind, step), [])
+
+    def add_rollout(self, step: int, groups: Sequence[Sequence[Sample]]) -> None:
+        """Picks from the groups of a batch."""
+        samples = [sample for group in groups for sample in group]
+        self._add("rollout", step, None, samples, self._args.reward_key)
+
+    def add_evaluation(self, step: int, data: Mapping[str, Mapping[str, Any]]) -> None:
+        """Picks from each dataset of an evaluation."""
+        for name, entry in data.items():
+            self._add("eval", step, name, list(entry.get("samples") or ()), self._args.eval_reward_key)
+
+    def _add(
+        self, kind: Kind, step: int, dataset: str | None, samples: Sequence[Sample], reward_key: str | None
+    ) -> None:
+        if not self._args.log_samples:
+            return
+        chance = random.Random(f"{self._args.rollout_seed} {kind} {step} {dataset}")
+        try:
+            rewards = [self._reward(sample, reward_key) for sample in samples]
+            shown = [
+                self._show(samples[i], rewards[i], kind=kind, step=step, dataset=dataset, picked=why)
+                for i, why in pick(rewards, self._args.log_samples, chance)
+            ]
+        except Exception:  # a user's sample may hold anything; what people see never ends a run
+            logger.exception("samples of %s %d cannot be shown", kind, step)
+            return
+        self._picked.setdefault((kind, step), []).extend(shown)
+
+    def _reward(self, sample: Sample, reward_key: str | None) -> float | None:
+        """None for a conversation that is learned as it is: nothing judged it."""
+        if self._args.loss_type == "sft_loss" and not sample.weight_versions:
+            return None
+        try:
+            return sample.get_reward_value(reward_key)
+        except DataError:
+            return None
+
+    def _show(
+        self, sample: Sample, reward: float | None, *, kind: Kind, step: int, dataset: str | None, picked: Picked
+    ) -> ShownSample:
+        start, limit = sample.prompt_length, self._args.log_samples_max_chars
+        ids = sample.column("tokens")
+        prompt_ids, response_ids = ([], []) if ids is None else (ids[:start].tolist(), ids[start:].tolist())
+        prompt, response = self._text(prompt_ids, sample.prompt), self._text(response_ids, sample.response)
+        versions = sample.weight_versions
+        without = sample.label is None or (isinstance(sample.label, str) and not sample.label)
+        label = None if without else shorten(visible(_as_text(sample.label)), MAX_LABEL_CHARS)
+        return ShownSample(
+            kind=kind,
+            step=step,
+            dataset=dataset,
+            prompt=shorten(visible(prompt), limit),
+            response=shorten(visible(response), limit),
+            reward=reward,
+            label=label,
+            status=sample.status.value,
+            response_length=sample.response_length,
+            weight_version=max(versions, default=None),
+            finish_reason=REASON_OF.get(sample.status) if versions else None,
+            picked=picked,
+            group_index=sample.group_index,
+            index=sample.index,
+            more=_more(sample),
+        )
+
+    def _text(self, ids: Sequence[int], text: Any) -> str:
+        """The ids with their special tokens spelled out; without ids or tokenizer the text that the sample brings."""
+        if ids and self._tokenizer is not None:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return _as_text(text)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _more(sample: Sample) -> dict[str, Any]:
+    """Facts that only some samples have. Of the metadata only what slime itself knows: the rest may be private."""
+    more: dict[str, Any] = {}
+    if len(sample.weight_versions) > 1:
+        more["weight_versions"] = sample.weight_versions
+    trained = 0 if sample.remove_sample else sample.effective_response_length
+    if trained != sample.response_length:
+        more["trained_tokens"] = trained
+    if isinstance(sample.reward, dict):
+        numbers = {str(k): float(v) for k, v in sample.reward.items() if isinstance(v, int | float)}
+        more["scores"] = {k: v for k, v in list(numbers.items())[:MAX_SCORES] if math.isfinite(v)}
+    for name in ("unscored", "ungradable"):
+        if reason := getattr(sample, name):
+            more[name] = shorten(visible(reason), MAX_LABEL_CHARS)
+    return more | tool_counts(sample)
+
+
+# How old the tokens of a batch are, and the bound on it.
+
+
+def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: int | None) -> dict[str, float]:
+    """How many versions older than the trainer's weights, `now`, each sampled token is, and how many have passed since
+    the work on its group began, tools and environments included; nothing without sampled tokens.
+
+    Raises `LedgerError` beyond the limit.
+    """
+    columns = [column for group in groups for s in group if (column := s.column("token_versions")) is not None]
+    sampled = [column[column != NOT_SAMPLED] for column in columns]
+    num = sum(map(len, sampled))
+    if not num:
+        return {}
+    oldest = now - min(int(versions.min()) for versions in sampled if len(versions))
+    if limit is not None and oldest > limit:
+        raise LedgerError(
+            f"got a token {oldest} versions older than the weights to be trained, because the rollout function "
+            f"returned it; do: leave out what is older than --max-weight-staleness {limit}, or raise it"
+        )
+    waited = [now - s.started_version for group in groups for s in group if s.started_version is not None]
+    mean = now - sum(int(versions.sum(dtype="int64")) for versions in sampled) / num
+    since_start = {"rollout/staleness/since_start/max": float(max(waited))} if waited else {}
+    return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(oldest), **since_start}

@@ -1,0 +1,216 @@
+"""From finished groups to the `TrainBatch`: canonical order, one scalar reward per sample, everything checked.
+
+Invariants
+1. The order is (group_index, index, position within the execution): no scheduling changes it.
+2. Every sample is scored, or says in `unscored` why not: then its reward is NaN, it enters no statistics
+   and trains nothing. Any other without a reward is an error here, never a zero.
+3. Rewards are raw: advantages are computed by the trainer over `group_index`, never by position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.buffer.data_buffer import DataBuffer
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.errors import DataError, HookError, LedgerError
+from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.rollout.filters import without_unscored
+from slime.rollout.user_functions import load
+from slime.settings import Args
+
+# The public form of `--custom-convert-samples-to-train-data-path`: a dict of columns, with one entry for each sample.
+#
+# Read are tokens, response_lengths, rewards, loss_masks, truncated, rollout_log_probs, teacher_log_probs and, for the
+# execution of each entry, sample_indices or rollout_ids; what is missing is the sample's own. Rewards are trained as
+# they are. Other columns are left alone.
+
+_FLAG = "--custom-convert-samples-to-train-data-path"
+
+
+def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple[TrainSample, ...]:
+    """The records of a dict. Raises `HookError` for columns of different lengths, or for executions of no sample."""
+    rewards = columns.get("rewards", ())
+    known = {name: values for name, values in columns.items() if name in _COLUMNS}
+    lengths = {name: len(values) for name, values in known.items()}
+    if not len(rewards) or len(set(lengths.values())) != 1:
+        raise HookError(f"got columns of lengths {lengths} from {_FLAG}; give rewards, and as many entries in others")
+    owners = _owners(samples, columns, len(rewards))
+    return tuple(_record(owner, {n: v[i] for n, v in known.items()}) for i, owner in enumerate(owners))
+
+
+_COLUMNS = (
+    *("tokens", "response_lengths", "rewards", "loss_masks", "truncated", "rollout_log_probs", "teacher_log_probs"),
+    *("sample_indices", "rollout_ids"),
+)
+
+
+def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> list[Sample]:
+    """The sample that each entry is made of: the one at its place, else the first of its execution."""
+    if num == len(samples):
+        return list(samples)
+    by_index = {sample.index: sample for sample in reversed(samples)}
+    indices = columns.get("sample_indices", columns.get("rollout_ids", ()))
+    strays = [index for index in indices if index not in by_index]
+    if len(indices) != num or strays:
+        raise HookError(
+            f"got {num} entries for {len(samples)} samples from {_FLAG}, with executions {list(indices)[:8]}; say in "
+            "sample_indices of which sample (sample.index) each is"
+        )
+    return [by_index[index] for index in indices]
+
+
+def _record(sample: Sample, entry: Mapping[str, Any]) -> TrainSample:
+    record = TrainSample.from_sample(sample, reward=float(entry["rewards"]))
+    tokens = np.asarray(entry.get("tokens", record.tokens), np.int32)
+    num = int(entry.get("response_lengths", record.response_length))
+    same = num == record.response_length and np.array_equal(tokens, record.tokens)
+    mask = entry.get("loss_masks", record.loss_mask if same else None)
+    changes: dict[str, Any] = {
+        "tokens": tokens,
+        "loss_mask": np.ones(num, np.float32) if mask is None else np.asarray(mask, np.float32),
+        "truncated": bool(entry.get("truncated", record.truncated)),
+    }
+    if sample.remove_sample:
+        changes["loss_mask"] = np.zeros(num, np.float32)
+    if not same:
+        unknown = {"teacher_log_probs": None, "routed_experts": None, "rollout_log_probs": None}
+        changes |= {**unknown, "token_versions": np.full(num, NOT_SAMPLED, np.int32)}
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        if entry.get(name) is not None:
+            changes[name] = np.asarray(entry[name], np.float32)
+    odd = {n: len(v) for n, v in changes.items() if n.endswith(("_probs", "mask")) and v is not None and len(v) != num}
+    if odd or not 0 <= num < len(tokens):
+        raise HookError(f"got {odd or len(tokens)} for a response of {num} tokens from {_FLAG}; one entry for each")
+    return dataclasses.replace(record, **changes)
+
+
+def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """All samples in canonical order. Raises `DataError` on one without identity or that is not complete."""
+    samples = [s for group in groups for s in group]
+    for sample in samples:
+        if sample.group_index is None or sample.index is None:
+            raise DataError(f"got a sample without identity: group_index={sample.group_index}, index={sample.index}")
+        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+            raise DataError(
+                f"got sample {sample.index} of group {sample.group_index} with status {sample.status.value}; "
+                "only finished samples can be trained: put the others back into the data source"
+            )
+    return sorted(samples, key=lambda s: (s.group_index or 0, s.index or 0))  # stable: siblings keep their order
+
+
+def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
+    """[S] scalar rewards: of the user's post-processing if given, else `--reward-key` of the sample's; NaN if unscored.
+
+    Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
+    """
+    every, samples = samples, without_unscored(samples)
+    post_process = load(args.custom_reward_post_process_path, "reward_post_process")
+    if post_process is None:
+        rewards = [s.get_reward_value(args.reward_key) for s in samples]
+    else:
+        result = post_process(args, list(samples))
+        if not isinstance(result, tuple) or len(result) != 2 or len(result[1]) != len(samples):
+            raise HookError(
+                f"got {type(result).__name__} from --custom-reward-post-process-path for {len(samples)} samples; "
+                "it returns (raw_rewards, rewards), each with one number per sample"
+            )
+        rewards = [None if r is None else float(r) for r in result[1]]
+    for sample, reward in zip(samples, rewards, strict=True):
+        if reward is None or not math.isfinite(reward):
+            raise DataError(
+                f"got reward {reward} for sample {sample.index} of group {sample.group_index}; every trained "
+                "sample needs a finite one: a failure is put back or dropped, never scored"
+            )
+    values = {id(s): float(r) for s, r in zip(samples, rewards, strict=True) if r is not None}
+    return [values.get(id(s), math.nan) for s in every]
+
+
+def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
+    """Freezes one step's samples. Raises `DataError` if there are none or one breaks its contract."""
+    samples = in_order(groups)
+    if not samples:
+        raise DataError(f"got no samples for step {rollout_id}; there is nothing to train")
+    convert = load(args.custom_convert_samples_to_train_data_path, "convert_samples")
+    if convert is not None:
+        converted = convert(args, samples)
+        if isinstance(converted, dict):
+            _require_final_rewards(args)
+            converted = from_columns(samples, converted)
+        converted = converted.samples if isinstance(converted, TrainBatch) else tuple(converted)
+        if not converted or not all(isinstance(s, TrainSample) for s in converted):
+            raise HookError(
+                "got something other than TrainSample records from --custom-convert-samples-to-train-data-path; it "
+                "returns a dict of columns, or a list of slime.core.batch.TrainSample (see TrainSample.from_sample)"
+            )
+        return TrainBatch(rollout_id, converted)
+    rewards = sample_rewards(args, samples)
+    return TrainBatch(
+        rollout_id, tuple(TrainSample.from_sample(s, reward=r) for s, r in zip(samples, rewards, strict=True))
+    )
+
+
+def _require_final_rewards(args: Args) -> None:
+    """Columns hold the rewards to train on. Raises `HookError` if they would be normalised once more."""
+    if args.components.get("rewards_normalization"):
+        raise HookError(
+            "got a dict from --custom-convert-samples-to-train-data-path with --rewards-normalization, which would "
+            "normalise its rewards once more; drop the switch"
+        )
+
+
+# Which groups the trainer has: the account of batches that are handed out and not yet trained.
+#
+# Invariants
+# 1. The groups of a batch stay in flight in the buffer until `commit`; a save before it issues them again on resume.
+# 2. After each `hand_out` and `commit` the ledger balances, or `LedgerError`.
+
+logger = logging.getLogger(__name__)
+
+
+class BatchAccount:
+    """Step -> the groups of its batch."""
+
+    def __init__(self, buffer: DataBuffer, *, trains: bool) -> None:
+        """`trains`: each commit makes a new weight version."""
+        self._buffer, self._trains = buffer, trains
+        self._handed_out: dict[int, list[int]] = {}
+        self.last_step: int | None = None
+        """The newest step that is trained."""
+
+    def in_flight(self) -> set[int]:
+        """The groups that are with somebody now."""
+        return set(self._buffer.in_flight)
+
+    def hand_out(self, rollout_id: int, groups: Sequence[Sequence[Sample]], *, before: set[int] | None) -> None:
+        """Remembers the groups of a batch.
+
+        `before`: what was in flight before its step; what came to it since, and is not in the batch, was forgotten by a
+        user's function and is filtered. None for a schedule that keeps groups in flight between steps.
+        """
+        indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
+        dropped = [] if before is None else sorted(self.in_flight() - before - set(indices))
+        if dropped:
+            logger.info("%d groups were issued to the rollout function and not returned by it", len(dropped))
+            self._buffer.mark_filtered(dropped, "not_returned")
+        self._handed_out[rollout_id] = indices
+        self._buffer.ledger().check()
+
+    def commit(self, rollout_id: int) -> None:
+        """The step is trained: its groups are settled. Raises `LedgerError`."""
+        if rollout_id not in self._handed_out:
+            raise LedgerError(f"got a commit of step {rollout_id}, which was not generated, or is already committed")
+        self._buffer.mark_trained(self._handed_out.pop(rollout_id))
+        self.last_step = rollout_id
+        self._buffer.weight_version += self._trains
+        self._buffer.ledger().check()
+
+    def clear(self) -> None:
+        """Forgets what was handed out; the buffer was loaded, and issues it again."""
+        self._handed_out.clear()
