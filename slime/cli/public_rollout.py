@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.core.errors import CheckpointError, DataError
 from slime.observability.progress import Progress
-from slime.rollout.public_samples import groups_of
+from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import save_rollout
 from slime.training.foreign.confined import Confined
 from slime.training.foreign.trust import require_trust

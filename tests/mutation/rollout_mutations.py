@@ -69,7 +69,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "return [version if isinstance(version, int) else version[-1]] * len(self.tokens)",
     ),
     "a posted answer has one version": Mutation(
-        "plugins", "rollout/posting.py", "        TOKEN_VERSIONS_KEY: versions,\n", ""
+        "plugins", "public/http.py", "        TOKEN_VERSIONS_KEY: versions,\n", ""
     ),
     "appended tokens have the newest version": Mutation(
         "plugins",
@@ -92,7 +92,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "a post is tried once more": Mutation(
         "plugins",
-        "rollout/posting.py",
+        "public/http.py",
         "not in RETRY_STATUSES or number + 1 >= max_retries",
         "not in RETRY_STATUSES or number >= max_retries",
     ),

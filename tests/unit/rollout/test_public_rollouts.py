@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from slime.public.recorded_samples import groups_of
 from slime.rollout.manager import RolloutManager
-from slime.rollout.public_samples import groups_of
 from slime.rollout.recordings import save_rollout
 from tests.support.rollout import rollout_args
 

@@ -22,7 +22,7 @@ from slime.cli.main import main
 from slime.core.errors import CheckpointError, DataError
 from slime.core.routed_experts import RoutedExperts
 from slime.core.sample import NOT_SAMPLED, Sample, Status
-from slime.rollout.public_samples import groups_of
+from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import load_rollout
 from slime.training.foreign import inert
 from slime.training.foreign.confined import Confined

@@ -1,1 +1,0 @@
-"""Public names of the Megatron backend, for plugins."""

@@ -1,0 +1,162 @@
+"""The names that plugins of the public slime import, and what each is here.
+
+Plugins say `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
+finder, asked after all others, makes the module when somebody imports it, and imports what it names then.
+
+Invariants
+1. Nothing is imported before a plugin asks for it; nothing of ours asks.
+2. A module of the table has the names of its row and makes nothing of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+ALIASES: dict[str, dict[str, str]] = {
+    "slime.backends": {},
+    "slime.backends.megatron_utils": {},
+    "slime.backends.megatron_utils.cp_utils": {
+        "all_gather_with_cp": "slime.public.losses:all_gather_with_cp",
+        "slice_log_prob_with_cp": "slime.public.losses:slice_log_prob_with_cp",
+    },
+    "slime.rollout.base_types": {
+        "RolloutFnEvalOutput": "slime.rollout.types:RolloutFnEvalOutput",
+        "RolloutFnTrainOutput": "slime.rollout.types:RolloutFnTrainOutput",
+    },
+    "slime.rollout.data_source": {
+        "RolloutDataSource": "slime.public.sources:RolloutDataSource",
+        "RolloutDataSourceWithBuffer": "slime.public.sources:RolloutDataSourceWithBuffer",
+    },
+    "slime.rollout.filter_hub": {},
+    "slime.rollout.filter_hub.base_types": {
+        "DynamicFilterOutput": "slime.rollout.types:DynamicFilterOutput",
+    },
+    "slime.rollout.filter_hub.dynamic_sampling_filters": {
+        "check_reward_nonzero_std": "slime.rollout.filters:check_reward_nonzero_std",
+        "check_reward_nonzero_std_with_fallback": "slime.rollout.filters:check_reward_nonzero_std_with_fallback",
+    },
+    "slime.rollout.fully_async": {
+        "generate_rollout_fully_async": "slime.public.generation:generate_rollout_fully_async",
+    },
+    "slime.rollout.fully_async_rollout": {
+        "generate_rollout_fully_async": "slime.public.generation:generate_rollout_fully_async",
+    },
+    "slime.rollout.on_policy_distillation": {
+        "post_process_rewards": "slime.rollout.workflows.teacher:post_process_rewards",
+        "reward_func": "slime.rollout.workflows.teacher:reward_func",
+    },
+    "slime.rollout.progress": {
+        "alive": "slime.rollout.guard:alive",
+        "waiting": "slime.rollout.guard:waiting",
+    },
+    "slime.rollout.rm_hub": {
+        "async_rm": "slime.public.generation:async_rm",
+        "batched_async_rm": "slime.public.generation:batched_async_rm",
+        "get_deepscaler_rule_based_reward": "slime.rewards.graders.answers:deepscaler_reward",
+        "grade_answer_verl": "slime.rewards.graders.answers:boxed_equals",
+    },
+    "slime.rollout.rm_hub.deepscaler": {
+        "get_deepscaler_rule_based_reward": "slime.rewards.graders.answers:deepscaler_reward",
+    },
+    "slime.rollout.rm_hub.math_dapo_utils": {
+        "compute_score": "slime.rewards.graders.answers:dapo_score",
+        "math_dapo_compute_score": "slime.rewards.graders.answers:dapo_score",
+    },
+    "slime.rollout.rm_hub.math_utils": {
+        "extract_answer": "slime.rewards.graders.answers:last_boxed",
+        "extract_boxed_answer": "slime.rewards.graders.answers:last_boxed",
+        "grade_answer_verl": "slime.rewards.graders.answers:boxed_equals",
+    },
+    "slime.rollout.sft_rollout": {
+        "generate_rollout": "slime.rollout.sft:generate_rollout",
+    },
+    "slime.rollout.sglang_rollout": {
+        "GenerateState": "slime.public.generation:GenerateState",
+        "generate": "slime.rollout.generate:generate",
+        "generate_and_rm": "slime.public.generation:generate_and_rm",
+        "generate_and_rm_group": "slime.public.generation:generate_and_rm_group",
+        "generate_rollout": "slime.rollout.loop:generate_rollout",
+    },
+    "slime.rollout.turns": {
+        "count_tool_call": "slime.rollout.sample_metrics:count_tool_call",
+        "expect_tools": "slime.rollout.sample_metrics:expect_tools",
+    },
+    "slime.utils": {},
+    "slime.utils.async_utils": {
+        "run": "slime.rollout.loop:run",
+    },
+    "slime.utils.external_utils": {},
+    "slime.utils.external_utils.command_utils": {
+        "execute_train": "slime.settings.parse:execute_train",
+    },
+    "slime.utils.http_utils": {
+        "post": "slime.public.http:post",
+    },
+    "slime.utils.mask_utils": {
+        "MultiTurnLossMaskGenerator": "slime.public.losses:MultiTurnLossMaskGenerator",
+    },
+    "slime.utils.misc": {
+        "SingletonMeta": "slime.public.names:SingletonMeta",
+        "load_function": "slime.core.registry:load_object",
+    },
+    "slime.utils.processing_utils": {
+        "load_tokenizer": "slime.rollout.clients:tokenizer_of",
+    },
+    "slime.utils.types": {
+        "Sample": "slime.core.sample:Sample",
+    },
+}
+"""Module -> public name -> `module:name` here."""
+
+
+class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and makes the modules of `ALIASES`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module of the table; None for any other."""
+        if fullname not in ALIASES:
+            return None
+        is_package = any(other.startswith(fullname + ".") for other in ALIASES)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Imports what the names of the module are here."""
+        row = ALIASES[module.__name__]
+        for name, place in row.items():
+            where, _, own = place.partition(":")
+            setattr(module, name, getattr(importlib.import_module(where), own))
+        module.__dict__["__all__"] = sorted(row)
+
+
+def keep_old_paths() -> None:
+    """Asks the table where every other finder found nothing. Called once, when `slime` is imported."""
+    if not any(isinstance(finder, PublicNames) for finder in sys.meta_path):
+        sys.meta_path.append(PublicNames())
+
+
+class SingletonMeta(type):
+    """Metaclass; the arguments of the first call make the instance, those of others are not looked at."""
+
+    _made: dict[type, Any] = {}  # noqa: RUF012 - of all classes
+    _lock = threading.Lock()
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        with SingletonMeta._lock:
+            if cls not in SingletonMeta._made:
+                SingletonMeta._made[cls] = super().__call__(*args, **kwargs)
+            return SingletonMeta._made[cls]
+
+    @staticmethod
+    def clear_all_instances() -> None:
+        """Forgets them all; for tests."""
+        with SingletonMeta._lock:
+            SingletonMeta._made.clear()

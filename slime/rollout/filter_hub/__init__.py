@@ -1,1 +1,0 @@
-"""Public names of the built-in filters, for plugins."""

@@ -1,5 +1,0 @@
-"""Public name of a filter's verdict, for plugins."""
-
-from slime.rollout.types import DynamicFilterOutput
-
-__all__ = ["DynamicFilterOutput"]

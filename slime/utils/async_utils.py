@@ -1,5 +1,0 @@
-"""Public name of coroutines in synchronous functions, for plugins."""
-
-from slime.rollout.loop import run
-
-__all__ = ["run"]

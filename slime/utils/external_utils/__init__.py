@@ -1,1 +1,0 @@
-"""Public names of launchers, for plugins."""

@@ -1,5 +1,0 @@
-"""Public name of loss masks of conversations, for plugins."""
-
-from slime.data.mask_generator import MultiTurnLossMaskGenerator
-
-__all__ = ["MultiTurnLossMaskGenerator"]
