@@ -21,10 +21,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from slime.agent.harness import Harness, HarnessResult
-from slime.agent.harness.claude_code import ClaudeCodeHarness
-from slime.agent.harness.codex import CodexHarness
-from slime.agent.harness.command import CommandHarness
-from slime.agent.harness.opencode import OpenCodeHarness
+from slime.agent.harness.builtin import ClaudeCodeHarness, CodexHarness, CommandHarness, OpenCodeHarness
 from slime.agent.running import Execution, execution
 from slime.agent.sandbox import SANDBOXES, CommandFailed, Sandbox
 from slime.core.errors import ConfigError, Unconfined

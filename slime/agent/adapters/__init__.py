@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from slime.agent.adapters.adapter import Adapter
 from slime.agent.adapters.anthropic import Messages
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
-from slime.agent.adapters.server import Adapter
 
 __all__ = ["Adapter", "AgentAdapter", "AnthropicAdapter", "OpenAIAdapter"]
 

@@ -12,8 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from slime.agent.adapters.turn import Answer, Event, Request, Said, Thought
-from slime.agent.adapters.wire import BadRequest, Frame, Stream, Wire, wanted
+from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}

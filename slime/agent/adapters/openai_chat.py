@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slime.agent.adapters.turn import Answer, Event, Request, Said, Thought
-from slime.agent.adapters.wire import BadRequest, Frame, Stream, Wire, wanted
+from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 SAMPLING = {

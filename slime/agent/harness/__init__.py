@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from slime.core.errors import SlimeError
 
 if TYPE_CHECKING:
-    from slime.agent.harness.claude_code import ClaudeCodeHarness
-    from slime.agent.harness.codex import CodexHarness
+    from slime.agent.harness.builtin import ClaudeCodeHarness, CodexHarness
 
 __all__ = [
     "MODEL",
@@ -126,11 +125,11 @@ class Harness(ABC):
 def __getattr__(name: str) -> Any:
     """The harnesses are public names of this package; their modules import this one."""
     if name == "ClaudeCodeHarness":
-        from slime.agent.harness.claude_code import ClaudeCodeHarness
+        from slime.agent.harness.builtin import ClaudeCodeHarness
 
         return ClaudeCodeHarness
     if name == "CodexHarness":
-        from slime.agent.harness.codex import CodexHarness
+        from slime.agent.harness.builtin import CodexHarness
 
         return CodexHarness
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from slime.agent.parsers import FORMATS, AnswerReader, Calls, Parsed, ToolFormat, begins
-from slime.agent.parsers.scan import json_at, named_call
+from slime.agent.parsers.tagged import json_at, named_call
 
 _START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 _MARKS = re.compile(r"<\|(?:start|channel|constrain|message|end|return|call)\|>")

@@ -12,9 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from slime.agent.harness import Harness
-from slime.agent.harness.claude_code import ClaudeCodeHarness
-from slime.agent.harness.codex import CodexHarness
-from slime.agent.harness.opencode import OpenCodeHarness
+from slime.agent.harness.builtin import ClaudeCodeHarness, CodexHarness, OpenCodeHarness
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import Unconfined
 from slime.core.sample import Sample

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, format_of, scan
-from slime.agent.parsers.scan import typed_arguments
+from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, format_of, tagged
+from slime.agent.parsers.tagged import typed_arguments
 from tests.support.chat_hooks import tokenizer_folder
 from tests.support.written_calls import CALLS, HARMONY, TEXTS, TOOLS, WAYS, Written
 
@@ -242,7 +242,7 @@ class Counted:
     """Reads JSON, and counts the characters that it reads, whether they are JSON or not."""
 
     def __init__(self) -> None:
-        self._scan, self.num_read = scan._SCAN, 0
+        self._scan, self.num_read = tagged._SCAN, 0
 
     def __call__(self, text: str, at: int) -> tuple[Any, int]:
         end = len(text)
@@ -267,7 +267,7 @@ def steps_of(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
         nonlocal num_calls
         num_calls += event in ("call", "c_call")
 
-    monkeypatch.setattr(scan, "_SCAN", reads)
+    monkeypatch.setattr(tagged, "_SCAN", reads)
     format, before = FORMATS.build(name, None), sys.getprofile()
     sys.setprofile(count)
     try:
