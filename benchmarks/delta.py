@@ -27,10 +27,8 @@ from typing import Any
 import numpy as np
 
 from slime.weights.delta import encodings
-from slime.weights.delta.local import LocalCheckpoint
-from slime.weights.delta.manifest import Base, Manifest
-from slime.weights.delta.tensor_files import places, width_of
-from slime.weights.version_folder import folder_of, version_of
+from slime.weights.delta.folder import Base, Manifest, folder_of, places, version_of, width_of
+from slime.weights.delta.local_checkpoint import LocalCheckpoint
 
 Tensors = dict[str, tuple[np.ndarray, int]]
 """Name -> its bytes, bytes of an element."""

@@ -105,7 +105,7 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     from slime.training.state.hf_files import HfReader
     from slime.training.state.hf_weights import fill
     from slime.training.state.sharded_model import ShardedModel, ShardedTensor
-    from slime.weights.convert import load_shard
+    from slime.weights.hf_shards import load_shard
 
     rank = RANKS[name]
     cut = {"tp_rank": rank["tp_rank"], "tp_size": rank["tp_size"]}
@@ -161,7 +161,7 @@ def _fill_whole(parameters: dict[str, Any], table: Any, source: Path, cut: dict[
 
     from safetensors import safe_open
 
-    from slime.weights.convert import load_shard
+    from slime.weights.hf_shards import load_shard
 
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(f, framework="pt")) for f in sorted(source.glob("*.safetensors"))]

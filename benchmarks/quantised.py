@@ -30,12 +30,10 @@ from slime.models import table_for
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest, serialize_bucket, shareable, warm_digest
-from slime.weights import fp8
 from slime.weights.outgoing import Whole
-from slime.weights.quantised.checkpoint import format_of
-from slime.weights.quantised.engine_table import engine_table
-from slime.weights.quantised.outgoing import quantised_outgoing
-from slime.weights.quantised.stream import quantised_stream
+from slime.weights.quantised import formats
+from slime.weights.quantised.formats import engine_table, format_of
+from slime.weights.quantised.sending import quantised_outgoing, quantised_stream
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Channel, TransportContext
@@ -96,7 +94,7 @@ class Case:
     def __post_init__(self) -> None:
         self.config: dict[str, Any] = dict(self.shape)
         self.plain = table_for(self.config)
-        kept = [n for n in self.plain.hf_names if n.endswith(".weight") and not fp8.quantises(n)]
+        kept = [n for n in self.plain.hf_names if n.endswith(".weight") and not formats.quantises(n)]
         modules = [n.removesuffix(".weight") for n in kept if "norm" not in n]
         entry = {
             "fp8": {**FP8, "modules_to_not_convert": modules},
@@ -104,7 +102,7 @@ class Case:
             "int4": int4(128, modules),
         }[self.kind]
         mark = {"fp8": "weight_scale_inv", "channels": "weight_scale", "int4": "weight_packed"}[self.kind]
-        quantised = [n.removesuffix("weight") + mark for n in self.plain.hf_names if fp8.quantises(n)]
+        quantised = [n.removesuffix("weight") + mark for n in self.plain.hf_names if formats.quantises(n)]
         found = format_of({"quantization_config": entry}, [*self.plain.hf_names, *quantised])
         assert found is not None
         self.format, self.table = found, engine_table(self.plain, found)

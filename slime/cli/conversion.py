@@ -31,8 +31,8 @@ from slime.training.state.adapter_files import write_peft
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.training.state.tensor_file import TensorFile
-from slime.weights import fp8
-from slime.weights.quantised.block_fp8 import SCALE_SUFFIX
+from slime.weights.quantised import formats
+from slime.weights.quantised.formats import SCALE_SUFFIX
 
 PEFT, FP8, TORCH_DIST = "peft", "fp8", "torch_dist"
 """What `--to` says for the adapters alone, for quantised weights, and for a folder of Megatron."""
@@ -93,7 +93,7 @@ def convert(
         if to == TORCH_DIST:
             _write_torch_dist(found, target, stack)
             return
-        quantization = fp8.config_entry(_kept(found.names)) if to == FP8 else None
+        quantization = formats.config_entry(_kept(found.names)) if to == FP8 else None
         progress = stack.enter_context(Progress("convert", total=len(found.names), unit="tensors"))
         partial = begin_export(target)
         tensors = _converted(found, to, progress)
@@ -223,9 +223,9 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
     """Rows that are wide stay so, in the layers that training does not hold as well."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
-        for part, weight in fp8.apart(name, tensor) if to == FP8 else [(name, tensor)]:
-            if to == FP8 and fp8.quantises(part):
-                codes, scale = fp8.quantise(weight)
+        for part, weight in formats.apart(name, tensor) if to == FP8 else [(name, tensor)]:
+            if to == FP8 and formats.quantises(part):
+                codes, scale = formats.quantise(weight)
                 yield part, codes
                 yield part + SCALE_SUFFIX, scale
             elif to in DTYPES and weight.is_floating_point() and _anywhere(part) not in wide:
@@ -242,5 +242,5 @@ def _anywhere(name: str) -> str:
 
 def _kept(names: Iterable[str]) -> list[str]:
     """Modules with a matrix that `--to fp8` does not quantise, as engines want them listed."""
-    kept = [name for name in names if not fp8.quantises(name)]
+    kept = [name for name in names if not formats.quantises(name)]
     return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]

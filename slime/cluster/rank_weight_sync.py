@@ -32,14 +32,14 @@ from slime.serving.wire import digest, serialize_bucket, shareable
 from slime.settings import Args
 from slime.settings.hooks import load_hook
 from slime.training.backend import MegatronBackend
-from slime.weights.buckets import Buffers
-from slime.weights.quantised.checkpoint import format_of_folder
-from slime.weights.quantised.outgoing import quantised_outgoing
+from slime.weights.delivery import Words
+from slime.weights.quantised.formats import format_of_folder
+from slime.weights.quantised.sending import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.rendezvous import join_store, listen_on, open_store
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
-from slime.weights.words import Words
+from slime.weights.turns import Buffers
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.weights.byte_runs import byte_runs
+from slime.weights.hf_shards import byte_runs
 
 TILE_WORDS = 8192
 BLOCK_WORDS = 256

@@ -29,10 +29,9 @@ from typing import Any
 
 from slime.core.errors import EngineError, SlimeError
 from slime.core.ports import EngineControl
-from slime.weights.delta.local import LocalCheckpoint
+from slime.weights.delta.folder import Base, folder_of
+from slime.weights.delta.local_checkpoint import LocalCheckpoint
 from slime.weights.delta.mailbox import POLL_S, Answering, mailbox
-from slime.weights.delta.manifest import Base
-from slime.weights.version_folder import folder_of
 
 logger = logging.getLogger(__name__)
 

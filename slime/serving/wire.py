@@ -28,7 +28,7 @@ from torch.multiprocessing import reductions
 from slime.core.ports import Hasher
 from slime.serving.shm import SHM
 from slime.serving.tensor_hash import TileHasher, finish_all
-from slime.weights.byte_runs import byte_runs
+from slime.weights.hf_shards import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""

@@ -16,16 +16,62 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from slime.weights.buckets import Bucket
-from slime.weights.departure import Departure
+from slime.core.errors import DeadlineExceeded
 from slime.weights.receivers import Peers
-from slime.weights.turns import Turn
+from slime.weights.turns import Bucket, Turn
+
+if TYPE_CHECKING:
+    import torch
+
+# When a bucket may leave a GPU: once it is filled, whatever the trainer asks of the GPU next.
+#
+# Kernels of one stream run one after the other. A bucket that travels on the stream on which the next one is filled
+# would wait for that, and with it for other ranks, which may wait for the bucket: nobody would ever go on. So buckets
+# travel on a stream of their own, each behind the event that ended its filling.
+
+
+@functools.cache
+def departure_from(device: torch.device) -> Departure:
+    """One for all weight syncs of a process."""
+    return Departure(device)
+
+
+class Departure:
+    """Of the buckets of one training rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        """On a CPU, what is asked for is done at once, and there is nothing to wait for."""
+        import torch
+
+        # Of another priority than all else: of equal ones torch has 32, and hands them out again and again.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def filled(self) -> torch.cuda.Event | None:
+        """Who fills: all that was asked of the GPU so far."""
+        import torch
+
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+    @contextmanager
+    def after(self, filled: torch.cuda.Event | None) -> Iterator[None]:
+        """Who sends: what is asked of the GPU in here waits for that event, and for nothing else of the trainer."""
+        import torch
+
+        if self._stream is None or filled is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(filled)
+            yield
 
 
 class Delivery:
@@ -92,3 +138,56 @@ class Delivery:
 
     def _note(self, error: BaseException) -> None:
         self._good, self.failure = False, self.failure or error
+
+
+# The word from one training rank to the next that it is its turn, and whether all went well so far: through a store.
+#
+# Consumes and produces: a word for each turn of a weight sync. Waits for: who tells it, with a limit for each turn in
+# between. Is woken by: the word.
+#
+# A store, and not messages between two ranks: who waits no longer leaves nothing behind that a later word could run
+# into, and who tells waits for nobody.
+
+GOOD, BAD = b"1", b"0"
+AT_THE_START = 3
+"""Limits for what the conductor does before the first turn: pause, flush, join."""
+IN_A_TURN = 2
+"""Limits for a turn: join, deliver."""
+
+
+class Words:
+    """One rank's ear and mouth. Every rank has its own client of the store, since one that waits keeps its client."""
+
+    def __init__(self, store: Any, *, limit_s: float) -> None:
+        """`store`: of torch (`torch.distributed.Store`). `limit_s`: of each call to engines."""
+        self._store, self._limit_s = store, limit_s
+        self._number = 0
+
+    def begin(self) -> None:
+        """Every rank, at the start of each weight sync: what was not heard of the one before is never heard."""
+        self._number += 1
+
+    def tell(self, turn: int, good: bool) -> None:
+        """Lets a turn begin, or says that nothing may be sent in it."""
+        self._store.set(self._key(turn), GOOD if good else BAD)
+
+    def hear(self, turn: int, num_turns: int) -> bool:
+        """Whether all went well before `turn`, behind at most `num_turns` turns of others.
+
+        Raises `DeadlineExceeded`, or what the store raises if the rank that keeps it is gone (`DistNetworkError`).
+        """
+        from torch.distributed import DistStoreError
+
+        limit_s = (AT_THE_START + IN_A_TURN * num_turns) * self._limit_s
+        key = self._key(turn)
+        try:
+            self._store.wait([key], timedelta(seconds=limit_s))
+        except DistStoreError as error:
+            what = f"{num_turns} turns of other training ranks, before turn {turn}"
+            raise DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=limit_s) from error
+        good = bool(self._store.get(key) == GOOD)
+        self._store.delete_key(key)
+        return good
+
+    def _key(self, turn: int) -> str:
+        return f"{self._number}/{turn}"

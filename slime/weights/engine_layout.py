@@ -30,7 +30,7 @@ from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest, Hasher
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
-from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
+from slime.weights.hf_shards import padded_slice, segments_of, slice_shards, unit_count
 from slime.weights.holding import Holding, Share, holdings
 
 VOCAB_PADDING = 64

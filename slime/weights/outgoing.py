@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.models.common.table import FamilyTable
-from slime.weights.buckets import Spec
-from slime.weights.turns import Portion, Turn, turns_of
+from slime.weights.turns import Portion, Spec, Turn, turns_of
 
 
 class Outgoing(Protocol):

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from slime.weights.departure import Departure
+from slime.weights.delivery import Departure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime.weights.convert import load_shard
+from slime.weights.hf_shards import load_shard
 
 
 def fill_b(backend: Any, size: float = 0.05) -> None:

@@ -11,11 +11,10 @@ import torch
 from slime.serving.folder_control import FolderEngineControl
 from slime.serving.wire import digest
 from slime.weights.delta.channel import DeltaChannel
-from slime.weights.delta.manifest import Manifest
+from slime.weights.delta.folder import Manifest, folder_of
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.version_folder import folder_of
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
 from tests.support.weights import model
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.weights import fp8
-from slime.weights.quantised.checkpoint import format_of
-from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.grouped_int4 import PACKED, SHAPE
+from slime.weights.quantised import formats
+from slime.weights.quantised.formats import PACKED, SHAPE, QuantisedFormat, format_of
 
 FP8: dict[str, Any] = {
     "quant_method": "fp8",
@@ -79,12 +77,12 @@ def write_quantised(
     """
 
     def chosen(name: str) -> bool:
-        return fp8.quantises(name) and only in name
+        return formats.quantises(name) and only in name
 
     state: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            state |= dict(fp8.apart(name, tensor))
+            state |= dict(formats.apart(name, tensor))
     kept = [n for n in state if n.endswith(".weight") and not chosen(n)]
     modules = [n.removesuffix(".weight") for n in kept]
     modules += ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"] if only else []

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.weights.quantised.grouped_int4 import PACKED, SCALE
+from slime.weights.quantised.formats import PACKED, SCALE
 
 NAME = "slime_test_kernels"
 
@@ -100,7 +100,7 @@ def _transpose(_scheme: Any, layer: Any) -> None:
 def _groups(scheme: Any, layer: Any, x: Any, bias: Any = None) -> Any:
     import torch
 
-    from slime.weights.quantised.grouped_int4 import GroupedInt4
+    from slime.weights.quantised.formats import GroupedInt4
 
     parts = [getattr(layer, name).data.t() for name in (PACKED, SCALE)]
     weight = GroupedInt4(frozenset(), scheme.group_size).dequantise(parts)

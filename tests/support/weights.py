@@ -19,12 +19,12 @@ from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest, serialize_bucket, shareable
-from slime.weights.buckets import Bucket
+from slime.weights.delivery import Words
 from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.transports import Channel, TransportContext
-from slime.weights.words import Words
+from slime.weights.turns import Bucket
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

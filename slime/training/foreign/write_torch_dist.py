@@ -21,7 +21,7 @@ from slime.compat.megatron_cpu import activate
 from slime.models.common.table import EMBEDDING, HEAD, FamilyTable
 from slime.training.foreign.names import Places
 from slime.training.foreign.torch_dist import RELEASE, TRACKER
-from slime.weights.convert import ReadHF, load_shard
+from slime.weights.hf_shards import ReadHF, load_shard
 from slime.weights.rendezvous import keep_gloo_on
 
 CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}

@@ -18,9 +18,8 @@ from slime.settings.args import Args
 from slime.training.model.names import global_names
 from slime.training.model.policy import PolicyModel
 from slime.training.state.sharded_model import split_of
-from slime.weights.quantised.checkpoint import format_of_folder
 from slime.weights.quantised.fake import check, fake_quantised
-from slime.weights.quantised.format import QuantisedFormat
+from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 
 
 def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:

@@ -38,7 +38,7 @@ from slime.training.model.names import global_names
 from slime.training.model.policy import PolicyModel
 from slime.training.state.adapter_files import A, B, with_adapters
 from slime.training.state.sharded_model import split_of
-from slime.weights.convert import load_shard
+from slime.weights.hf_shards import load_shard
 
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
 """Weights of linear layers, by their Megatron name: neither router, gate, embedding nor output layer."""

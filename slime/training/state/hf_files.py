@@ -26,7 +26,7 @@ from torch import Tensor
 from slime.core.errors import CheckpointError
 from slime.core.files import open_to_readers, sync_to_disk
 from slime.training.state.tensor_file import TensorFile
-from slime.weights.quantised.checkpoint import format_of
+from slime.weights.quantised.formats import format_of
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file that `write_hf` makes."""

@@ -19,7 +19,7 @@ from slime.models.common.table import Entry
 from slime.training.state.hf_files import HfReader
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.training.state.shards import iter_full
-from slime.weights.convert import load_shard
+from slime.weights.hf_shards import load_shard
 
 COPY_BYTES = 32 * 2**20
 """How much of a file is in memory at once while it is copied to a parameter."""

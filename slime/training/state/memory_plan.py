@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.models.common.table import FamilyTable
-from slime.weights.quantised.format import QuantisedFormat
+from slime.weights.quantised.formats import QuantisedFormat
 
 
 @dataclass(frozen=True, slots=True)

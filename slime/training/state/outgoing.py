@@ -30,9 +30,8 @@ from torch import Tensor
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
-from slime.weights.buckets import Spec
-from slime.weights.convert import export, export_stack
-from slime.weights.turns import Portion, Turn, turns_of
+from slime.weights.hf_shards import export, export_stack
+from slime.weights.turns import Portion, Spec, Turn, turns_of
 
 MESSAGES = 16
 """Of a bucket's bytes, at least."""

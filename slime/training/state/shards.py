@@ -32,7 +32,7 @@ from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.adapter_files import A, adapters_alone, merge, with_adapters
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.training.state.tensor_file import DTYPES, TensorFile
-from slime.weights.convert import export, export_stack, load_shard
+from slime.weights.hf_shards import export, export_stack, load_shard
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"

@@ -28,7 +28,7 @@ from slime.training.state.memory import HostStash, num_bytes_of, storages_of
 from slime.training.state.memory_plan import MemoryPlan, RankBytes, engine_bytes, predicted_peaks
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
-from slime.weights.quantised.checkpoint import format_of_folder
+from slime.weights.quantised.formats import format_of_folder
 
 
 class Held(enum.Enum):

@@ -23,17 +23,27 @@ from typing import TYPE_CHECKING
 
 from slime.core.files import sync_to_disk
 from slime.core.ports import EngineControl
-from slime.weights.delta import chain
-from slime.weights.delta.files import sync_folder
+from slime.weights.delta import folder as chain
+from slime.weights.delta.folder import (
+    Base,
+    Manifest,
+    Report,
+    add_assets,
+    folder_of,
+    merged,
+    sync_folder,
+    tensor_checksums,
+    whole_checksum,
+    write_index,
+    written_as,
+)
 from slime.weights.delta.mailbox import call, mailbox
-from slime.weights.delta.manifest import Base, Manifest, Report, merged, tensor_checksums, whole_checksum
 from slime.weights.delta.writer import Memory, VersionWriter
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import Channel, TransportContext
-from slime.weights.version_folder import add_assets, folder_of, write_index, written_as
 
 if TYPE_CHECKING:
-    from slime.weights.buckets import Bucket
+    from slime.weights.turns import Bucket
 
 logger = logging.getLogger(__name__)
 

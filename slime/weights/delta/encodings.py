@@ -11,15 +11,218 @@ An encoding of a manifest is looked up by its name here and nowhere else: a fold
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from slime.core.errors import WeightSyncError
-from slime.weights.delta import positions, symbols
-from slime.weights.delta.planes import Bytes, Streams, join
+
+# Streams of bytes, each compressed by itself: bytes of one meaning lie together, so that one code fits them all.
+#
+# A stream is one zstd frame, tuned for its entropy coder: symbols here hardly ever repeat as strings, and the short
+# matches that zstd would find cost more than the bytes in them. So matches are long or none.
+
+Bytes = NDArray[np.uint8]
+_LENGTH = struct.Struct("<I")
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7
+)
+
+
+def join(streams: Sequence[Bytes]) -> bytes:
+    """The frames of all streams, each behind its length. A stream has less than 4 GiB."""
+    compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+    frames = [compressor.compress(np.ascontiguousarray(stream).data) for stream in streams]
+    return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
+
+
+class Streams:
+    """Reads what `join` wrote, one stream after the other. Every departure raises `WeightSyncError`."""
+
+    def __init__(self, data: memoryview, at: int = 0) -> None:
+        self._data, self.at = data, at
+
+    def next(self, limit: int) -> Bytes:
+        """The next stream, of at most `limit` bytes: nothing larger is unpacked."""
+        frame = self.take(self.take_length())
+        try:
+            size = zstandard.frame_content_size(frame)
+            if not 0 <= size <= limit:
+                raise WeightSyncError(
+                    f"got a stream of {size} bytes where at most {limit} can be; the patch is damaged"
+                )
+            content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        except zstandard.ZstdError as error:
+            raise WeightSyncError(f"got a stream that is not zstd ({error}); the patch is damaged") from error
+        return np.frombuffer(content, np.uint8)
+
+    def take_length(self) -> int:
+        (length,) = _LENGTH.unpack(self.take(_LENGTH.size))
+        return int(length)
+
+    def take(self, size: int) -> memoryview:
+        """The next bytes as they are."""
+        part = self._data[self.at : self.at + size]
+        if len(part) != size:
+            raise WeightSyncError(f"got a patch that ends at byte {len(self._data)}, before its content does")
+        self.at += size
+        return part
+
+
+def split_planes(values: NDArray[np.unsignedinteger]) -> list[Bytes]:
+    """The lowest bytes of all values, then the next ones, and so on."""
+    rows = values.astype(values.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(-1, values.dtype.itemsize)
+    return [np.ascontiguousarray(rows[:, byte]) for byte in range(values.dtype.itemsize)]
+
+
+def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """The values of `split_planes`."""
+    rows = np.stack(list(planes), axis=1)
+    return np.ascontiguousarray(rows).view(dtype.newbyteorder("<")).reshape(-1).astype(dtype, copy=False)
+
+
+# Which elements changed, as streams of bytes: skips between them where they are few, a bitmap where they are many.
+#
+# A skip is the number of unchanged elements before a changed one. If changes fall anywhere with equal probability,
+# skips are geometric, and so are both parts of a skip that is divided into its low bits and the rest; the rest is
+# written as bytes, of which 255 says "255 more". So a code of single bytes comes within a few per cent of the entropy
+# at any density, and where changes come in rows, as those of an embedding do, below it.
+
+MORE = 255
+"""In the rest of a skip: as many, and the next byte counts on."""
+LOW_BITS = (0, 4, 8, 12)
+"""How many low bits of each skip may be written apart."""
+BITMAP = 255
+"""In the place of the number of low bits: not skips, one bit per element."""
+BITMAP_FROM = 0.15
+"""Share of changed elements from which on a bitmap is as good as skips, and faster."""
+LOOKED_AT = 1 << 16
+"""Skips, of the first, by which their form is chosen."""
+Positions = NDArray[np.uint32]
+
+
+def write_positions(changed: NDArray[np.bool_]) -> tuple[int, list[Bytes]]:
+    """(form, streams) of a mask."""
+    if np.count_nonzero(changed) >= BITMAP_FROM * len(changed):
+        return BITMAP, [np.packbits(changed)]
+    skips = np.diff(np.flatnonzero(changed), prepend=-1) - 1
+    some = skips[:LOOKED_AT]
+    low = min(LOW_BITS, key=lambda low: len(join(_skips(some, low))))
+    return low, _skips(skips, low)
+
+
+def read_positions(form: int, streams: Streams, count: int, size: int) -> Positions:
+    """The positions of `count` changed ones among `size` elements, ascending."""
+    if form == BITMAP:
+        bits = np.unpackbits(streams.next(-(-size // 8)), count=size)
+        at = np.flatnonzero(bits)
+    elif form in LOW_BITS:
+        low = [streams.next(count) for _ in range(-(-form // 8))]
+        rest = streams.next(count + size // MORE + 1)
+        at = np.cumsum(_skip_values(low, rest, form, count) + 1) - 1
+    else:
+        raise WeightSyncError(f"got positions in form {form}, which nobody here reads; the patch is damaged")
+    if len(at) != count or (count and at[-1] >= size):
+        raise WeightSyncError(f"got {len(at)} positions up to {at[-1:]} where {count} of {size} changed")
+    return at.astype(np.uint32)
+
+
+def _skips(skips: NDArray[np.int64], low_bits: int) -> list[Bytes]:
+    rest = skips >> low_bits
+    more = rest // MORE
+    out = np.full(int(more.sum()) + len(skips), MORE, np.uint8)
+    out[np.cumsum(more + 1) - 1] = rest % MORE
+    low = (skips & ((1 << low_bits) - 1)).astype(np.uint16)
+    if low_bits == 4:
+        return [_nibbles(low.astype(np.uint8)), out]
+    if low_bits == 12:
+        return [(low & 255).astype(np.uint8), _nibbles((low >> 8).astype(np.uint8)), out]
+    return [low.astype(np.uint8), out] if low_bits else [out]
+
+
+def _nibbles(values: Bytes) -> Bytes:
+    even = np.append(values, np.zeros(len(values) % 2, np.uint8)).reshape(-1, 2)
+    packed: Bytes = even[:, 0] | (even[:, 1] << 4)
+    return packed
+
+
+def _from_nibbles(packed: Bytes, count: int) -> Bytes:
+    if len(packed) != -(-count // 2):
+        raise WeightSyncError(f"got {len(packed)} bytes for {count} halves of a byte; the patch is damaged")
+    return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:count]
+
+
+def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> NDArray[np.int64]:
+    ends = np.flatnonzero(rest != MORE)
+    if len(ends) != count or len(rest) != (ends[-1] + 1 if count else 0):
+        raise WeightSyncError(f"got {len(ends)} skips where {count} elements changed; the patch is damaged")
+    skips: NDArray[np.int64] = ((np.diff(ends, prepend=-1) - 1) * MORE + rest[ends]) << low_bits
+    if low_bits == 4:
+        return skips + _from_nibbles(low[0], count)
+    if low_bits and len(low[0]) != count:
+        raise WeightSyncError(f"got {len(low[0])} low bytes where {count} elements changed; the patch is damaged")
+    if low_bits == 12:
+        return skips + low[0] + (_from_nibbles(low[1], count).astype(np.int64) << 8)
+    return skips + low[0] if low_bits else skips
+
+
+# What changed elements changed by or to, as streams of bytes: as planes, or by rank where few symbols are common.
+#
+# The XOR of two neighbouring bfloat16 is 1, 3, 7, ...: a handful of 16-bit symbols make up nearly all. By rank each is
+# one byte of its own code; as two planes the rare carry into the upper byte costs as much again.
+
+PLANES, RANKS = 0, 1
+RARE = 255
+"""In place of a rank: a symbol that has none, which stands apart."""
+Symbols = NDArray[np.unsignedinteger]
+
+
+def write_symbols(symbols: Symbols) -> tuple[int, list[Bytes]]:
+    """(form, streams)."""
+    some = symbols[:LOOKED_AT]
+    if symbols.dtype == np.uint16 and len(join(_ranked(some))) < len(join(split_planes(some))):
+        return RANKS, _ranked(symbols)
+    return PLANES, split_planes(symbols)
+
+
+def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.unsignedinteger]) -> Symbols:
+    """The `count` symbols of a form."""
+    if form == PLANES:
+        return _joined([streams.next(count) for _ in range(dtype.itemsize)], count, dtype)
+    if form != RANKS or dtype != np.uint16:
+        raise WeightSyncError(f"got symbols of {dtype} in form {form}, which nobody here reads; the patch is damaged")
+    table = streams.next(2 * RARE)
+    ranks = streams.next(count)
+    rare = ranks == RARE
+    apart = [streams.next(count) for _ in range(2)]
+    if len(ranks) != count or len(table) % 2 or (ranks[~rare] >= len(table) // 2).any():
+        raise WeightSyncError(f"got {len(ranks)} ranks in a table of {len(table)} bytes for {count} symbols")
+    known = np.zeros(RARE + 1, np.uint16)
+    known[: len(table) // 2] = table.view("<u2")
+    symbols = known[ranks]
+    symbols[rare] = _joined(apart, int(rare.sum()), dtype)
+    return symbols
+
+
+def _ranked(symbols: Symbols) -> list[Bytes]:
+    """Table of the most frequent ones, ranks in it, planes of the others."""
+    counts = np.bincount(symbols, minlength=1 << 16)
+    common = np.argsort(counts, kind="stable")[::-1][:RARE]
+    common = common[counts[common] > 1].astype(np.uint16)
+    ranks = np.full(1 << 16, RARE, np.uint8)
+    ranks[common] = np.arange(len(common), dtype=np.uint8)
+    mine = ranks[symbols]
+    return [common.astype("<u2").view(np.uint8), mine, *split_planes(symbols[mine == RARE])]
+
+
+def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]) -> Symbols:
+    if any(len(plane) != count for plane in planes):
+        raise WeightSyncError(f"got planes of {[len(p) for p in planes]} bytes for {count} symbols")
+    return join_planes(planes, dtype)
+
 
 Elements = NDArray[np.unsignedinteger]
 CHUNK = 1 << 24
@@ -78,8 +281,8 @@ def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None
             raise WeightSyncError(f"got {count} changes of {len(part)} elements; the patch is damaged")
         if not count:
             continue
-        at = positions.read(where, streams, count, len(part))
-        part[at] = ENCODINGS[name].values(part[at], symbols.read(what, streams, count, part.dtype.newbyteorder("=")))
+        at = read_positions(where, streams, count, len(part))
+        part[at] = ENCODINGS[name].values(part[at], read_symbols(what, streams, count, part.dtype.newbyteorder("=")))
     if streams.at != len(patch):
         raise WeightSyncError(f"got a patch of {len(patch)} bytes, of which {streams.at} belong to the tensor")
 
@@ -89,6 +292,6 @@ def _chunk(encoding: Encoding, old: Elements, new: Elements) -> tuple[bytes, int
     count = int(np.count_nonzero(changed))
     if not count:
         return _HEAD.pack(0, 0, 0), 0
-    where, at = positions.write(changed)
-    what, written = symbols.write(encoding.symbols(old[changed], new[changed]))
+    where, at = write_positions(changed)
+    what, written = write_symbols(encoding.symbols(old[changed], new[changed]))
     return _HEAD.pack(count, where, what) + join([*at, *written]), count

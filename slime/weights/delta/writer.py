@@ -17,10 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 from slime.core.errors import WeightSyncError
 from slime.core.files import open_to_readers, sync_to_disk
 from slime.weights.delta import encodings
-from slime.weights.delta.checksums import checksum
-from slime.weights.delta.manifest import Entry, Report
-from slime.weights.delta.planes import Bytes
-from slime.weights.delta.tensor_files import places, width_of
+from slime.weights.delta.encodings import Bytes
+from slime.weights.delta.folder import Entry, Report, checksum, places, width_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError
 from slime.models.common.table import Entry, Row
-from slime.weights.convert import by_segments
-from slime.weights.quantised.format import WHOLE, QuantisedFormat
+from slime.weights.hf_shards import by_segments
+from slime.weights.quantised.formats import WHOLE, QuantisedFormat
 
 
 def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from slime.models.common.table import FamilyTable
     from slime.settings import Args
-    from slime.weights.buckets import Bucket
+    from slime.weights.turns import Bucket
 
 
 class Serialize(Protocol):

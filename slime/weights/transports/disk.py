@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from slime.core.files import open_to_readers
 from slime.settings.fields import Need, derived, opt
 from slime.settings.flags import COUNT
+from slime.weights.delta.folder import add_assets, folder_of, write_index, written_as
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
-from slime.weights.version_folder import add_assets, folder_of, write_index, written_as
 
 if TYPE_CHECKING:
     from slime.settings import Args
-    from slime.weights.buckets import Bucket
+    from slime.weights.turns import Bucket
 
 _DELTA = Need(lambda s: s.update_weight_mode == "delta", "--update-weight-mode delta")
 
@@ -56,7 +56,7 @@ class DiskTransport(Transport):
 
     def check(self, args: Args) -> str | None:
         """Deltas are applied to a copy, and need their checksum."""
-        from slime.weights.delta.checksums import missing
+        from slime.weights.delta.folder import missing
 
         if self.update_weight_mode != "delta":
             return None

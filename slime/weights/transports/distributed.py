@@ -36,7 +36,7 @@ from slime.weights.transports.base import TRANSPORTS, Channel, Transport, Transp
 
 if TYPE_CHECKING:
     from slime.settings import Args
-    from slime.weights.buckets import Bucket
+    from slime.weights.turns import Bucket
 
 logger = logging.getLogger(__name__)
 

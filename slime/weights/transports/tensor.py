@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.settings import Args
-    from slime.weights.buckets import Bucket
+    from slime.weights.turns import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
 """One buffer per bucket instead of one per tensor: fewer handles and one mapping. Experts go to engines of one rank as

@@ -14,7 +14,7 @@ import torch
 
 from slime.core.errors import CheckpointError, ConfigError
 from slime.training.model.lora import LINEAR
-from slime.weights.convert import load_shard
+from slime.weights.hf_shards import load_shard
 from tests.support.adapters import fill_b
 from tests.support.families import FAMILIES, write_family
 from tests.support.ranks import Ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slime.training.backend import MegatronBackend
-from slime.weights.quantised.checkpoint import format_of_folder
-from slime.weights.quantised.outgoing import quantised_outgoing
+from slime.weights.quantised.formats import format_of_folder
+from slime.weights.quantised.sending import quantised_outgoing
 from tests.support.quantised import equal, write_quantised
 from tests.support.ranks import Ranks, Seat
 from tests.support.tiny import write_tiny_model

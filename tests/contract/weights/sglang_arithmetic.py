@@ -14,7 +14,7 @@ def differing(_seat: Seat) -> list[str]:
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, per_block_cast_to_fp8
     from sglang.srt.layers.quantization.mxfp8_block_convert import bf16_to_block_fp8_128
 
-    from slime.weights.quantised.block_fp8 import BlockFp8
+    from slime.weights.quantised.formats import BlockFp8
     from tests.support.quantised import SHAPES, equal, random_weight
 
     wrong, number = [], 0

@@ -109,8 +109,7 @@ def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path)
     from slime.compat.sglang_quantised import NOT_WEIGHTS
     from slime.core.hf_config import read_hf_config
     from slime.models import table_for
-    from slime.weights.quantised.checkpoint import format_of_folder
-    from slime.weights.quantised.engine_table import engine_table
+    from slime.weights.quantised.formats import engine_table, format_of_folder
     from tests.support.weights import engine_tensors
 
     reported = (

@@ -24,10 +24,9 @@ from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.folder_control import FolderEngineControl
 from slime.serving.server import SGLangServer
 from slime.weights.delta.channel import DeltaChannel
-from slime.weights.delta.manifest import Manifest
+from slime.weights.delta.folder import Manifest, folder_of
 from slime.weights.receivers import Receiver
 from slime.weights.transports import Channel
-from slime.weights.version_folder import folder_of
 from tests.contract.weights.test_sync_to_engine import Rig, StateDict, is_paused, one_float
 from tests.support.weight_agents import agent_beside, agent_that_dies, delta_channel
 from tests.support.weights import TamperingChannel

@@ -17,9 +17,8 @@ from slime.models import table_for
 from slime.serving.server import SGLangServer
 from slime.weights import engine_layout
 from slime.weights.outgoing import Whole
-from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.outgoing import quantised_outgoing
-from slime.weights.quantised.stream import quantised_stream
+from slime.weights.quantised.formats import QuantisedFormat
+from slime.weights.quantised.sending import quantised_outgoing, quantised_stream
 from tests.contract.weights.test_quantised_in_sglang import FAMILIES
 from tests.contract.weights.test_sync_to_engine import reference_logprobs
 from tests.support.engines import serving, spec_of

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from slime.cli.main import main
 from slime.training.state import hf_files
 from slime.training.state.hf_files import HfReader
-from slime.weights.fp8 import BLOCK
+from slime.weights.quantised.formats import BLOCK
 from tests.support.families import write_family
 from tests.support.tiny import write_tiny_model
 

@@ -25,7 +25,7 @@ from slime.training.state.hf_files import (
     require_replaceable,
     write_hf,
 )
-from slime.weights.fp8 import dequantise, quantise
+from slime.weights.quantised.formats import dequantise, quantise
 
 
 def _export(directory: Path, source: Path) -> None:

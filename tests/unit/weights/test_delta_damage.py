@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from slime.core.errors import EngineError, WeightSyncError
-from slime.weights.delta.local import LocalCheckpoint
+from slime.weights.delta.folder import Base, Manifest, folder_of
+from slime.weights.delta.local_checkpoint import LocalCheckpoint
 from slime.weights.delta.mailbox import call, mailbox
-from slime.weights.delta.manifest import Base, Manifest
-from slime.weights.version_folder import folder_of
 from tests.support.delta_rig import URL, Rig, flip, patch_file
 
 
@@ -152,8 +151,8 @@ def test_a_copy_that_was_damaged_after_it_was_loaded_is_made_again_for_the_same_
 KILLED_COPY = """
 import os, signal, sys
 from pathlib import Path
-from slime.weights.delta.local import LocalCheckpoint
-from slime.weights.delta.manifest import Base, Manifest
+from slime.weights.delta.local_checkpoint import LocalCheckpoint
+from slime.weights.delta.folder import Base, Manifest
 from slime.weights.delta import local
 
 folder, copy, version, at = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

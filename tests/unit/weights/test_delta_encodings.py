@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from slime.core.errors import WeightSyncError
 from slime.settings.fields import declared
 from slime.weights.delta import encodings
-from slime.weights.delta.checksums import CHECKSUMS, checksum, missing
 from slime.weights.delta.encodings import ENCODINGS, apply, encode
+from slime.weights.delta.folder import CHECKSUMS, checksum, missing
 from slime.weights.transports.disk import DiskTransport
 
 NAMES = tuple(ENCODINGS)

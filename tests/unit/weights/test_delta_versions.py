@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.core.errors import WeightSyncError
-from slime.weights.buckets import Bucket
-from slime.weights.delta import chain
+from slime.weights.delta import folder as chain
 from slime.weights.delta.channel import DeltaChannel
-from slime.weights.delta.manifest import Base, Entry, Manifest, Report, merged
+from slime.weights.delta.folder import Base, Entry, Manifest, Report, folder_of, merged
 from slime.weights.receivers import Peers, Receiver
-from slime.weights.version_folder import folder_of
+from slime.weights.turns import Bucket
 from tests.support.delta_rig import URL, Rig
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
 

@@ -17,7 +17,7 @@ from slime.models.common.table import DRAFT, FamilyTable
 from slime.serving.wire import digest
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.expert_runs import places_of
-from slime.weights.verify import require_equal
+from slime.weights.sync import require_equal
 from tests.unit.settings.test_speculation import CONFIG
 from tests.unit.weights.test_qwen_next_layout import NEXT
 

@@ -11,10 +11,10 @@ from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import Unit
 from slime.serving.wire import digest
-from slime.weights.buckets import Bucket
 from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
 from slime.weights.holding import Share
-from slime.weights.verify import compare
+from slime.weights.sync import compare
+from slime.weights.turns import Bucket
 from tests.support.weights import engine_tensors, model, tampered
 
 

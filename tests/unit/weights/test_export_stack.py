@@ -9,7 +9,7 @@ import torch
 
 from slime.models import table_for
 from slime.models.common.table import Entry, FamilyTable
-from slime.weights.convert import export, export_stack
+from slime.weights.hf_shards import export, export_stack
 from tests.unit.weights.test_qwen_next_layout import MOE
 from tests.unit.weights.test_tables_and_convert import CONFIGS
 

@@ -10,12 +10,10 @@ import torch
 from slime.core.errors import ConfigError
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
-from slime.weights import fp8
-from slime.weights.convert import load_shard
-from slime.weights.quantised.block_fp8 import BlockFp8
+from slime.weights.hf_shards import load_shard
+from slime.weights.quantised import formats
 from slime.weights.quantised.fake import check, fake_quantised
-from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.grouped_int4 import GroupedInt4
+from slime.weights.quantised.formats import BlockFp8, GroupedInt4, QuantisedFormat
 
 BASE: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -47,7 +45,7 @@ def case(family: str, kind: str) -> tuple[FamilyTable, dict[str, torch.Tensor], 
     table = table_for({"model_type": family, **BASE, **FAMILIES[family]})
     generator = torch.Generator().manual_seed(0)
     state = {n: torch.randn(table.shape_of(n), generator=generator) for n in table.hf_names}
-    names = frozenset(filter(fp8.quantises, table.hf_names))
+    names = frozenset(filter(formats.quantises, table.hf_names))
     return table, state, BlockFp8(names, 128, 128) if kind == "fp8" else GroupedInt4(names, 32)
 
 
@@ -104,7 +102,7 @@ def test_a_block_on_two_ranks_is_refused(tp_size: int) -> None:
 def test_a_last_block_that_ends_early_is_kept_whole() -> None:
     """Where one rank has all of a weight nothing is cut."""
     table = table_for({"model_type": "qwen3", **BASE, "intermediate_size": 320})
-    quantised = BlockFp8(frozenset(filter(fp8.quantises, table.hf_names)), 128, 128)
+    quantised = BlockFp8(frozenset(filter(formats.quantises, table.hf_names)), 128, 128)
     entry = next(e for e in table.entries if "mlp.linear_fc1" in e.megatron)
     check(entry, 1, quantised)
     with pytest.raises(ConfigError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.weights.fp8 import BLOCK, E4M3_MAX, apart, block_of, dequantise, quantise, quantises
+from slime.weights.quantised.formats import BLOCK, E4M3_MAX, apart, block_of, dequantise, quantise, quantises
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (300, 129), (3, 140, 200)]
 

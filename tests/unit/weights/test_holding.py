@@ -15,7 +15,7 @@ from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.holding import hf_names_held
-from slime.weights.verify import require_equal
+from slime.weights.sync import require_equal
 from tests.support.weights import CONFIG, State, engine_tensors, model
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}

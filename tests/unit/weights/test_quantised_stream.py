@@ -13,16 +13,11 @@ from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.serving.wire import digest
-from slime.weights import fp8
 from slime.weights.outgoing import Whole
-from slime.weights.quantised import stream
-from slime.weights.quantised.block_fp8 import BlockFp8
-from slime.weights.quantised.channel_fp8 import ChannelFp8
-from slime.weights.quantised.checkpoint import format_of
-from slime.weights.quantised.engine_table import engine_table
-from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.grouped_int4 import GroupedInt4
-from slime.weights.quantised.outgoing import quantised_outgoing
+from slime.weights.quantised import formats as fp8
+from slime.weights.quantised import sending
+from slime.weights.quantised.formats import BlockFp8, ChannelFp8, GroupedInt4, QuantisedFormat, engine_table, format_of
+from slime.weights.quantised.sending import quantised_outgoing
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
@@ -65,8 +60,8 @@ def test_parts_are_those_of_each_weight_by_itself_in_the_order_of_the_table(
             want |= dict(zip(quantised.parts_of(name), quantised.quantise(tensor), strict=True))
         else:
             want[name] = tensor
-    for run_bytes in (1, 3 * 256 * 256 * 2, stream.RUN_BYTES):
-        monkeypatch.setattr(stream, "RUN_BYTES", run_bytes)
+    for run_bytes in (1, 3 * 256 * 256 * 2, sending.RUN_BYTES):
+        monkeypatch.setattr(sending, "RUN_BYTES", run_bytes)
         reused = torch.empty(0)
 
         def fleeting() -> Any:
@@ -77,7 +72,7 @@ def test_parts_are_those_of_each_weight_by_itself_in_the_order_of_the_table(
                 reused = tensor.clone()
                 yield name, reused
 
-        got = {n: t.clone() for n, t in stream.quantised_stream(fleeting(), quantised)}
+        got = {n: t.clone() for n, t in sending.quantised_stream(fleeting(), quantised)}
         assert list(got) == list(want)
         assert all(torch.equal(got[n].view(torch.uint8), want[n].view(torch.uint8)) for n in want)
     assert set(want) == set(engine_table(table, quantised).hf_names)

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError
-from slime.weights import fp8
-from slime.weights.quantised.block_fp8 import BlockFp8
-from slime.weights.quantised.channel_fp8 import ChannelFp8
-from slime.weights.quantised.format import WHOLE, QuantisedFormat
-from slime.weights.quantised.grouped_int4 import GroupedInt4
+from slime.weights.quantised import formats
+from slime.weights.quantised.formats import WHOLE, BlockFp8, ChannelFp8, GroupedInt4, QuantisedFormat
 from tests.support.quantised import SHAPES, equal, random_weight
 
 
@@ -139,5 +136,5 @@ def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
 def test_files_of_a_conversion_are_read_back_by_the_same_format() -> None:
     """`slime convert` rounds scales to 20 bits; they are read as any others."""
     weight = random_weight((256, 300), dtype=torch.float32)
-    parts = fp8.quantise(weight)
-    assert equal(format_of_blocks().dequantise(parts), fp8.dequantise(*parts, fp8.BLOCK))
+    parts = formats.quantise(weight)
+    assert equal(format_of_blocks().dequantise(parts), formats.dequantise(*parts, formats.BLOCK))

@@ -13,8 +13,8 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
-from slime.weights.convert import load_shard
 from slime.weights.engine_layout import ExpectedDigests
+from slime.weights.hf_shards import load_shard
 from tests.support.qwen_next import EXPERTS, LINEAR
 from tests.support.weights import engine_tensors
 

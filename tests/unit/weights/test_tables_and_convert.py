@@ -10,7 +10,7 @@ import torch
 from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
-from slime.weights.convert import export, load_shard
+from slime.weights.hf_shards import export, load_shard
 from tests.support.experts import by_checkpoint_name
 
 SIZES: dict[str, Any] = {

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slime.core.errors import DeadlineExceeded
+from slime.weights.delivery import Words
 from slime.weights.rendezvous import join_store, listen_on, open_store
-from slime.weights.words import Words
 
 LIMIT = timedelta(seconds=60)
 

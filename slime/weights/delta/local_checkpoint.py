@@ -34,13 +34,23 @@ import numpy as np
 
 from slime.core.errors import WeightSyncError
 from slime.core.files import sync_to_disk
-from slime.weights.delta import chain, encodings
-from slime.weights.delta.checksums import checksum
-from slime.weights.delta.files import read_json, write_json
-from slime.weights.delta.manifest import MANIFEST, Base, Entry, Manifest, tensor_checksums, whole_checksum
-from slime.weights.delta.planes import Bytes
-from slime.weights.delta.tensor_files import places, width_of
-from slime.weights.version_folder import folder_of
+from slime.weights.delta import encodings
+from slime.weights.delta import folder as chain
+from slime.weights.delta.encodings import Bytes
+from slime.weights.delta.folder import (
+    MANIFEST,
+    Base,
+    Entry,
+    Manifest,
+    checksum,
+    folder_of,
+    places,
+    read_json,
+    tensor_checksums,
+    whole_checksum,
+    width_of,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 

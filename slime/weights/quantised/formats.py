@@ -1,0 +1,616 @@
+"""Quantised formats of checkpoints and engines: what each says of its weights, its arithmetic to plain ones and back,
+which one a checkpoint is in, and the weight table of an engine that serves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import CheckpointError, ConfigError
+from slime.core.hf_config import quantisation_of, read_hf_config, tensor_names
+from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
+
+# What a quantised checkpoint says of its weights, and the arithmetic to plain ones and back: a class for each format.
+#
+# Invariants
+# 1. Codes and scales of a weight depend on that weight alone: whoever has the whole tensor makes the same bits,
+#    whatever the layout of trainer or engine.
+# 2. A block of `block` entries shares a scale, so a part of a weight that begins and ends at whole blocks is quantised
+#    as it would be within the whole.
+
+WHOLE = 0
+"""In place of a number of rows or columns: all of them."""
+
+
+def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
+    """Raises `CheckpointError` if a scale of `weights` [..., out, in] is not finite, because an entry is not."""
+    if not scales.isfinite().all():
+        raise CheckpointError(
+            f"got a weight {list(weights.shape[-2:])} with an infinite or undefined entry; {kind} has neither: look at "
+            "the step that made it"
+        )
+
+
+@dataclass(frozen=True)
+class QuantisedFormat(ABC):
+    """The quantisation of one checkpoint."""
+
+    names: frozenset[str]
+    """HF names, `<module>.weight`, of the weights that the files hold quantised. Everything else is as it is."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """In messages."""
+
+    @property
+    @abstractmethod
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the entries that share a scale; `WHOLE`: all that the weight has."""
+
+    @abstractmethod
+    def parts_of(self, hf_name: str) -> tuple[str, ...]:
+        """Names in the files of what stands for the weight `hf_name`."""
+
+    @property
+    @abstractmethod
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the parts, in the order of `parts_of`."""
+
+    def about(self, hf_name: str) -> str | None:
+        """A further tensor of the files that says something of the weight that its parts say as well."""
+        return None
+
+    @abstractmethod
+    def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """Weights [..., out, in] -> their parts, each [..., *shape of the part], on the same device.
+
+        Raises `CheckpointError` for a weight that is not finite.
+        """
+
+    @abstractmethod
+    def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
+        """The weight [..., out, in] of these parts, in float32: what the engine multiplies with, but for its rounding.
+
+        Raises `CheckpointError` if their shapes do not belong together.
+        """
+
+    @abstractmethod
+    def rows(self, row: Row) -> tuple[Row, ...]:
+        """What an engine holds for a row whose weights are quantised: a row for each part.
+
+        Raises `ConfigError` where engines cannot hold it so.
+        """
+
+    def require_linear(self, row: Row) -> None:
+        """Raises `ConfigError` for a row that engines do not hold quantised."""
+        if row.stacked or Unit.VOCAB in row.units:
+            raise ConfigError(
+                f"got {row.hf[0]} in {self.title}: engines hold vocabularies, and experts that files stack, as they "
+                "are; quantise linear layers alone"
+            )
+
+    def fake(self, weights: Tensor) -> Tensor:
+        """Weights as engines have them, which get and multiply bfloat16: quantised, dequantised, in their own dtype."""
+        import torch
+
+        return self.dequantise(self.quantise(weights.to(torch.bfloat16))).to(torch.bfloat16).to(weights.dtype)
+
+    def is_quantised(self, hf_names: Sequence[str]) -> bool:
+        """Whether these weights, which an engine fuses, are quantised: all or none of them are."""
+        found = [name in self.names for name in hf_names]
+        return bool(found) and all(found)
+
+    def one_by_one(self, names: Sequence[str], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name of a part, part) of several weights [n, out, in], quantised together."""
+        parts = self.quantise(weights)
+        for i, name in enumerate(names):
+            for part_name, part in zip(self.parts_of(name), parts, strict=True):
+                yield part_name, part[i]
+
+
+# FP8 with a scale for each block, as DeepSeek-V3's and Qwen3's public files have it, in the engine's arithmetic.
+#
+# `<name>` in e4m3 beside `<name>_scale_inv` in float32: the block's largest entry / 448, and the quotients rounded to
+# the nearest code. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit for bit, SGLang's
+# `bf16_to_block_fp8_128`, whose smallest block (largest entry 1e-4) this keeps. With `scale_fmt: ue8m0` in config.json
+# (DeepSeek-V3.1) scales are powers of two, rounded up: SGLang's `per_block_cast_to_fp8`.
+#
+# `slime convert --to fp8` writes other scales (`weights.fp8`): rounded to 20 bits, so that what it wrote quantises to
+# the same bits again. A weight sync has no such way back to keep: the trainer's weights have passed bfloat16 anyhow, in
+# which the largest entry of a block moves by up to 2^-9, and its scale with it. The codes of weights that were
+# dequantised stay the same: half a step of e4m3 is at least eight times as much.
+
+SMALLEST = 1e-4
+"""A block counts as having an entry this large, so that no scale is zero."""
+E4M3_MAX = 448.0
+"""Largest finite value of float8_e4m3fn."""
+SCALE_SUFFIX = "_scale_inv"
+"""What the name of a scale adds to that of its weight, in files and in engines."""
+
+
+@dataclass(frozen=True)
+class BlockFp8(QuantisedFormat):
+    """e4m3 codes and float32 scales of blocks."""
+
+    block_rows: int
+    block_columns: int
+    powers_of_two: bool = False
+    """Scales are powers of two."""
+
+    @property
+    def title(self) -> str:
+        return f"FP8 in blocks of {self.block_rows} x {self.block_columns}"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.block_rows, self.block_columns
+
+    def parts_of(self, hf_name: str) -> tuple[str, ...]:
+        return hf_name, hf_name + SCALE_SUFFIX
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        import torch
+
+        return torch.float8_e4m3fn, torch.float32
+
+    def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        rows, columns = self.block
+        *lead, out, size = weights.shape
+        more = -out % rows, -size % columns
+        padded = torch.nn.functional.pad(weights, (0, more[1], 0, more[0])) if any(more) else weights
+        blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+        scales = blocks.abs().amax((-3, -1)).float().clamp(min=SMALLEST) / E4M3_MAX
+        require_finite(scales, weights, "FP8")
+        if self.powers_of_two:
+            scales = power_of_two_above(scales)
+        codes = (blocks.float() / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
+        codes = codes.reshape(*lead, out + more[0], size + more[1])
+        return (codes[..., :out, :size].contiguous() if any(more) else codes), scales
+
+    def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
+
+        codes, scales = parts
+        return dequantise(codes, scales, self.block)
+
+    def rows(self, row: Row) -> tuple[Row, ...]:
+        self.require_linear(row)
+        block = self.block
+        if row.dim is not None and len(row.segments) > 1 and any(size % block[row.dim] for size in row.segments):
+            raise ConfigError(
+                f"got {' and '.join(row.hf)}, which engines stack, of {list(row.segments)} rows in {self.title}: a "
+                "scale would belong to two of them; choose a checkpoint whose sizes are multiples of a block"
+            )
+        dim = row.dim
+        scales = dataclasses.replace(
+            row,
+            megatron=row.megatron + SCALE_SUFFIX,
+            hf=tuple(name + SCALE_SUFFIX for name in row.hf),
+            shapes=tuple((-(-out // block[0]), -(-size // block[1])) for out, size in row.shapes),
+            segments=() if dim is None else tuple(-(-size // block[dim]) for size in row.segments),
+            engine=row.engine + SCALE_SUFFIX,
+            engines=tuple(name + SCALE_SUFFIX for name in row.engines),
+            wide=True,
+        )
+        return row, scales
+
+
+def power_of_two_above(scales: Tensor) -> Tensor:
+    """The smallest powers of two that are not below these positive numbers."""
+    import torch
+
+    bits = scales.view(torch.int32)
+    exponents = (bits >> 23) + (bits & 0x7FFFFF != 0).to(torch.int32)
+    return (exponents.clamp(1, 254) << 23).view(torch.float32)
+
+
+# Block-scaled FP8 of Hugging Face checkpoints: `<name>` in float8_e4m3fn beside `<name>_scale_inv` in float32.
+#
+# The format is that of DeepSeek-V3's public files (arXiv:2412.19437, section 3.3.2): a weight is codes times the scale
+# of its block of `weight_block_size` entries; the last block of a dimension may be smaller.
+#
+# Invariants
+# 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for what `quantise` wrote: scales have 20 significant bits, codes
+#    at most 4, so that their product is exact in float32. Foreign scales use all 24 bits and may move by 2^-19; the
+#    codes do not if the largest of each block is the largest code, as in public files.
+# 2. A block's error is at most max(|w| / 16, scale / 1024): half a step of e4m3, normal or subnormal.
+
+BLOCK = (128, 128)
+"""Block size [rows, columns] that is written; a file that is read says its own."""
+_SMALLEST = 2.0**-90
+"""A block without a larger entry is written as zeros: its scale would leave float32's normal range."""
+_DROPPED_BITS = 0b1111
+"""The four bits of a float32 mantissa that a scale leaves empty."""
+_LINEAR = re.compile(
+    r"(?:^|.*\.)layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(?:wq_b|wk))"
+    r"|linear_attn\.(?:in_proj_(?:qkvz|qkv|z)|out_proj)"
+    r"|mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down|gate_up)_proj"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight"
+)
+_STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
+
+
+def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
+    """Block size [rows, columns] of the `quantization_config` of an FP8 checkpoint.
+
+    Raises `ConfigError` for FP8 of another kind.
+    """
+    block = quantisation.get("weight_block_size")
+    if not block or len(block) != 2 or min(block) < 1:
+        raise ConfigError(
+            f"got a checkpoint with quant_method='fp8', weight_block_size={block}; slime reads FP8 with block scales "
+            "(two block sizes); choose such a checkpoint or one in bfloat16"
+        )
+    return int(block[0]), int(block[1])
+
+
+def quantises(hf_name: str) -> bool:
+    """Whether `--to fp8` quantises a tensor: linear weights of attention, MLP and experts, as in the public files.
+
+    Embeddings, norms, routers, gates, convolutions and the output layer stay as they are.
+    """
+    return _LINEAR.fullmatch(hf_name) is not None
+
+
+def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Experts that are stacked in one tensor, [gate; up] of each, one by one as FP8 files have them; others as is."""
+    stacked = _STACKED.fullmatch(hf_name)
+    if stacked is None:
+        yield hf_name, tensor
+        return
+    parts = stacked[2].split("_")
+    for i, expert in enumerate(tensor):
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{stacked[1]}{i}.{part}_proj.weight", weight
+
+
+def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
+    """Codes [..., out, in] in float8_e4m3fn and scales [..., ceil(out / rows), ceil(in / columns)] in float32.
+
+    A scale is the block's largest entry / 448, rounded up to 20 bits; 1 for a block of zeros. Works on one row of
+    blocks at a time. Raises `CheckpointError` for a weight that is not finite.
+    """
+    codes, scales = [], []
+    for rows in weight.float().split(block[0], -2):
+        largest = rows.abs().amax(-2)
+        largest = torch.nn.functional.pad(largest, (0, -largest.shape[-1] % block[1]))
+        largest = largest.unflatten(-1, (-1, block[1])).amax(-1)
+        scale = torch.where(largest <= _SMALLEST, 1.0, _round_up(largest / E4M3_MAX))  # NaN goes on to the check
+        codes.append((rows / _widen(scale, block[1], rows.shape[-1])).to(torch.float8_e4m3fn))
+        scales.append(scale)
+    stacked = torch.stack(scales, -2)
+    if not stacked.isfinite().all():
+        raise CheckpointError(f"got a weight {list(weight.shape)} with an infinite or undefined entry; FP8 has neither")
+    return torch.cat(codes, -2), stacked
+
+
+def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The weight [..., out, in] in float32. `scale`: [..., ceil(out / rows), ceil(in / columns)]; read only.
+
+    Raises `CheckpointError` if the shapes do not belong together.
+    """
+    *lead, out, columns = codes.shape
+    want = [*lead, -(-out // block[0]), -(-columns // block[1])]
+    if list(scale.shape) != want:
+        raise CheckpointError(
+            f"got scales {list(scale.shape)} of a weight {list(codes.shape)} in blocks of {list(block)}, which need "
+            f"{want}; weight_block_size in config.json does not belong to these files"
+        )
+    weight = codes.float()
+    for i, rows in enumerate(weight.split(block[0], -2)):
+        rows *= _widen(scale[..., i, :].float(), block[1], columns)
+    return weight
+
+
+def config_entry(kept: list[str]) -> dict[str, Any]:
+    """`quantization_config` of the files that are written; `kept`: modules whose matrices are not quantised."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK),
+        "modules_to_not_convert": kept,
+    }
+
+
+def _widen(scale: Tensor, block_columns: int, columns: int) -> Tensor:
+    """One row of block scales [..., blocks] -> [..., 1, columns]."""
+    return scale.repeat_interleave(block_columns, -1)[..., :columns].unsqueeze(-2)
+
+
+def _round_up(scale: Tensor) -> Tensor:
+    """Positive float32, rounded up to 20 significant bits."""
+    bits = scale.contiguous().view(torch.int32)
+    return ((bits + _DROPPED_BITS) & ~_DROPPED_BITS).view(torch.float32)
+
+
+# FP8 with a scale for each output feature, as compressed-tensors writes it (`float-quantized`; GLM-4.5-FP8).
+#
+# `<module>.weight` in e4m3 beside `weight_scale` [out, 1]: the row's largest entry / 448, and the quotients rounded to
+# the nearest code; in the dtype of the weight, as compressed-tensors has it. Engines keep scales in float32, in which
+# they are sent.
+
+CHANNEL_SCALE = "weight_scale"
+"""Name in the files, beside `weight`."""
+
+
+def require_channels(quantisation: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a `float-quantized` checkpoint that is not e4m3 with a scale for each output feature."""
+    found = [group.get("weights") or {} for group in (quantisation.get("config_groups") or {}).values()]
+    want = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    if not found or any(weights.get(key) != value for weights in found for key, value in want.items()):
+        raise ConfigError(
+            f"got a compressed-tensors checkpoint of {found}; slime reads FP8 with a scale for each output feature, "
+            "and symmetric INT4 in groups; choose such a checkpoint or one in bfloat16"
+        )
+
+
+@dataclass(frozen=True)
+class ChannelFp8(QuantisedFormat):
+    """e4m3 codes, and a scale for each row."""
+
+    @property
+    def title(self) -> str:
+        return "FP8 in rows"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, WHOLE
+
+    def parts_of(self, hf_name: str) -> tuple[str, ...]:
+        return hf_name, hf_name.removesuffix("weight") + CHANNEL_SCALE
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        import torch
+
+        return torch.float8_e4m3fn, torch.float32
+
+    def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        scales = weights.abs().amax(-1, keepdim=True) / E4M3_MAX
+        scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
+        require_finite(scales, weights, "FP8")
+        codes = (weights / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return codes, scales.float()
+
+    def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
+        codes, scales = parts
+        if list(scales.shape) != [*codes.shape[:-1], 1]:
+            raise CheckpointError(
+                f"got scales {list(scales.shape)} of a weight {list(codes.shape)}, which needs one for each row; "
+                "config.json does not belong to these files"
+            )
+        return codes.float() * scales.float()
+
+    def rows(self, row: Row) -> tuple[Row, ...]:
+        self.require_linear(row)
+        split = row.dim == 0
+        scales = dataclasses.replace(
+            row,
+            megatron=row.megatron + CHANNEL_SCALE.removeprefix("weight"),
+            hf=tuple(name.removesuffix("weight") + CHANNEL_SCALE for name in row.hf),
+            shapes=tuple((out, 1) for out, _ in row.shapes),
+            dim=0 if split else None,
+            units=row.units if split else (),
+            segments=row.segments if split else (),
+            engine=row.engine.removesuffix("weight") + CHANNEL_SCALE,
+            engines=tuple(name.removesuffix("weight") + CHANNEL_SCALE for name in row.engines),
+            wide=True,
+        )
+        return row, scales
+
+
+# INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric), in its arithmetic.
+#
+# `<module>.weight_packed` holds eight codes in an int32, the first one in the lowest bits, each as code + 8;
+# `weight_scale` a scale for each group: its largest entry / 7.5, all of it in the dtype of the weight, which for the
+# same bits has to be that of the engine. What a file says in `weight_shape` besides, an engine has from config.json and
+# is not sent.
+
+PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
+"""Names in the files, in place of `weight`."""
+PER_WORD = 8
+"""Codes in an int32."""
+BITS = 4
+LOWEST, HIGHEST = -8, 7
+"""Codes."""
+
+
+def group_of(quantisation: Mapping[str, Any]) -> int:
+    """Group size of a compressed-tensors checkpoint. Raises `ConfigError` for anything but symmetric INT4 in groups."""
+    groups = list((quantisation.get("config_groups") or {}).values())
+    found = [g.get("weights") or {} for g in groups]
+    want = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group"}
+    plain = [g for g in found if all(g.get(key) == value for key, value in want.items()) and not g.get("actorder")]
+    sizes = {int(g["group_size"]) for g in plain if g.get("group_size")}
+    activations = any(g.get("input_activations") for g in groups)
+    if len(plain) != len(found) or len(sizes) != 1 or activations or min(sizes) % PER_WORD:
+        raise ConfigError(
+            f"got a compressed-tensors checkpoint of {found}; slime reads symmetric INT4 in groups of one size, "
+            "without quantised activations or activation order; choose such a checkpoint or one in bfloat16"
+        )
+    return sizes.pop()
+
+
+@dataclass(frozen=True)
+class GroupedInt4(QuantisedFormat):
+    """Packed codes, and scales of groups."""
+
+    group: int
+    """Neighbouring input features that share a scale."""
+
+    @property
+    def title(self) -> str:
+        return f"INT4 in groups of {self.group}"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, self.group
+
+    def parts_of(self, hf_name: str) -> tuple[str, ...]:
+        module = hf_name.removesuffix("weight")
+        return module + PACKED, module + SCALE
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        import torch
+
+        return torch.int32, torch.bfloat16
+
+    def about(self, hf_name: str) -> str | None:
+        return hf_name.removesuffix("weight") + SHAPE
+
+    def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        size = weights.shape[-1]
+        if size % self.group:
+            raise CheckpointError(f"got a weight of {size} input features, which groups of {self.group} do not divide")
+        groups = weights.unflatten(-1, (-1, self.group))
+        scales = groups.abs().amax(-1) / ((HIGHEST - LOWEST) / 2)
+        scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
+        require_finite(scales, weights, "INT4")
+        codes = (groups / scales.unsqueeze(-1)).clamp(LOWEST, HIGHEST).round().to(torch.int32) - LOWEST
+        words = codes.flatten(-2).unflatten(-1, (-1, PER_WORD))
+        shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=weights.device)
+        packed = (words << shifts).sum(-1, dtype=torch.int32)  # bits of different codes never meet
+        return packed, scales
+
+    def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        packed, scales = parts[0], parts[1]
+        *lead, words = packed.shape
+        if list(scales.shape) != [*lead, words * PER_WORD // self.group] or packed.dtype is not torch.int32:
+            raise CheckpointError(
+                f"got scales {list(scales.shape)} of packed {packed.dtype} {list(packed.shape)} in groups of "
+                f"{self.group}; config.json does not belong to these files"
+            )
+        shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=packed.device)
+        codes = ((packed.unsqueeze(-1) >> shifts) & 0xF) + LOWEST
+        groups = codes.flatten(-2).unflatten(-1, (-1, self.group)).float() * scales.float().unsqueeze(-1)
+        return groups.flatten(-2)
+
+    def rows(self, row: Row) -> tuple[Row, ...]:
+        self.require_linear(row)
+        inputs = {shape[1] for shape in row.shapes} | (set(row.segments) if row.dim == 1 else set())
+        if any(size % self.group for size in inputs):
+            raise ConfigError(f"got {row.hf[0]} of {sorted(inputs)} input features in {self.title}; they must divide")
+        return tuple(
+            dataclasses.replace(
+                row,
+                megatron=row.megatron + what.removeprefix("weight"),
+                hf=tuple(name.removesuffix("weight") + what for name in row.hf),
+                shapes=tuple((out, size // each) for out, size in row.shapes),
+                segments=tuple(s // each for s in row.segments) if row.dim == 1 else row.segments,
+                engine=row.engine.removesuffix("weight") + what,
+                engines=tuple(name.removesuffix("weight") + what for name in row.engines),
+                transposed=EXPERT in row.megatron,
+            )
+            for what, each in ((PACKED, PER_WORD), (SCALE, self.group))
+        )
+
+
+# Which quantised format a checkpoint is in, from its config.json and the names of its tensors.
+
+KNOWN = (
+    "FP8 with block scales (quant_method 'fp8'), and of compressed-tensors FP8 with a scale for each output feature "
+    "('float-quantized') and INT4 in groups ('pack-quantized')"
+)
+
+
+def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedFormat | None:
+    """The format of a checkpoint with this config.json and tensors of these names; None if nothing is quantised.
+
+    The files say which weights are quantised: those that have scales. Raises `ConfigError` for a format that slime does
+    not read.
+    """
+    found = quantisation_of(config)
+    if found is None:
+        return None
+    method, known = found.get("quant_method"), set(names)
+    if method == "fp8":
+        block = block_of(found)
+        weights = frozenset(n for n in known if n + SCALE_SUFFIX in known)
+        return BlockFp8(weights, *block, powers_of_two=found.get("scale_fmt") == "ue8m0")
+    if method == "compressed-tensors" and found.get("format") == "float-quantized":
+        require_channels(found)
+        modules = {n.removesuffix(CHANNEL_SCALE) for n in known if n.endswith(f".{CHANNEL_SCALE}")}
+        return ChannelFp8(frozenset(module + "weight" for module in modules))
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        weights = frozenset(n.removesuffix(PACKED) + "weight" for n in known if n.endswith(f".{PACKED}"))
+        return GroupedInt4(weights, group_of(found))
+    raise ConfigError(
+        f"got a checkpoint with quant_method={method!r}, format={found.get('format')!r}; slime reads {KNOWN}, and no "
+        "other; choose such a checkpoint or one in bfloat16"
+    )
+
+
+def format_of_folder(hf_checkpoint: str) -> QuantisedFormat | None:
+    """The format of a checkpoint folder."""
+    return format_of(read_hf_config(hf_checkpoint), tensor_names(Path(hf_checkpoint)))
+
+
+# The weight table of an engine that serves quantised weights: a row for each part of a quantised weight.
+#
+# Everything that reads a table goes on to work: names and shapes of what is sent, shares and stages of ranks, fusing,
+# and with these the digests (`weights.engine_layout`). Its Megatron names do not name parameters: it describes what
+# travels and what an engine holds, beside the table that describes the model.
+
+
+def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> FamilyTable:
+    """`table` as engines hold it. Raises `ConfigError` for what they could not hold so."""
+    if quantised is None:
+        return table
+    unknown = sorted(n for n in quantised.names - set(table.hf_names) if not table.ignores(n))
+    if unknown:
+        raise ConfigError(f"got quantised weights {unknown[:4]} ({len(unknown)} of them), which the model has not")
+    _check_fused(table, quantised)
+
+    def parts(rows: Iterable[Row], layer: int | None) -> tuple[Row, ...]:
+        return tuple(part for row in rows for part in _parts(row, layer, quantised))
+
+    return dataclasses.replace(
+        table,
+        before=parts(table.before, None),
+        layers=tuple(parts(rows, number) for number, rows in enumerate(table.layers)),
+        after=parts(table.after, None),
+    )
+
+
+def _parts(row: Row, layer: int | None, quantised: QuantisedFormat) -> tuple[Row, ...]:
+    return quantised.rows(row) if quantised.is_quantised(Entry.of(row, layer, 0).hf) else (row,)
+
+
+def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
+    """What an engine keeps in one tensor has one type, and each weight in it whole blocks."""
+    for resident, held in table.resident.items():
+        names = [name for entry in held for name in entry.hf]
+        plain = [name for name in names if name not in quantised.names]
+        if plain and len(plain) < len(names):
+            odd = next(name for name in names if name in quantised.names)
+            raise ConfigError(
+                f"got {odd} in {quantised.title} and {plain[0]} as it is, which engines keep in one tensor, "
+                f"{resident}; quantise both or none"
+            )
+        entries = held if held[0].expert is None and not plain else ()
+        uneven = [e for e in entries[:-1] if any(shape[0] % quantised.block[0] for shape in e.row.shapes)]
+        if uneven:
+            raise ConfigError(
+                f"got {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title}, which engines stack "
+                f"with others in {resident}: a scale would belong to two weights; choose another checkpoint"
+            )
