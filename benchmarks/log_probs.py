@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from slime.training.model import log_probs as ours
-from slime.training.model.vocab_shard import VocabShard
+from slime.training.model.log_probs import VocabShard
 
 MODES = {"no entropy": (False, False), "entropy": (True, False), "entropy with gradient": (True, True)}
 TEMPERATURE = 0.7

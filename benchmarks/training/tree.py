@@ -27,7 +27,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("apply_update",),
 }
 """Part of a training call -> its function, by the names that checkouts give it; the later ones are older."""
-PHASE_MODULES = ("slime.training.backend", "slime.training.step.train")
+PHASE_MODULES = ("slime.training.backend", "slime.training.step.train_step")
 WITHOUT_SYNC = ("pack and copy micro-batches",)
 """Parts inside a step, whose host time is measured as it is: the device goes on with what it has."""
 

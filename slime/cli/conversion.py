@@ -24,13 +24,11 @@ from slime.models import load_family, table_for
 from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
-from slime.training.foreign.confined import Confined
-from slime.training.foreign.torch_dist import TorchDist, checkpoint_in
-from slime.training.foreign.trust import require_trust
+from slime.training.foreign import require_trust
+from slime.training.foreign.confined import Confined, TorchDist, checkpoint_in
 from slime.training.state.adapter_files import write_peft
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
-from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
-from slime.training.state.tensor_file import TensorFile
+from slime.training.state.shards import MASTER, MODEL, TensorFile, digest_of, open_checkpoint
 from slime.weights.quantised import formats
 from slime.weights.quantised.formats import SCALE_SUFFIX
 

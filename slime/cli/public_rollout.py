@@ -10,8 +10,8 @@ from slime.core.errors import CheckpointError, DataError
 from slime.observability.progress import Progress
 from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import save_rollout
+from slime.training.foreign import require_trust
 from slime.training.foreign.confined import Confined
-from slime.training.foreign.trust import require_trust
 
 
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:

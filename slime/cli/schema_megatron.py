@@ -1,7 +1,7 @@
 """Megatron's settings as data: every field of the installed config classes plus the launch flags that scripts use.
 
 `python -m slime.cli.schemas --write` stores what `build()` returns; the command line is parsed from that file, so no
-flag of Megatron costs an import of Megatron. `slime.training.model.config.config_kwargs` goes the other way.
+flag of Megatron costs an import of Megatron. `slime.training.model.megatron_config.config_kwargs` goes the other way.
 
 What cannot be written on a command line (callables, process groups, recipes) is left out and listed as such.
 """

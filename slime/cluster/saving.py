@@ -28,7 +28,7 @@ from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
 from slime.training.state import checkpoint
-from slime.training.state.async_save import BackgroundSave, Facts
+from slime.training.state.checkpoint import BackgroundSave, Facts
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
-from slime.training.model.chosen import choose_trained
-from slime.training.model.config import trained_config, training_dtype
+from slime.training.model.megatron_config import trained_config, training_dtype
+from slime.training.model.trained import choose_trained
 from slime.training.parallel import (
     ParallelInfo,
     ParallelSizes,
@@ -44,26 +44,22 @@ from slime.training.rehearsal import training_peak
 from slime.training.state import hf_weights
 from slime.training.state.adapter_files import peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
-from slime.training.state.hf_export import export
-from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers, with_duplicates_of
-from slime.training.state.memory_plan import MemoryPlan
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers, export, with_duplicates_of
 from slime.training.state.outgoing import TrainerWeights
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.state.sharded_model import ShardedModel
-from slime.training.state.sleeping import Held, Parts, build_sleeper
+from slime.training.state.sleeping import Held, MemoryPlan, Parts, build_sleeper
 from slime.training.step.critic import Critic
-from slime.training.step.draft_loss import trained_objective
-from slime.training.step.loss import LogProbs
+from slime.training.step.loss import LogProbs, trained_objective
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
-from slime.training.step.optimizer import Trainable, build_trainable
-from slime.training.step.own_code import after_init
+from slime.training.step.optimizer import Trainable, after_init, build_trainable
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies, needs_old_pass
 from slime.training.step.profiles import Profiles
 from slime.training.step.routing import BatchRouting
 from slime.training.step.sight import Sight
 from slime.training.step.staging import Staging
-from slime.training.step.train import (
+from slime.training.step.train_step import (
     StepContext,
     forward_batch,
     mean_loss,

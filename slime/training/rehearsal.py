@@ -33,11 +33,11 @@ from slime.data.schedule import Schedule, StepSchedule
 from slime.settings import Args
 from slime.settings.groups.training import longest_sample
 from slime.training.parallel import ParallelInfo
-from slime.training.state.generators import generator_state, set_generator_state
+from slime.training.state.rank_state import generator_state, set_generator_state
 from slime.training.step.loss import Objective
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable
-from slime.training.step.train import StepContext, micro_batch_multiple, rehearse_step
+from slime.training.step.train_step import StepContext, micro_batch_multiple, rehearse_step
 
 logger = logging.getLogger(__name__)
 

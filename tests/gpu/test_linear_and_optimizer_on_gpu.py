@@ -19,7 +19,7 @@ from slime.ops.linear import add_fused, add_reference, fused_problem
 from slime.training.model.log_probs import VocabShard, score_tokens
 from slime.training.step.held_adam import EXP_AVG, MASTER, HeldAdamW, Holding
 from slime.training.step.optimizer import apply_update
-from slime.training.step.train import run_step
+from slime.training.step.train_step import run_step
 from tests.support.engine_parity import one_rank
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model

@@ -7,7 +7,7 @@ from tests.mutation.record import Mutation
 STEPS: dict[str, Mutation] = {
     "gradients of the step before": Mutation(
         "steps",
-        "training/step/train.py",
+        "training/step/train_step.py",
         "        zero_grad(trainable)\n        if context.own_code",
         "        if context.own_code",
     ),
@@ -107,7 +107,7 @@ WIRING: dict[str, Mutation] = {
         "steps", "algorithms/policy/ppo_clip.py", "eps_clip_high=self.eps_clip_high", "eps_clip_high=self.eps_clip"
     ),
     "adapters of a shape start alike": Mutation(
-        "adapters", "training/model/lora.py", 'f"{seed} {own}"', 'f"{seed} {shape}"'
+        "adapters", "training/model/trained.py", 'f"{seed} {own}"', 'f"{seed} {shape}"'
     ),
 }
 """Formulas are right, and get their inputs from the wrong weights, tokens or step."""

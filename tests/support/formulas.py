@@ -22,8 +22,8 @@ from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context
 from slime.ops.repeats import Repeats
-from slime.training.model.context import ContextShard
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
+from slime.training.model.row_shards import ContextShard
 from slime.training.step.loss import ValueObjective, objective_of
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device, with_advantages
 from tests.support.ranks import Seat

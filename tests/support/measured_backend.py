@@ -13,11 +13,10 @@ from torch import Tensor
 from slime.core.batch import TrainBatch
 from slime.training.backend import MegatronBackend
 from slime.training.state import hf_weights
-from slime.training.step.draft_loss import trained_objective
-from slime.training.step.loss import LogProbs
+from slime.training.step.loss import LogProbs, trained_objective
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, zero_grad
-from slime.training.step.train import forward_batch, run_step
+from slime.training.step.train_step import forward_batch, run_step
 
 
 class MeasuredBackend(MegatronBackend):

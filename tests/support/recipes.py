@@ -17,7 +17,7 @@ from slime.models import table_for
 from slime.models.common.table import EMBEDDING, Entry, FamilyTable
 from slime.settings import Args
 from slime.settings.topology_yaml import layout_of
-from slime.training.state.memory_plan import RankBytes
+from slime.training.state.sleeping import RankBytes
 from slime.weights.holding import holdings
 from tests.support.launch_scripts import facts
 from tests.support.published import SYNCED

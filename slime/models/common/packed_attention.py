@@ -72,7 +72,7 @@ class Choices(Protocol):
 class RowShard(Protocol):
     """What context parallelism makes of a packed row, as attention, recurrences and the output layer need it.
 
-    See `slime.training.model.context`.
+    See `slime.training.model.row_shards`.
     """
 
     @property

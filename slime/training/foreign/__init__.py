@@ -16,3 +16,20 @@ The plan
 7. `write_torch_dist` goes the other way through Megatron-core's own `dist_checkpointing`, on one rank, in the names of
    its Transformer Engine layers, without building a model.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.core.errors import ConfigError
+
+# Whether a file of pickles may be opened at all: somebody has to say so. Imports nothing heavy.
+
+
+def require_trust(path: Path, *, trusted: bool) -> None:
+    """Raises `ConfigError` unless the user trusts `path`; nothing of it has been read then."""
+    if not trusted:
+        raise ConfigError(
+            f"got {path}, which is made of pickles, and a pickle is a program; give --trust-pickle if you know where "
+            "it comes from: it is then read as data alone, in a process without network and without other files"
+        )

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from slime.compat.megatron_cpu import activate
 from slime.models.common.table import EMBEDDING, HEAD, FamilyTable
-from slime.training.foreign.names import Places
-from slime.training.foreign.torch_dist import RELEASE, TRACKER
+from slime.training.foreign.confined import RELEASE, TRACKER, Places
 from slime.weights.hf_shards import ReadHF, load_shard
 from slime.weights.rendezvous import keep_gloo_on
 

@@ -26,13 +26,14 @@ from slime.ops.repeats import repeat_rows
 from slime.training.model.draft import embedded_tokens
 from slime.training.model.log_probs import (
     DEFAULT_CHUNK_TOKENS,
+    RowLogits,
     ScoreOptions,
     TokenScores,
     VocabShard,
+    row_logits,
     score_tokens,
     token_values,
 )
-from slime.training.model.row_logits import RowLogits, row_logits
 
 
 class PolicyModel(GPTModel):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime.core.errors import CheckpointError
 from slime.core.files import open_to_readers, sync_to_disk
-from slime.training.state.tensor_file import TensorFile
+from slime.training.state.shards import TensorFile
 from slime.weights.quantised.formats import format_of
 
 MAX_SHARD_BYTES = 5 * 1000**3
@@ -355,3 +355,33 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"got {path}, which does not hold a JSON object; fetch or export it again")
     return data
+
+
+# An export in Hugging Face format by all ranks of a run: files in turn, named only when all of it is there.
+
+
+def export(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    source: Path,
+    carried: Callable[[str], bool],
+    writers: Writers,
+    rest: Callable[[Path], None],
+) -> None:
+    """Writes `tensors` and the assets of the checkpoint `source`, in place of an earlier export. Collective.
+
+    All writers see one folder. `rest`: called on each with the folder in which the export grows, when its weights are
+    there. Raises `CheckpointError`, and touches nothing, if anything but an export is in the way.
+    """
+    require_room(directory)  # on every rank: the others would wait for one that has given up
+    writers.meet()  # or a slow one would look at a folder that is half made
+    if writers.rank == 0:
+        begin_export(directory)
+    writers.meet()  # the folder is there
+    partial = being_written(directory)
+    write_hf(partial, tensors, assets_from=source, carried=carried, writers=writers)
+    rest(partial)
+    if writers.rank == 0:
+        commit_export(partial, directory)
+    writers.meet()

@@ -22,8 +22,8 @@ from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.mtp import PREFIX
 from slime.training.state.hf_weights import load_weights
-from slime.training.state.host_arena import HostArena, pin_for, room_of
 from slime.training.state.sharded_model import ShardedModel
+from slime.training.state.sleeping import HostArena, pin_for, room_of
 
 
 class HostPolicies:

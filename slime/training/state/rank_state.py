@@ -20,20 +20,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import read_hf_config
-from slime.training.model.names import Held
+from slime.training.model.parameter_names import Held
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
-from slime.training.state.generators import generator_state, set_generator_state
 from slime.training.state.hf_files import copy_assets
-from slime.training.state.optimizer_parts import Owned, owned_part
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.training.state.shards import (
     FORMAT,
@@ -52,6 +53,77 @@ from slime.training.state.shards import (
 )
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
+
+# Which part of a rank's optimizer belongs to one parameter of the whole model.
+#
+# Megatron's distributed optimizer gives each rank a range of a flattened parameter. A stack of experts is one parameter
+# there, so that a range may hold the end of one expert, some whole ones and the beginning of another.
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What this rank's optimizer has of one shard."""
+
+    optimizer: Any
+    """torch's."""
+    main: Tensor
+    """The main parameter that it is in."""
+    within: slice
+    """Of the flattened main parameter."""
+    start: int
+    """Where that range starts in the flattened shard."""
+
+    def part(self, like: Tensor) -> Tensor:
+        """Its part of a tensor that is laid out as the main parameter is: a flat view."""
+        return like.view(-1)[self.within]
+
+
+def owned_part(trainable: Trainable, held: Held) -> Owned | None:
+    """What this rank's optimizer has of a shard; None for nothing: it is frozen, or in the range of another rank."""
+    for inner in trainable.inner:
+        if inner.optimizer is None:  # trains nothing here
+            continue
+        place = inner.model_param_group_index_map.get(held.parameter)
+        if place is not None:
+            group, index = place
+            main = inner.optimizer.param_groups[group]["params"][index]
+            start = int(inner._get_model_param_range_map(held.parameter)["param"].start)
+            size = held.of(held.parameter).numel()
+            first, end = max(start, held.start), min(start + main.numel(), held.start + size)
+            if first >= end:  # other ranks have it: this one's range is of other experts
+                return None
+            return Owned(inner.optimizer, main, slice(first - start, end - start), first - held.start)
+    return None
+
+
+# States of the random generators that training draws from, kept with a rank's part of a checkpoint: torch's on each
+# device, NumPy's, Megatron's tracked ones. Python's `random` is not among them (see `rank_state`).
+
+RNG = "rng/"
+"""Begins the names of their tensors in a file."""
+
+
+def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name, and the rest as JSON, of the generators as they are."""
+    kind, keys, pos, has_gauss, cached = np.random.get_state()
+    tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
+    if torch.cuda.is_available():
+        tensors[RNG + "cuda"] = torch.cuda.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    tensors.update({f"{RNG}megatron.{name}": state for name, state in tracked.items()})
+    return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)], "names": sorted(tensors)}
+
+
+def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """As they were when `generator_state` gave both."""
+    kind, pos, has_gauss, cached = meta["numpy"]
+    np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
+    torch.set_rng_state(tensors[RNG + "torch"])
+    if torch.cuda.is_available() and RNG + "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[RNG + "cuda"])
+    prefix = RNG + "megatron."
+    get_cuda_rng_tracker().set_states({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+
 
 logger = logging.getLogger(__name__)
 

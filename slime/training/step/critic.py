@@ -19,14 +19,14 @@ from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.settings.roles import critic_args
 from slime.training.model.build import build_model
-from slime.training.model.frozen import trained_names
 from slime.training.model.policy import ValueModel
+from slime.training.model.trained import trained_names
 from slime.training.state import hf_weights
 from slime.training.state.sharded_model import ShardedModel
 from slime.training.step.loss import ValueObjective
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, build_trainable
-from slime.training.step.train import StepContext, forward_batch, train_on
+from slime.training.step.train_step import StepContext, forward_batch, train_on
 
 _METRICS = {
     "train/grad_norm": "train/critic-grad_norm",

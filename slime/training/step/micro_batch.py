@@ -36,9 +36,9 @@ from slime.data.shared_prefixes import Prefixes, Shared
 from slime.models.common.flops import FlopsModel
 from slime.models.common.packed_attention import PackedSequences
 from slime.settings import Args
-from slime.training.model.context import ASKED, RowPlan
-from slime.training.step.images import BatchImages
+from slime.training.model.row_shards import ASKED, RowPlan
 from slime.training.step.routing import BatchRouting
+from slime.training.step.sight import BatchImages
 from slime.training.step.staging import Put, put_each
 
 

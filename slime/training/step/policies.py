@@ -22,7 +22,7 @@ from slime.training.state.host_policies import HostPolicies
 from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable
-from slime.training.step.train import StepContext, forward_batch
+from slime.training.step.train_step import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that. Names in checkpoints."""

@@ -39,8 +39,8 @@ def problem() -> dict[str, torch.Tensor]:
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
     from slime.models.common.packed_attention import PackedAttention
-    from slime.training.model.context import ASKED, RowPlan, packed_sequences
     from slime.training.model.log_probs import VocabShard, token_log_probs
+    from slime.training.model.row_shards import ASKED, RowPlan, packed_sequences
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
     packed = packed_sequences(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))
@@ -71,7 +71,7 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 def exchange(seat: Seat) -> dict[str, torch.Tensor]:
     """Tokens given for heads, these multiplied by their weights, and given back; with gradients."""
-    from slime.training.model.context import packed_sequences
+    from slime.training.model.row_shards import packed_sequences
 
     activate("cpu")
     with seat.world():

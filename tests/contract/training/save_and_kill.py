@@ -19,7 +19,7 @@ import torch
 
 from slime.training.backend import MegatronBackend
 from slime.training.state import checkpoint
-from slime.training.state.async_save import BackgroundSave
+from slime.training.state.checkpoint import BackgroundSave
 from tests.support.ranks import Seat
 from tests.support.training import random_batch, training_args
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.training.model.lora import LINEAR
+from slime.training.model.trained import LINEAR
 from slime.weights.hf_shards import load_shard
 from tests.support.adapters import fill_b
 from tests.support.families import FAMILIES, write_family

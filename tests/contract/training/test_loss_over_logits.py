@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime.training.step.loss import CustomObjective
 from slime.training.step.micro_batch import to_device
-from slime.training.step.train import rehearse_step
+from slime.training.step.train_step import rehearse_step
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch

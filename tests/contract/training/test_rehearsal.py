@@ -12,7 +12,7 @@ import torch
 
 from slime.training.rehearsal import rehearsed_batch
 from slime.training.step.loss import objective_of
-from slime.training.step.train import rehearse_step
+from slime.training.step.train_step import rehearse_step
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 

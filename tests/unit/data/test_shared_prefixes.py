@@ -18,7 +18,7 @@ from slime.data.context_split import split_context
 from slime.data.packing import PackedBatch, pack
 from slime.data.schedule import build_schedule
 from slime.data.shared_prefixes import LEAST_SHARED, MOST_READ, Prefixes
-from slime.training.model.context import RowPlan
+from slime.training.model.row_shards import RowPlan
 from tests.support.training import forked_batch
 
 

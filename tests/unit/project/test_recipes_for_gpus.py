@@ -16,7 +16,7 @@ from slime.models import table_for
 from slime.settings import Args, parse_args
 from slime.settings.parse import explain_args as explain
 from slime.settings.topology_yaml import topology_of
-from slime.training.state.memory_plan import EngineBytes, predicted_peaks
+from slime.training.state.sleeping import EngineBytes, predicted_peaks
 from tests.support.published import SYNCED
 from tests.support.recipes import (
     DP_SWITCHES,

@@ -95,7 +95,7 @@ def test_settings_build_megatrons_own_config_objects() -> None:
     import torch
     from megatron.core.optimizer import OptimizerConfig
 
-    from slime.training.model.config import config_kwargs
+    from slime.training.model.megatron_config import config_kwargs
 
     settings = {f.dest: f.default for f in flags_of_owner("megatron")} | {"lr": 1e-4, "exp_avg_dtype": "bfloat16"}
     kwargs = config_kwargs(OptimizerConfig, settings)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError, DeadlineExceeded
-from slime.training.state.async_save import BackgroundSave
 from slime.training.state.checkpoint import (
     LATEST,
     MANIFEST,
+    BackgroundSave,
     Checkpoint,
     HashedFile,
     begin,

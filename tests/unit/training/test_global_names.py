@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError
-from slime.training.model.names import Held, global_name, is_expert
+from slime.training.model.parameter_names import Held, global_name, is_expert
 from slime.training.parallel import ParallelSizes
 
 

@@ -17,10 +17,22 @@ from torch import Tensor
 from slime.core.errors import ConfigError, DeadlineExceeded
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
-from slime.training.state.host_arena import ALIGNMENT, HostArena, Undo, pin_for, room_of
-from slime.training.state.memory import HostStash
-from slime.training.state.memory_plan import EngineBytes, MemoryPlan, RankBytes, engine_bytes, predicted_peaks
-from slime.training.state.sleeping import Held, Parts, Sleeper
+from slime.training.state.sleeping import (
+    ALIGNMENT,
+    EngineBytes,
+    Held,
+    HostArena,
+    HostStash,
+    MemoryPlan,
+    Parts,
+    RankBytes,
+    Sleeper,
+    Undo,
+    engine_bytes,
+    pin_for,
+    predicted_peaks,
+    room_of,
+)
 from tests.support.quantised import write_quantised
 from tests.support.tiny import write_tiny_model
 

@@ -16,7 +16,7 @@ from slime.core.hf_config import read_hf_config
 from slime.models import architecture
 from slime.settings import Args, parse_args
 from slime.settings.megatron import FIXED
-from slime.training.model.config import ddp_config, fixed, optimizer_config, transformer_config
+from slime.training.model.megatron_config import ddp_config, fixed, optimizer_config, transformer_config
 from slime.training.step.optimizer import _scheduler
 
 

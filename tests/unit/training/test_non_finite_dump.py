@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.training.step.non_finite_dump import MAX_OFFSETS, MAX_SAMPLES, dump_non_finite
+from slime.training.step.non_finite import MAX_OFFSETS, MAX_SAMPLES, dump_non_finite
 
 
 def batch_of(num_samples: int, num_response: int = 4) -> TrainBatch:

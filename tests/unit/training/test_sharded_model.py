@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slime.models import table_for
-from slime.training.model.names import Held
+from slime.training.model.parameter_names import Held
 from slime.training.state.adapter_files import with_adapters
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 

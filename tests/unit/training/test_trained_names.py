@@ -6,7 +6,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.models import table_for
-from slime.training.model.frozen import trained_names
+from slime.training.model.trained import trained_names
 from tests.support.command_line import QWEN3
 
 TABLE = table_for(QWEN3)

@@ -33,15 +33,14 @@ from slime.core.batch import TrainBatch
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
 from slime.settings import Args
-from slime.training.model.config import training_dtype
 from slime.training.model.draft import lent_embedding
+from slime.training.model.megatron_config import training_dtype
 from slime.training.parallel import ParallelInfo
 from slime.training.step.loss import Evaluation, LossParts, Objective, Sums, nothing_of
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
-from slime.training.step.optimizer import Trainable, apply_update, reduce_grads, reset_moments, zero_grad
-from slime.training.step.own_code import OwnCode
+from slime.training.step.optimizer import OwnCode, Trainable, apply_update, reduce_grads, reset_moments, zero_grad
 from slime.training.step.staging import Put, Staging
 
 Finish = Callable[[MicroBatch, Any], Tensor]

@@ -1,22 +1,11 @@
-"""Low-rank adapters on linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen.
-
-`a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split
-the one that shares the split dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a` of
-a row-parallel one. The other one is whole on each rank. Adapters of experts are stacked as these are.
-
-Invariants
-1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
-2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of split
-   parts are complete, and whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
-3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
-"""
+"""What of a model is trained: adapters (LoRA), or the parameters that the settings leave; all else is frozen."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +22,80 @@ from torch.nn.functional import linear
 from slime.core.errors import ConfigError
 from slime.models.common.mlp import StackedLinear
 from slime.models.common.table import FamilyTable
-from slime.settings.args import Args
-from slime.training.model.names import global_names
+from slime.settings import Args
+from slime.training.model.parameter_names import global_names
 from slime.training.model.policy import PolicyModel
 from slime.training.state.adapter_files import A, B, with_adapters
-from slime.training.state.sharded_model import split_of
+from slime.training.state.sharded_model import ShardedModel, split_of
 from slime.weights.hf_shards import load_shard
+
+# Which parameters are trained: the patterns of `--only-train-params-name-list` and `--freeze-params-name-list`.
+#
+# A parameter is frozen before Megatron wraps the model, so that it has neither gradient nor optimizer state. The
+# experts of a layer are one parameter, and are trained or frozen together.
+
+
+def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
+    """Global names of the parameters of all ranks that are trained; `only` and `freeze` are not both given.
+
+    Raises `ConfigError` for a pattern that matches no parameter, for some of the experts of a layer, and if nothing is
+    left.
+    """
+    trainable = {e.megatron for e in table.entries if e.row.trained}
+    flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
+    chosen: set[str] = set()
+    for pattern in only or freeze or ():
+        search = re.compile(pattern).search
+        found = {e.megatron for e in table.entries if any(map(search, (e.megatron, *e.hf)))}
+        if not found:
+            raise ConfigError(
+                f"got {flag} {pattern!r}, which matches no parameter of the model; names look like "
+                f"{table.entries[len(table.entries) // 2].megatron} or {table.hf_names[len(table.hf_names) // 2]}"
+            )
+        chosen |= found
+    left = trainable & chosen if only else trainable - chosen
+    if not left:
+        raise ConfigError(f"got {flag} {' '.join(only or freeze or ())}, which leaves nothing to train; narrow it")
+    _require_whole_stacks(table, left, f"{flag} {' '.join(only or freeze or ())}")
+    return frozenset(left)
+
+
+def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: str) -> None:
+    for run in table.runs:
+        odd = next((e for e in run if (e.megatron in trained) != (run[0].megatron in trained)), None)
+        if odd is not None:
+            raise ConfigError(
+                f"got {given}, which tells {odd.megatron} from other experts of its layer, because all experts of a "
+                "layer are one parameter; name all of them or none"
+            )
+
+
+def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
+    """Leaves gradients to the parameters that the record of `chunks` says are trained."""
+    for own in model.own:
+        own.here.parameter.requires_grad_(own.trained)
+    for chunk in chunks:
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None and chunk.config.recompute_granularity:
+            embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    """Megatron's recomputation gives the parameters of a block no gradient unless its input has one."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+# Low-rank adapters on linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen.
+#
+# `a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split
+# the one that shares the split dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a`
+# of a row-parallel one. The other one is whole on each rank. Adapters of experts are stacked as these are.
+#
+# Invariants
+# 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
+# 2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of split
+#    parts are complete, and whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
+# 3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
 
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
 """Weights of linear layers, by their Megatron name: neither router, gate, embedding nor output layer."""
@@ -144,3 +201,18 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
             )
         chosen |= {e.megatron for run in found for e in run}
     return frozenset(chosen)
+
+
+# What of a model is trained: its adapters, or the parameters that the settings leave.
+
+
+def choose_trained(chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> ShardedModel:
+    """Adds adapters, finds out which rank holds what, and freezes the rest. Collective."""
+    if args.lora_rank:
+        adapters = Adapters(chunks, table, args)
+        model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)
+    else:
+        lists = args.only_train_params_name_list, args.freeze_params_name_list
+        model = ShardedModel.of(chunks, table, trained_names(table, *lists))
+    freeze_others(chunks, model)
+    return model
