@@ -51,7 +51,7 @@ def environment(more: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def engine(model: str, threads: int, more: dict[str, str], folder: Path) -> Iterator[Callable[[], float]]:
     """An engine; calls of what is yielded take the seconds that are returned."""
-    from slime.serving.plain_http import request
+    from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 
     body = {

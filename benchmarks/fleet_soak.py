@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from recipes.tiny.tasks import DIGITS_FILE, write_all
-from slime.serving.proctree import all_processes
+from slime.serving.child_process import all_processes
 from tests.support.e2e import RealRun, digits_task
 from tests.support.fault_storm import last_step
 from tests.support.faults import SERVER, hit, victim_of

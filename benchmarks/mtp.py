@@ -180,7 +180,7 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
 def sampled(checkpoint: Path, options: argparse.Namespace, name: str, extra: Mapping[str, Any]) -> list[Any]:
     """Many answers to one prompt, of an engine that is started for it."""
     from slime.rollout.client.client import EngineClient
-    from slime.serving.plain_http import request
+    from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 
     spec = ServerSpec(str(checkpoint), dtype="bfloat16", device="cuda", extra=extra)

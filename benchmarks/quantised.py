@@ -28,8 +28,8 @@ from benchmarks.training.shapes import SHAPES
 from slime.core.errors import WeightSyncError
 from slime.models import table_for
 from slime.serving.control import HttpEngineControl
+from slime.serving.payloads import digest, serialize_bucket, shareable, warm_digest
 from slime.serving.server import ServerSpec, SGLangServer
-from slime.serving.wire import digest, serialize_bucket, shareable, warm_digest
 from slime.weights.outgoing import Whole
 from slime.weights.quantised import formats
 from slime.weights.quantised.formats import engine_table, format_of

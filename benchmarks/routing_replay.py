@@ -39,7 +39,7 @@ def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
     from slime.core.routed_experts import ExpertFormat
     from slime.core.sample import Sample
     from slime.rollout.client.client import EngineClient
-    from slime.serving.plain_http import request
+    from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 
     config = SHAPES[options.shape]

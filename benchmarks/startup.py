@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.spans import read_trace
-from slime.serving.proctree import ProcessFamily
+from slime.serving.child_process import ProcessFamily
 
 ROOT = Path(__file__).parents[1]
 MARK = "SLIME_BENCHMARK_ID"

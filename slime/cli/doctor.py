@@ -147,7 +147,7 @@ def check_sandbox() -> Finding:
 
 def check_pairs(device: str) -> Finding:
     """What engines need that hand keys and values to each other."""
-    from slime.serving.transfer import DEFAULT, missing_here
+    from slime.serving.server import DEFAULT, missing_here
 
     missing = missing_here(DEFAULT, device)
     if missing is None:

@@ -39,9 +39,9 @@ def run(options: argparse.Namespace) -> int:
     from slime.core.processes import die_with_parent
     from slime.core.topology import ONE_RANK
     from slime.observability.logs import setup_logging
+    from slime.serving.child_process import OWNER_ENV
     from slime.serving.control import HttpEngineControl
     from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
-    from slime.serving.process import OWNER_ENV
     from slime.serving.weights_agent import WeightsAgent
     from slime.settings.flags import SECONDS
     from slime.settings.hooks import load_hook

@@ -22,7 +22,7 @@ from slime.core.processes import LOOPBACK, host_port
 from slime.observability.logs import setup_logging
 from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.control import HttpEngineControl
-from slime.serving.ports import PortLease, lease_meeting_point
+from slime.serving.leased_ports import PortLease, lease_meeting_point
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.watch import ServerWatch
 from slime.settings import Args

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import slime
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import KEEP_ENVIRON_ENV
+from slime.serving.child_process import KEEP_ENVIRON_ENV
 
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",

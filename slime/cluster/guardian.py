@@ -8,7 +8,7 @@ driver looks (`Guardian.tend`), at the latest at the end.
 On other hosts of a run the owner of the guardian is an actor there, in the driver's place (`host_guardian`).
 
 Consumes the process table: it looks every second, so that it knows the run's processes even after they rename
-themselves or lose their parents (`slime.serving.proctree`). Produces an empty run: SIGTERM to all, a short grace,
+themselves or lose their parents (`slime.serving.child_process`). Produces an empty run: SIGTERM to all, a short grace,
 SIGKILL until none is left; shared-memory files of those processes are removed, and the run's temporary folders. Waits
 for the driver's end. Is woken by whichever comes first: end-of-file on the pipe, or a look that finds the driver's pid
 gone (a forked child may hold the pipe open). Nobody else hears from it but by its exit status and its log.
@@ -45,8 +45,14 @@ import slime
 from slime.core.blame import here
 from slime.core.errors import EngineError
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily, ProcessId, ancestors, read_stat
-from slime.serving.shm import SharedMemoryFiles
+from slime.serving.child_process import (
+    KEEP_ENVIRON_ENV,
+    ProcessFamily,
+    ProcessId,
+    SharedMemoryFiles,
+    ancestors,
+    read_stat,
+)
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL. Nothing of value is written at that time: checkpoints are committed by renaming."""

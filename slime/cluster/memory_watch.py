@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import ProcessFamily, ProcessId, read_stat
+from slime.serving.child_process import ProcessFamily, ProcessId, read_stat
 
 LOOK_EVERY_S = 5.0
 NUM_SHOWN = 5

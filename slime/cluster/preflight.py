@@ -17,7 +17,7 @@ from slime.core.user_files import paths_in_words
 from slime.observability.start_record import OUTPUTS
 from slime.rewards.pool import code_problems
 from slime.rollout.data_checks import data_problems
-from slime.serving.transfer import pair_problem
+from slime.serving.server import pair_problem
 from slime.settings import Args
 from slime.settings.flags import refuse
 from slime.settings.groups.cluster import gpus_here, ray_address_in_words, split_address

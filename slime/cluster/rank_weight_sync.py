@@ -26,9 +26,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from slime.cluster.actors import EngineInfo
 from slime.core.errors import DeadlineExceeded, SlimeError
 from slime.core.ports import EngineControl
-from slime.serving.control import HttpEngineControl
-from slime.serving.folder_control import FolderEngineControl
-from slime.serving.wire import digest, serialize_bucket, shareable
+from slime.serving.control import FolderEngineControl, HttpEngineControl
+from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.settings import Args
 from slime.settings.hooks import load_hook
 from slime.training.backend import MegatronBackend

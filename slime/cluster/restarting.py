@@ -43,7 +43,7 @@ from slime.core.errors import CheckpointError, ConfigError
 from slime.core.processes import RUN_ID_ENV, die_with_parent, new_run_id
 from slime.core.text import visible
 from slime.observability.sinks import AXES, read_jsonl
-from slime.serving.proctree import ProcessFamily
+from slime.serving.child_process import ProcessFamily
 from slime.settings import Args
 from slime.settings.groups.training import has_checkpoint
 from slime.settings.parse import report_and_exit

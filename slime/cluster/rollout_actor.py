@@ -36,10 +36,7 @@ from slime.rollout.guard import LAST_WORDS, Watchdog, beside
 from slime.rollout.manager import RolloutManager
 from slime.rollout.sft import HeldOut
 from slime.rollout.types import StepNews
-from slime.serving.kept_router import AnyRouter
-from slime.serving.router import Router
-from slime.serving.router_workers import ExistingRouter
-from slime.serving.routers import Routers
+from slime.serving.router import AnyRouter, ExistingRouter, Router, Routers
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.cluster.waiting import all_there
 from slime.observability.progress import StartUp
-from slime.serving.start_phases import IMPORTING, engine_phase
+from slime.serving.server import IMPORTING, engine_phase
 
 READ_BYTES = 2**20
 """Of an engine's log; it is some kilobytes long when the engine is up."""

@@ -85,7 +85,7 @@ class TrainActor:
 
     def warm_digests(self) -> None:
         """Makes the first digest of a weight sync as fast as the others. On a GPU, beside the start of the engines."""
-        from slime.serving.wire import warm_digest
+        from slime.serving.payloads import warm_digest
 
         warm_digest(self._backend.device)
 

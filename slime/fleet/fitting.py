@@ -19,7 +19,7 @@ from slime.core.hf_config import read_hf_config, text_config
 from slime.core.topology import EngineLayout
 from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
-from slime.serving.discovery import KEYS, ServerFacts
+from slime.serving.watch import KEYS, ServerFacts
 from slime.settings import Args
 from slime.settings.groups.engines import ALGORITHM, UNVERIFIED, kept_prefixes
 from slime.settings.topology_yaml import layout_of

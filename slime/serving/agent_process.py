@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.serving.child_process import ChildProcess, python_module
 from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
-from slime.serving.process import ChildProcess, python_module
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ Invariants
 1. Imported under its own name, this module does nothing.
 2. Server, router and their children get SIGKILL when the process of slime that started them ends, for whatever reason.
    A server that somebody started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
-3. Keys come from the environment, and are in no log, no answer and no child (`slime.serving.secret`). Every route but
+3. Keys come from the environment, and are in no log, no answer and no child (`slime.serving.launch`). Every route but
    the health checks asks for one, and for the other one where it changes something (`slime.compat.sglang_closed`).
 4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place and
    by what is registered with transformers (`sglang_config_names`).
@@ -25,11 +25,40 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
+from typing import Any
 
 from slime.core.errors import EngineError
 from slime.core.processes import die_with_parent
-from slime.serving.secret import Secret
+from slime.core.text import HIDDEN
+
+# `Secret`: a text that no record of settings shows, and no answer.
+#
+# SGLang writes its arguments, by their `repr`, to its log; hands them to its children; and answers `/server_info` with
+# all of them, those of the children as well, so that whoever may generate would read the key to the weights.
+
+
+class Secret(str):
+    """Equal to the text, and used as it is, where it was made. What is copied or pickled is nobody's key: a text that
+    cannot be guessed, so that a copy that is asked for in a request lets nobody in.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"'{HIDDEN}'"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return _nobodys_key()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nobodys_key, ()
+
+
+def _nobodys_key() -> str:
+    return f"{HIDDEN} {secrets.token_hex(16)}"
+
 
 ROUTER_FLAG = "--router"
 TOKEN_VERSIONS_FLAG = "--token-versions"
@@ -142,8 +171,8 @@ def route(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process that `slime.serving.process` starts."""
-    from slime.serving.process import OWNER_ENV
+    """Entry point of the process that `slime.serving.child_process` starts."""
+    from slime.serving.child_process import OWNER_ENV
 
     owner = os.environ.pop(OWNER_ENV, None)
     api_key, admin_key = os.environ.pop(API_KEY_ENV, None), os.environ.pop(ADMIN_KEY_ENV, None)

@@ -1,7 +1,7 @@
 """One SGLang server: its specification (`ServerSpec`), its command line, and its life (`SGLangServer`).
 
 The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`; the server runs in processes of its own, which
-end with the owner whatever happens to it (`slime.serving.process`).
+end with the owner whatever happens to it (`slime.serving.child_process`).
 
 An engine that is wider than a host is one server per host: the nodes of an engine. They meet at `dist_init_addr`, an
 address of the first one, which alone answers requests; the others answer `/health` alone.
@@ -16,32 +16,188 @@ Invariants
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
-from slime.compat.sglang_memory_gate import GATE_ENV
+from slime.compat.sglang_memory_gate import GATE_ENV, WAITING
 from slime.core.cores import thread_variables
-from slime.core.errors import ConfigError, EngineError
+from slime.core.errors import START_FLAG, ConfigError, EngineError
 from slime.core.processes import interface_variables, is_loopback
 from slime.core.text import NO_KEYS, EngineKeys
-from slime.core.topology import BOOTSTRAP_OFFSET, ONE_RANK, EngineLayout, Worker
+from slime.core.topology import BOOTSTRAP_OFFSET, ONE_RANK, PAIRED, EngineLayout, Worker
+from slime.serving.child_process import ChildProcess, python_module
 from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG
-from slime.serving.leased import LeasedServer
-from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out
-from slime.serving.plain_http import request
-from slime.serving.ports import DERIVED_OFFSETS, lease_ports
-from slime.serving.process import ChildProcess, python_module
-from slime.serving.transfer import environment, require_transfer, server_arguments
+from slime.serving.leased_ports import DERIVED_OFFSETS, LeasedServer, lease_ports, request
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 from slime.settings.schema import SECRETS
 from slime.settings.topology_yaml import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
+
+# Which of SGLang's model files an engine can do without.
+#
+# A scheduler imports the files of all models, two hundred of them, to find the class that `config.json` names; some of
+# them import other frameworks, Megatron-core among them, if they are installed. A variable of SGLang names files to
+# leave out. Which file defines a class is a matter of reading, not of importing.
+
+LEAVE_OUT_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
+ALWAYS_WANTED = frozenset({"transformers"})
+"""SGLang's fallback for what no other file defines."""
+CHOOSE_ANOTHER_CLASS = ("speculative", "model_impl", "json_model_override_args", "quantization", "model_config_parser")
+"""Beginnings of settings under which SGLang may look for a class that `config.json` does not name."""
+
+
+def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
+    """Names of the files that a server of `model_path` need not import; none where that is not certain.
+
+    `settings`: the user's ServerArgs by field name.
+    """
+    if any(name.startswith(CHOOSE_ANOTHER_CLASS) and value for name, value in settings.items()):
+        return []
+    config = Path(model_path) / "config.json"
+    spec = importlib.util.find_spec("sglang")
+    if not config.is_file() or spec is None or not spec.submodule_search_locations:
+        return []
+    wanted = json.loads(config.read_text()).get("architectures") or []
+    return left_out(wanted, Path(spec.submodule_search_locations[0]) / "srt" / "models")
+
+
+def left_out(wanted: Collection[str], folder: Path) -> list[str]:
+    """Names of the files in `folder` that define none of the `wanted` classes; none if one of those is nowhere."""
+    classes = {
+        path.stem: set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)) for path in folder.glob("*.py")
+    }
+    if not wanted or not set(wanted) <= set().union(*classes.values()):
+        return []
+    keep = {name for name, defined in classes.items() if defined & set(wanted)} | ALWAYS_WANTED
+    return sorted(classes.keys() - keep)
+
+
+# What a starting engine is doing, by the lines that SGLang writes into its log (0.5.16).
+#
+# Without these lines the phase stays the last one that was seen.
+
+IMPORTING = "importing SGLang"
+PHASES = (
+    ("Load weight end", "taking memory for its cache"),
+    ("Load weight begin", "loading weights"),
+    ("Init torch distributed begin", "building the model"),
+    (WAITING, "waiting for the trainer to lend the GPU"),
+    ("server_args=", IMPORTING + " in its scheduler"),
+)
+"""(sign in the log, what follows it), the last one first."""
+
+
+def engine_phase(log: str) -> str:
+    """What the engine that wrote `log` is doing."""
+    return next((phase for sign, phase in PHASES if sign in log), IMPORTING)
+
+
+# How an engine that reads prompts hands keys and values to one that samples: SGLang's transfer backends.
+#
+# `--sglang-disaggregation-transfer-backend` says which; the default is Mooncake, on a CPU over TCP. A backend is a
+# package that SGLang loads when an engine of a pair starts, and Mooncake's needs libraries of the system as well.
+#
+# Invariants
+# 1. Whoever would start an engine of a pair learns first what is missing here, and what to install.
+# 2. Engines of a run on one host exchange addresses on loopback. Mooncake's own two ports listen on every interface
+#    nevertheless, whatever its settings say (docs/topologies.md says what that means).
+
+MODULES: Mapping[str, str] = {
+    "mooncake": "mooncake.engine",
+    "mooncake_tcp": "mooncake.engine",
+    "nixl": "nixl._api",
+    "mori": "mori",
+}
+"""Backend -> what SGLang 0.5.16 imports for it; others have no name here."""
+DEFAULT = "mooncake"
+SYSTEM_LIBRARIES = "libibverbs1 libnuma1 libcurl4"
+"""Packages of Debian and Ubuntu that hold what Mooncake's library loads."""
+PATIENT: Mapping[str, str] = dict.fromkeys(
+    ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), "86400"
+)
+"""Seconds after which SGLang gives up a request whose other engine has no room for it, by itself 300. That is nothing
+beside answers of many thousand tokens; who waits for a request has a limit of his own (`--request-timeout-s`)."""
+ON_A_CPU: Mapping[str, str] = {
+    "MOONCAKE_PROTOCOL": "tcp",
+    # It would send the cached part of a prompt early, and waits for that with an event of CUDA: the scheduler of an
+    # engine without a GPU dies of the second prompt that begins like an earlier one (seen with 0.5.16).
+    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+}
+"""Environment of an engine of a pair."""
+IMPORT_LIMIT_S = 600.0
+"""By default, of a backend."""
+
+
+def backend_of(extra: Mapping[str, Any]) -> str:
+    """The backend of an engine with these ServerArgs."""
+    return str(extra.get("disaggregation_transfer_backend") or DEFAULT)
+
+
+def server_arguments(worker: Worker, bootstrap_port: int | None) -> dict[str, Any]:
+    """ServerArgs by field name that make an engine what it is. `bootstrap_port`: of one that reads prompts."""
+    if worker not in PAIRED:
+        return {}
+    port = {"disaggregation_bootstrap_port": bootstrap_port} if worker is Worker.PREFILL else {}
+    return {"disaggregation_mode": worker.value, **port}
+
+
+def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
+    """Additions to the environment of an engine that listens on `host`; what the user has set stays."""
+    if worker not in PAIRED:
+        return {}
+    wanted = {"SGLANG_HOST_IP": host, **PATIENT, **(ON_A_CPU if device == "cpu" else {})}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
+    """Why SGLang cannot load a backend on this host, and what to do; None if it can. Takes a fraction of a second."""
+    module = MODULES.get(backend)
+    if module is None:
+        return None
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return (
+            f"python did not import {module} within {limit_s:.0f} s ({START_FLAG} raises the limit); is the disk slow?"
+        )
+    if run.returncode == 0:
+        return None
+    said = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+    if "shared object file" in said and module == MODULES[DEFAULT]:
+        return f"{said}; do: apt-get install {SYSTEM_LIBRARIES}"
+    if module != MODULES[DEFAULT]:
+        return f"{said}; do: install the package that SGLang's documents name for the backend {backend}"
+    package = "mooncake-transfer-engine-non-cuda" if device == "cpu" else "mooncake-transfer-engine"
+    return f"{said}; do: pip install {package} (make venv does it for a CPU)"
+
+
+def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
+    """Why an engine with these ServerArgs could not start on this host; None if it is of no pair, or could."""
+    if worker not in PAIRED:
+        return None
+    backend = backend_of(extra)
+    missing = missing_here(backend, device, limit_s)
+    if missing is None:
+        return None
+    return f"got a {worker.value} engine, which needs the transfer backend {backend}, and that does not load: {missing}"
+
+
+def require_transfer(worker: Worker, extra: Mapping[str, Any], device: str) -> None:
+    """Raises `ConfigError` if an engine could not start on this host for want of a way to the other of its pair."""
+    if (problem := pair_problem(worker, extra, device)) is not None:
+        raise ConfigError(problem)
+
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_DEFAULTS: Mapping[str, Any] = {

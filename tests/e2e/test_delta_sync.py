@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.serving.plain_http import request
+from slime.serving.leased_ports import request
 from tests.e2e.test_external_engines import KEY, KEYS, flags_of, servers
 from tests.support.e2e import ROOT, Flags, RealRun, environment
 from tests.support.ledger import require_balance

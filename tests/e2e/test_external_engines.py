@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.serving.plain_http import request
-from slime.serving.ports import lease_ports
+from slime.serving.leased_ports import lease_ports, request
 from tests.support.e2e import ROOT, Flags, RealRun, environment
 from tests.support.faults import happened
 from tests.support.forwarding import lying

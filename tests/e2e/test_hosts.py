@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.serving.proctree import read_stat
+from slime.serving.child_process import read_stat
 from tests.e2e.test_loops import LOUDNESS, MAX_MISMATCH
 from tests.support.e2e import Flags, latest_step
 from tests.support.fault_storm import require_exact, storm_flags

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import all_processes, has_mark
+from slime.serving.child_process import all_processes, has_mark
 from tests.support.e2e import NUM_STEPS, Flags, RealRun, latest_step, recorded_groups
 from tests.support.ledger import require_balance
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.serving.ports import lease_ports
-from slime.serving.proctree import read_stat
+from slime.serving.child_process import read_stat
+from slime.serving.leased_ports import lease_ports
 from tests.support.e2e import Flags, RealRun
 
 pytestmark = pytest.mark.slow

@@ -26,8 +26,8 @@ from slime.core.topology import EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
+from slime.serving.payloads import digest, serialize_bucket, warm_digest
 from slime.serving.server import ServerSpec, SGLangServer
-from slime.serving.wire import digest, serialize_bucket, warm_digest
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights

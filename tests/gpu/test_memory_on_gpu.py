@@ -197,7 +197,7 @@ WORDS = (1, 16, 17, 8191, 8192, 8193, 100_003, 5 * 8192)
 def test_the_digest_is_the_engine_s_in_parts_too_and_warm_when_it_was_warmed() -> None:
     """Law: our own kernel gives the engine's digest, and one form of it is all there is to compile."""
     mm_utils = pytest.importorskip("sglang.srt.managers.mm_utils")
-    from slime.serving.wire import digest, warm_digest
+    from slime.serving.payloads import digest, warm_digest
 
     warm_digest(GPU)
     for num_bytes in (*(4 * words for words in WORDS), 4 * 8192 + 2, 7):

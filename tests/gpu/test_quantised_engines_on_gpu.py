@@ -14,7 +14,7 @@ import torch
 from benchmarks.quantised import Case, Trainer, caught, prompts, served, weights_of
 from benchmarks.training.shapes import SHAPES
 from slime.serving.control import HttpEngineControl
-from slime.serving.wire import warm_digest
+from slime.serving.payloads import warm_digest
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

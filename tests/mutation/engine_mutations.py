@@ -383,10 +383,10 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "        for way, own in self._ways(receivers)[:1]:\n            way.finish(",
     ),
     "a copy of a key opens what it opens": Mutation(
-        "server", "serving/secret.py", "        return _nobodys_key()\n", "        return str(self)\n"
+        "server", "serving/launch.py", "        return _nobodys_key()\n", "        return str(self)\n"
     ),
     "a pickled key opens what it opens": Mutation(
-        "server", "serving/secret.py", "return _nobodys_key, ()", "return str, (str(self),)"
+        "server", "serving/launch.py", "return _nobodys_key, ()", "return str, (str(self),)"
     ),
     "control without the key": Mutation(
         "control",
@@ -474,19 +474,19 @@ ENGINE_WIRING: dict[str, Mutation] = {
     ),
     "the second engine meets the first one's ports": Mutation(
         "server",
-        "serving/ports.py",
+        "serving/leased_ports.py",
         "        names += [n for _, n in good]\n",
         "        for _, n in good:\n            n.close()\n",
     ),
     "a router that does not know the engines' key": Mutation(
         "server",
-        "serving/router_workers.py",
+        "serving/router.py",
         '({"api_key": self._worker_api_key} if self._worker_api_key else {})',
         "{}",
     ),
     "servers are taken off without the key": Mutation(
         "server",
-        "serving/router_workers.py",
+        "serving/router.py",
         'request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)',
         'request("DELETE", address, timeout_s=timeout_s)',
     ),
@@ -522,7 +522,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
     ),
     "pairs meet at a usual port": Mutation(
         "server",
-        "serving/router_workers.py",
+        "serving/router.py",
         'body["bootstrap_port"] = bootstrap_of(url)[1]',
         'body["bootstrap_port"] = 8998',
     ),

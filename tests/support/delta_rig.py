@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from slime.serving.folder_control import FolderEngineControl
-from slime.serving.wire import digest
+from slime.serving.control import FolderEngineControl
+from slime.serving.payloads import digest
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.folder import Manifest, folder_of
 from slime.weights.outgoing import Whole

@@ -31,8 +31,7 @@ from slime.core.processes import INTERFACE_ENVS, RUN_ID_ENV
 from slime.core.sample import Sample
 from slime.observability.sinks import AXES, read_jsonl
 from slime.rollout.recordings import load_rollout
-from slime.serving.proctree import ProcessId, all_processes, has_mark
-from slime.serving.shm import shm_inodes_of
+from slime.serving.child_process import ProcessId, all_processes, has_mark, shm_inodes_of
 from tests.support.command_line import last_of_each
 from tests.support.openness import Openness, keys_in, listening, open_to_others, sockets_of
 

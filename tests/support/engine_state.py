@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slime.serving.plain_http import request
+from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer
 
 

@@ -19,9 +19,8 @@ import pytest
 from slime.core.topology import PAIRED
 from slime.core.topology import Worker as Kind
 from slime.serving.router import Router
-from slime.serving.router_workers import Worker
-from slime.serving.server import ServerSpec, SGLangServer
-from slime.serving.transfer import DEFAULT, missing_here
+from slime.serving.router import RouterWorker as Worker
+from slime.serving.server import DEFAULT, ServerSpec, SGLangServer, missing_here
 
 READY_LIMIT_S = 600.0
 """A server is up within half a minute on an idle machine."""

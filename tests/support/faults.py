@@ -11,7 +11,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.serving.proctree import all_processes, read_stat
+from slime.serving.child_process import all_processes, read_stat
 from tests.support.e2e import RealRun
 
 SERVER, SCHEDULER, ROUTER, WORKER = "server", "sglang::schedul", "router", "ray::EpisodeAct"

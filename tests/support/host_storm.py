@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from slime.serving.proctree import read_stat
+from slime.serving.child_process import read_stat
 from tests.support.fault_storm import LEAST_IN_FLIGHT, NUM_ENGINES, SETTLE_S, last_step, times_said
 from tests.support.faults import engine_log, happened
 from tests.support.hosted_run import HostedRun

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.core.processes import INTERFACE_ENVS, RUN_ID_ENV, host_port
-from slime.serving.proctree import has_mark, read_stat
+from slime.serving.child_process import has_mark, read_stat
 from tests.support.openness import Listening, listening, sockets_of, who
 
 ROOT = Path(__file__).parents[2]

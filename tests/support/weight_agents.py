@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from slime.core.ports import EngineControl, RankChecksums
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
+from slime.serving.payloads import digest
 from slime.serving.weights_agent import WeightsAgent
-from slime.serving.wire import digest
 from slime.weights.transports import Channel
 from slime.weights.transports.disk import DiskTransport
 from tests.support.weights import disk_settings, engine_tensors, transport_context

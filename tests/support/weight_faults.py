@@ -29,7 +29,7 @@ from slime.core.errors import WeightSyncError
 from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.topology import ONE_RANK
 from slime.serving.control import HttpEngineControl
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Receiver
 from slime.weights.sync import Difference, describe, sync_weights

@@ -18,7 +18,7 @@ from slime.core.ports import RankChecksums
 from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
-from slime.serving.wire import digest, serialize_bucket, shareable
+from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.weights.delivery import Words
 from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings

@@ -18,7 +18,7 @@ from slime.cluster.guardian import ending_guardians
 from slime.cluster.host_guardian import MAX_STARTS, HostGuardian
 from slime.core.errors import EngineError
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import has_mark, read_stat
+from slime.serving.child_process import has_mark, read_stat
 
 LIMIT_S = 30.0
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(300)"]

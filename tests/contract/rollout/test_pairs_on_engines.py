@@ -21,9 +21,9 @@ from slime.core.topology import ONE_RANK, Worker
 from slime.rollout.client.call import Generation
 from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
+from slime.serving.payloads import digest
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer
-from slime.serving.wire import digest
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights

@@ -14,12 +14,10 @@ from slime.core.text import NO_KEYS
 from slime.core.topology import ONE_RANK
 from slime.fleet.fitting import Wanted, layout_of_server, misfits
 from slime.models import table_for
-from slime.serving.discovery import NotAnswering, ask
-from slime.serving.plain_http import request
-from slime.serving.router import Router
-from slime.serving.router_workers import ExistingRouter
-from slime.serving.routers import Routers
+from slime.serving.leased_ports import request
+from slime.serving.router import ExistingRouter, Router, Routers
 from slime.serving.server import SGLangServer
+from slime.serving.watch import NotAnswering, ask
 from tests.support.engines import fronting, send_nothing
 
 LIMIT_S = 120.0

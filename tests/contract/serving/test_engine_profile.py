@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from slime.serving.control import HttpEngineControl
-from slime.serving.plain_http import request
+from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer
 
 PATIENCE_S = 120.0

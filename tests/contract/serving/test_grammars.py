@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.serving.plain_http import request
+from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer
 
 SCHEMA = {

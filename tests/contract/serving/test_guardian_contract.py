@@ -16,7 +16,7 @@ import pytest
 
 from slime.cluster.guardian import LOOK_AT_LEAST_EVERY_S, start_guardian
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import has_mark, read_stat
+from slime.serving.child_process import has_mark, read_stat
 
 LIMIT_S = 15.0
 """What the project promises."""

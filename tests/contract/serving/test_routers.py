@@ -14,12 +14,10 @@ import pytest
 from slime.cluster.rollout_actor import _routers
 from slime.core.errors import EngineError
 from slime.core.topology import DEFAULT_NAME
-from slime.serving import kept_router
-from slime.serving.plain_http import request
-from slime.serving.ports import lease_ports
-from slime.serving.proctree import read_stat
-from slime.serving.router import Router
-from slime.serving.routers import Routers
+from slime.serving import router as kept_router
+from slime.serving.child_process import read_stat
+from slime.serving.leased_ports import lease_ports, request
+from slime.serving.router import Router, Routers
 from slime.serving.server import SGLangServer
 from slime.settings.topology_yaml import topology_of
 from tests.support.forwarding import LockedProxy, between

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slime.serving.plain_http import request
-from slime.serving.ports import lease_ports
+from slime.serving.leased_ports import lease_ports, request
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer
 from tests.support.engines import fronting, send_nothing, send_to

@@ -22,11 +22,9 @@ from slime.core import silence
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.serving import server as server_module
+from slime.serving.child_process import FAMILY_ENV, all_processes, has_mark, read_stat
 from slime.serving.control import HttpEngineControl
-from slime.serving.plain_http import request
-from slime.serving.ports import PortLease, is_bindable, lease_ports
-from slime.serving.process import FAMILY_ENV
-from slime.serving.proctree import all_processes, has_mark, read_stat
+from slime.serving.leased_ports import PortLease, is_bindable, lease_ports, request
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.watch import ServerWatch
 from slime.weights.receivers import Receiver
@@ -191,7 +189,7 @@ def test_two_servers_at_once_serve_and_stop_without_a_trace(tiny_model_path: Pat
 
 
 def _shm_names(pids: set[int]) -> set[str]:
-    from slime.serving.shm import library_files, shm_inodes_of
+    from slime.serving.child_process import library_files, shm_inodes_of
 
     inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
     return {name for name, inode in library_files().items() if inode in inodes}

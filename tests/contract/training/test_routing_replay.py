@@ -23,7 +23,7 @@ from slime.core.topology import ONE_RANK
 from slime.rollout.client.call import Generation
 from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
-from slime.serving.plain_http import request
+from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import relabel
 from tests.support.engines import serving, spec_of

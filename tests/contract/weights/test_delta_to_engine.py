@@ -21,7 +21,7 @@ import torch
 
 from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.serving.agent_process import AgentProcess, AgentSettings
-from slime.serving.folder_control import FolderEngineControl
+from slime.serving.control import FolderEngineControl
 from slime.serving.server import SGLangServer
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.folder import Manifest, folder_of

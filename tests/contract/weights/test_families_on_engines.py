@@ -18,7 +18,7 @@ from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights

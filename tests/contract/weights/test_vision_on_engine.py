@@ -23,8 +23,8 @@ from slime.models import family_of
 from slime.rollout.client.call import Pictures
 from slime.rollout.client.client import EngineClient
 from slime.serving.control import HttpEngineControl
+from slime.serving.payloads import digest
 from slime.serving.server import SGLangServer
-from slime.serving.wire import digest
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights

@@ -9,7 +9,7 @@ import pytest
 
 from slime.cluster.environment import enter_start_folder, for_actors
 from slime.core.processes import RUN_ID_ENV
-from slime.serving.proctree import KEEP_ENVIRON_ENV
+from slime.serving.child_process import KEEP_ENVIRON_ENV
 
 ROOT = Path(__file__).parents[3]
 DRIVER = {

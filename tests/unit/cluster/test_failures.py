@@ -25,7 +25,7 @@ from slime.core import blame
 from slime.core.errors import ActorDied, ActorFailed
 from slime.core.processes import RUN_ID_ENV
 from slime.observability.progress import StartUp
-from slime.serving.start_phases import engine_phase
+from slime.serving.server import engine_phase
 from slime.training.state import checkpoint
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from slime.cluster.faults import MOST_IN_VAIN, End, Restarts
 from slime.core import errors
-from slime.serving.proctree import read_stat
+from slime.serving.child_process import read_stat
 
 FAULT, MISTAKE = End("a rank died", is_fault=True), End("a bug", is_fault=False)
 

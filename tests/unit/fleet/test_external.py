@@ -17,7 +17,7 @@ from slime.fleet.external import ExternalEngines
 from slime.fleet.fitting import Wanted
 from slime.fleet.membership import Membership
 from slime.fleet.supervisor import MAX_FAILURES, Supervisor
-from slime.serving import discovery
+from slime.serving import watch
 from slime.serving.watch import ServerWatch
 from slime.settings import Args, parse_args
 from tests.support.command_line import complete
@@ -193,7 +193,7 @@ def test_each_question_has_the_key_and_its_own_limit(
 
     def ask(*given: Any, **named: Any) -> Any:
         asked.append(given)
-        return discovery.ask(*given, **named)
+        return watch.ask(*given, **named)
 
     class Watch(ServerWatch):
         def __init__(self, *given: Any, **named: float) -> None:

@@ -13,7 +13,7 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
 from slime.fleet.fitting import Wanted, misfits, refuse
 from slime.models import table_for
-from slime.serving.discovery import Probe, ServerFacts
+from slime.serving.watch import Probe, ServerFacts
 
 PLAIN = Probe(repeats=False, labels=False, experts=False)
 

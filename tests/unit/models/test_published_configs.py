@@ -11,7 +11,7 @@ import torch
 from slime.core.errors import ConfigError
 from slime.core.hf_config import text_config
 from slime.models import architecture, table_for
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests
 from tests.support.published import SYNCED
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.serving.shm import shm_inodes_of
+from slime.serving.child_process import shm_inodes_of
 from tests.support.openness import (
     NOBODY,
     ROUTES,

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from slime.compat import sglang_memory_gate
-from slime.serving.server import ServerSpec, SGLangServer
-from slime.serving.start_phases import engine_phase
+from slime.serving.server import ServerSpec, SGLangServer, engine_phase
 
 
 def test_who_comes_to_the_gate_waits_until_it_is_open(

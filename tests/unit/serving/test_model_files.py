@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out, left_out
-from slime.serving.server import ServerSpec
+from slime.serving.server import LEAVE_OUT_ENV, ServerSpec, files_left_out, left_out
 
 
 @pytest.fixture

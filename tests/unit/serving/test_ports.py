@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from slime.core.errors import EngineError
-from slime.serving.ports import candidate_ports, is_bindable, lease_port, lease_ports
+from slime.serving.leased_ports import candidate_ports, is_bindable, lease_port, lease_ports
 
 CHILD = """
 import sys
-from slime.serving.ports import lease_ports
+from slime.serving.leased_ports import lease_ports
 lease = lease_ports(40)
 print(*lease.ports, flush=True)
 sys.stdin.read()
@@ -52,7 +52,7 @@ def test_consecutive_ports_are_neighbours() -> None:
 
 
 def test_a_released_lease_can_be_taken_again() -> None:
-    from slime.serving.ports import _claim
+    from slime.serving.leased_ports import _claim
 
     lease = lease_ports()
     assert _claim(lease.port) is None
@@ -81,7 +81,7 @@ def test_a_fixed_port_on_which_somebody_listens_is_refused(address: str) -> None
 
 
 def test_what_sglang_derives_from_a_port_is_leased_with_it() -> None:
-    from slime.serving.ports import DERIVED_OFFSETS, MEETING_OFFSETS, _claim, lease_meeting_point
+    from slime.serving.leased_ports import DERIVED_OFFSETS, MEETING_OFFSETS, _claim, lease_meeting_point
 
     with lease_ports(2, beside_first=DERIVED_OFFSETS) as lease, lease_meeting_point() as meeting:
         port, other = lease.ports[:2]

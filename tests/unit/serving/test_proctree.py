@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from slime.serving.proctree import ProcessFamily, read_stat
+from slime.serving.child_process import ProcessFamily, read_stat
 
 SLEEP = "import time; time.sleep(300)"
 STUBBORN = (

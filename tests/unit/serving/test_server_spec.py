@@ -16,14 +16,13 @@ from slime.core.cores import WAITING
 from slime.core.errors import ConfigError
 from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout, Worker, bootstrap_of
-from slime.serving import agent_process, router_workers
+from slime.serving import agent_process
 from slime.serving import router as router_module
+from slime.serving import router as router_workers
 from slime.serving import server as server_module
-from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG, value_of
-from slime.serving.ports import _claim
-from slime.serving.router import Router
-from slime.serving.router_workers import ExistingRouter
-from slime.serving.secret import Secret
+from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG, Secret, value_of
+from slime.serving.leased_ports import _claim
+from slime.serving.router import ExistingRouter, Router
 from slime.serving.server import ServerSpec, SGLangServer, command_line_flags
 from slime.settings.topology_yaml import STAGES_ENV, server_settings
 
@@ -329,7 +328,7 @@ def test_servers_are_added_to_a_router_and_taken_off_with_its_key_and_theirs(mon
     router, url = ExistingRouter("10.0.0.9", 81, api_key="its own", worker_api_key="the engines'"), "http://10.0.0.4:1"
     router.ask_to_add(url, 5.0, Worker.REGULAR)
     router.ask_to_add(url, 5.0, Worker.PREFILL)
-    router.ask_to_remove(router_workers.Worker("a/b", url, True), 5.0)
+    router.ask_to_remove(router_workers.RouterWorker("a/b", url, True), 5.0)
     added, at = {"url": url, "api_key": "the engines'"}, "http://10.0.0.9:81/workers"
     half = {**added, "worker_type": "prefill", "bootstrap_port": bootstrap_of(url)[1]}
     assert said == [

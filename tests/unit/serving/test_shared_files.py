@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from slime.serving.process import ChildProcess
-from slime.serving.wire import serialize_bucket, shareable
+from slime.serving.child_process import ChildProcess
+from slime.serving.payloads import serialize_bucket, shareable
 
 HOLDS = """
 import mmap, sys, time

@@ -8,7 +8,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.core.topology import Worker
-from slime.serving.transfer import ON_A_CPU, PATIENT, environment, missing_here, require_transfer
+from slime.serving.server import ON_A_CPU, PATIENT, environment, missing_here, require_transfer
 from tests.support.fake_mooncake import write_mooncake
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from slime.core import silence
-from slime.serving import process as process_module
-from slime.serving.process import ChildProcess
+from slime.serving import child_process as process_module
+from slime.serving.child_process import ChildProcess
 from slime.serving.watch import ServerWatch
 
 NAMED = """

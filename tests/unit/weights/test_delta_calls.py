@@ -16,7 +16,7 @@ import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.topology import EngineLayout
-from slime.serving.folder_control import FolderEngineControl
+from slime.serving.control import FolderEngineControl
 from slime.weights.delta.mailbox import call, mailbox
 from tests.support.delta_rig import URL, Rig
 from tests.support.weight_agents import FileEngine, agent_beside

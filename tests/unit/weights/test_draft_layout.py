@@ -14,7 +14,7 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.mtp import with_mtp
 from slime.models.common.table import DRAFT, FamilyTable
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.expert_runs import places_of
 from slime.weights.sync import require_equal

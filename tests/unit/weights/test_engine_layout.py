@@ -10,7 +10,7 @@ import torch
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import Unit
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
 from slime.weights.holding import Share
 from slime.weights.sync import compare

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.serving.wire import digest, serialize_bucket, shareable
+from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.weights.expert_runs import load, named_runs, places_of
 from slime.weights.hf_shards import byte_runs
 from slime.weights.outgoing import Whole

@@ -12,7 +12,7 @@ from slime.core.ports import RankChecksums
 from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import layout_problem
 from slime.models.common.table import FamilyTable
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.holding import hf_names_held
 from slime.weights.sync import require_equal

@@ -12,7 +12,7 @@ import torch
 from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.outgoing import Whole
 from slime.weights.quantised import formats as fp8
 from slime.weights.quantised import sending

@@ -12,7 +12,7 @@ from torch import Tensor
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.hf_shards import load_shard
 from tests.support.qwen_next import EXPERTS, LINEAR

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import CheckpointError, DeadlineExceeded, EngineError
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver

@@ -17,7 +17,7 @@ import torch
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights import receivers as receivers_module
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver, on_all

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slime.core.errors import EngineError
 from slime.core.topology import EngineLayout
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights

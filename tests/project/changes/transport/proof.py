@@ -9,7 +9,7 @@ import pytest
 
 from slime.core.errors import WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
-from slime.serving.wire import digest
+from slime.serving.payloads import digest
 from slime.settings import parse_args
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver

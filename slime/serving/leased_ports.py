@@ -14,14 +14,22 @@ Invariants
 from __future__ import annotations
 
 import errno
+import http.client
+import json
 import random
 import socket
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, ClassVar
 
+from slime.core.blame import here, how_it_ended
 from slime.core.errors import EngineError
+from slime.core.processes import http_url
+from slime.serving.child_process import ChildProcess
 
 FIRST_PORT = 20000
 """Below lie Ray's default worker ports (10002 to 19999)."""
@@ -149,3 +157,74 @@ def lease_ports(count: int = 1, *, consecutive: bool = False, beside_first: Sequ
         f"got no {count} free ports in {ranges} after 2000 tries, because other programs hold them; "
         "end those programs or widen the range outside net.ipv4.ip_local_port_range"
     )
+
+
+# `LeasedServer`: what SGLang servers and the router share: a host, leased ports, one child process.
+
+
+class LeasedServer:
+    """A server process of this run on ports of its own."""
+
+    what: ClassVar[str]
+    """Its name in errors."""
+
+    def __init__(self, *, host: str, log_path: str | Path) -> None:
+        self.host = host.strip("[]")
+        self.log_path = Path(log_path)
+        self._lease: PortLease | None = None
+        self._process: ChildProcess | None = None
+
+    @property
+    def port(self) -> int:
+        """HTTP port. Raises `EngineError` before `start`."""
+        if self._lease is None:
+            raise EngineError(f"{self.what} has no port before start()")
+        return self._lease.port
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`; another one after a repeated start. Raises `EngineError` before `start`."""
+        return http_url(self.host, self.port)
+
+    @property
+    def pid(self) -> int:
+        """Pid of the first process, which leads the others' session. Raises `EngineError` before `start`."""
+        if self._process is None:
+            raise EngineError(f"{self.what} has no process before start()")
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the first process runs (SGLang ends it when one of its children fails)."""
+        return self._process is not None and self._process.alive
+
+    def require_alive(self) -> None:
+        """Raises `EngineError` with the exit status and the end of the log if the process has ended."""
+        if self._process is None or self._process.alive:
+            return
+        raise EngineError(
+            f"{here(self._process.name)} {how_it_ended(self._process.returncode)}; its log {self.log_path} ends with:\n"
+            f"{self._process.log_tail()}"
+        )
+
+
+# One HTTP request to a local server, with the standard library: for start-up and shut-down, not for the data path.
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the host's is never asked
+
+
+def request(
+    method: str, url: str, body: Any = None, *, timeout_s: float = 5.0, api_key: str | None = None
+) -> tuple[int, str]:
+    """Returns (status, text); status 0 with the reason as text if there was no answer. Never raises on a refusal."""
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with _opener.open(urllib.request.Request(url, data, headers, method=method), timeout=timeout_s) as response:
+            return response.status, response.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return 0, str(error)

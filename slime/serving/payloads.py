@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slime.core.ports import Hasher
-from slime.serving.shm import SHM
+from slime.serving.child_process import SHM
 from slime.serving.tensor_hash import TileHasher, finish_all
 from slime.weights.hf_shards import byte_runs
 

@@ -18,15 +18,18 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -35,8 +38,238 @@ from slime.core.blame import here, how_it_ended
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.processes import scratch_prefix
 from slime.core.silence import Silence, processor_s
-from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily
-from slime.serving.shm import SharedMemoryFiles
+
+# Who belongs to us: finds and ends processes by a mark in their environment, their ancestry and their session.
+#
+# Standard library only, so that the guardian of `slime.cluster.guardian` stays small and starts at once.
+#
+# A process belongs to a `ProcessFamily` if it is a seed, carries the mark `NAME=value` in the environment it was
+# executed with, descends from a member, or sits in a session or process group that a member leads. Membership is
+# remembered by (pid, start time), because the mark can vanish: `setproctitle` overwrites the memory that
+# /proc/<pid>/environ shows (`SPT_NOENV=1` asks it not to), and ancestry vanishes when a parent dies.
+#
+# Invariants
+# 1. A pid is signalled only while its start time is the one that was recorded: a recycled pid is never touched.
+# 2. The calling process and its ancestors are never members, whatever their environment says.
+
+KEEP_ENVIRON_ENV = "SPT_NOENV"
+"""setproctitle leaves /proc/<pid>/environ alone where this is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process of this boot: a pid alone may be recycled."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks after boot (field 22 of /proc/<pid>/stat)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """The fields of /proc/<pid>/stat that matter here."""
+
+    id: ProcessId
+    name: str
+    state: str
+    """`Z`: dead, waiting for its parent."""
+    parent: int
+    group: int
+    session: int
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """What /proc says of `pid`; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    head, _, tail = text.rpartition(")")  # the name may hold spaces and parentheses
+    fields = tail.split()
+    return ProcessStat(
+        id=ProcessId(pid, int(fields[19])),
+        name=head.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+    )
+
+
+def all_processes() -> dict[int, ProcessStat]:
+    """Every process that this one can see, by pid."""
+    stats = (read_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+    return {s.id.pid: s for s in stats if s is not None}
+
+
+def has_mark(pid: int, mark: bytes) -> bool:
+    """Whether the environment that `pid` was executed with holds the entry `mark` (`NAME=value`)."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:
+        return False  # gone, or somebody else's
+
+
+def ancestors(pid: int) -> set[int]:
+    """`pid` and every process above it."""
+    found: set[int] = set()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        stat = read_stat(pid)
+        pid = stat.parent if stat else 0
+    return found
+
+
+class ProcessFamily:
+    """Remembers who belongs to us; `refresh` looks again, `end` ends them all."""
+
+    def __init__(self, env_name: str, value: str, *, seeds: Iterable[int] = (), spare: Iterable[int] = ()) -> None:
+        """`seeds`: pids that belong from the start; `spare`: never do, like this process and its ancestors."""
+        self._mark = f"{env_name}={value}".encode()
+        self._spare = ancestors(os.getpid()) | set(spare)
+        self._members: dict[int, ProcessStat] = {}
+        self._leaders: set[int] = set()
+        for pid in seeds:
+            stat = read_stat(pid)
+            if stat is not None and pid not in self._spare:
+                self._members[pid] = stat
+
+    def refresh(self) -> list[ProcessStat]:
+        """Looks at all processes once (milliseconds) and returns the living members, zombies excluded."""
+        processes = all_processes()
+        known = {m.id for m in self._members.values()}
+        members = {pid: s for pid, s in processes.items() if s.id in known}
+        # A dead leader's number names its session (and is not given out again) for as long as that has a process; once
+        # it has none, the number means nothing to us any more.
+        in_use = {n for s in processes.values() for n in (s.group, s.session)}
+        leaders = {pid for pid in self._leaders | self._members.keys() if pid in in_use and pid not in processes}
+        members |= {pid: s for pid, s in processes.items() if pid not in self._spare and has_mark(pid, self._mark)}
+        grown = True
+        while grown:
+            grown = False
+            for pid, stat in processes.items():
+                if pid in members or pid in self._spare:
+                    continue
+                if stat.parent in members or {stat.group, stat.session} & (members.keys() | leaders):
+                    members[pid] = stat
+                    grown = True
+        self._members, self._leaders = members, leaders
+        return [s for s in members.values() if s.state not in "ZX"]
+
+    def signal(self, signum: int, members: Iterable[ProcessStat]) -> None:
+        """Sends `signum` to those of `members` that are still the same process."""
+        for member in members:
+            now = read_stat(member.id.pid)
+            if now is not None and now.id == member.id:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member.id.pid, signum)
+
+    def end(
+        self,
+        *,
+        grace_s: float,
+        limit_s: float = 60.0,
+        before_kill: Callable[[list[ProcessStat]], None] | None = None,
+    ) -> list[ProcessStat]:
+        """SIGTERM to all, `grace_s` later SIGKILL to the rest; returns who is left after `limit_s` more: normally none.
+
+        `before_kill` sees the living members each time before they are signalled. New members found on the way are
+        ended too, so a process that forks while it is being ended does not escape.
+        """
+        living = self.refresh()
+        if before_kill:
+            before_kill(living)
+        self.signal(signal.SIGTERM, living)
+        deadline = time.monotonic() + grace_s
+        while (living := self.refresh()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        deadline = time.monotonic() + limit_s
+        while living and time.monotonic() < deadline:
+            if before_kill:
+                before_kill(living)
+            self.signal(signal.SIGKILL, living)
+            time.sleep(0.05)
+            living = self.refresh()
+        return living
+
+
+# Shared-memory files that killed processes leave in /dev/shm, found through the processes that had them.
+#
+# SGLang leaves its load snapshot and its semaphores behind even after SIGTERM; torch's file_system sharing, Python's
+# `SharedMemory` and NCCL leave theirs after SIGKILL. Standard library only.
+#
+# Invariant: a file is removed only if its name is one of those that these libraries make up, a member of the family had
+# it mapped or open (or its name carries a member's pid), it belongs to our user, and no living process has it mapped or
+# open. A checkpoint that somebody keeps in /dev/shm is mapped by its readers too, and stays.
+
+SHM = "/dev/shm"
+_MAPPED = re.compile(rb" (\d+) +/dev/shm/[^\n]+$", re.MULTILINE)
+_MADE_UP = re.compile(r"^(torch_|psm_|sem\.mp-|sglang_loads_|sgl_shm_mq_|nccl-)")
+_NAMED_BY_PID = re.compile(r"^(?:torch_|sgl_shm_mq_)(\d+)_")
+"""torch's file_system sharing (`torch_<pid>_<random>_<n>`) and SGLang's queues between tensor-parallel ranks."""
+
+
+def shm_inodes_of(pid: int) -> set[int]:
+    """Inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or somebody else's.
+
+    Not paths: glibc makes a semaphore under another name and links it, so /proc shows the name that is gone.
+    """
+    inodes: set[int] = set()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+        inodes |= {int(m) for m in _MAPPED.findall(file.read())}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path).startswith(SHM + "/"):
+                    inodes.add(os.stat(entry.path).st_ino)
+    return inodes
+
+
+def library_files() -> dict[str, int]:
+    """Our user's files in /dev/shm whose names these libraries make up: name -> inode."""
+    files: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(SHM):
+            with contextlib.suppress(OSError):
+                if _MADE_UP.match(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    files[entry.name] = entry.inode()
+    return files
+
+
+class SharedMemoryFiles:
+    """Collects what a family of processes has in /dev/shm, and removes it once they are gone."""
+
+    def __init__(self) -> None:
+        self._files: set[tuple[str, int]] = set()
+        self._pids: set[int] = set()
+
+    def observe(self, members: Iterable[ProcessStat]) -> None:
+        """Notes the files of these living processes. Call it before they are ended (milliseconds per process)."""
+        pids = {member.id.pid for member in members}
+        inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
+        self._pids |= pids
+        self._files |= {(name, inode) for name, inode in library_files().items() if inode in inodes}
+
+    def remove_orphans(self) -> list[str]:
+        """Removes the noted files that no living process uses; returns their names."""
+        candidates = {
+            name: inode
+            for name, inode in library_files().items()
+            if (name, inode) in self._files or ((m := _NAMED_BY_PID.match(name)) and int(m[1]) in self._pids)
+        }
+        if not candidates:
+            return []
+        in_use = set().union(*(shm_inodes_of(int(p)) for p in os.listdir("/proc") if p.isdigit()))
+        removed = []
+        for name, inode in sorted(candidates.items()):
+            if inode not in in_use:
+                with contextlib.suppress(OSError):
+                    Path(SHM, name).unlink()
+                    removed.append(name)
+        return removed
+
 
 FAMILY_ENV = "SLIME_CHILD_ID"
 """Marks a child and everything below it."""
