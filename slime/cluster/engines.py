@@ -23,10 +23,7 @@ from slime.cluster.waiting import all_there, peek, wait_for
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
 from slime.core.silence import WORKING, Silence, load
-from slime.fleet.engine import FROZEN, POLICY, Engine, State
-from slime.fleet.membership import Membership
-from slime.fleet.port import EnginePort
-from slime.fleet.supervisor import Supervisor
+from slime.fleet.supervisor import FROZEN, POLICY, Engine, EnginePort, Membership, State, Supervisor
 from slime.settings import Args
 
 LOOK_AGAIN_S = 0.2

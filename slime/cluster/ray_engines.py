@@ -34,7 +34,7 @@ from slime.core.errors import EngineError
 from slime.core.silence import Silence
 from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout, WantedEngine
-from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
+from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start

@@ -31,8 +31,8 @@ from slime.core.errors import START_FLAG
 from slime.core.processes import address_towards, host_of, is_loopback
 from slime.core.silence import WORKING
 from slime.core.text import EngineKeys
-from slime.fleet.engine import POLICY, Engine
 from slime.fleet.external import ExternalEngines
+from slime.fleet.supervisor import POLICY, Engine
 from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
 from slime.observability.tracker import Tracker

@@ -29,7 +29,7 @@ from typing import assert_never
 from slime.cluster.actors import WEIGHT_VERSION, Actors
 from slime.cluster.memory import MemoryHandOver
 from slime.core.errors import SlimeError
-from slime.fleet.engine import Engine
+from slime.fleet.supervisor import Engine
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args

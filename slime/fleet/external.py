@@ -28,8 +28,8 @@ from slime.core.errors import ConfigError, EngineError, SlimeError
 from slime.core.processes import host_of, is_loopback
 from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout
-from slime.fleet.engine import EXPECTS_ANSWERS, Engine, State
 from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
+from slime.fleet.supervisor import EXPECTS_ANSWERS, Engine, State
 from slime.serving.watch import NotAnswering, ServerFacts, ServerWatch, ask, server_info, weight_version
 from slime.settings import Args
 from slime.settings.topology_yaml import address_file, read_addresses

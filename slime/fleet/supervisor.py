@@ -16,17 +16,209 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
 
 from slime.core.errors import EngineError
 from slime.core.ports import WeightVersion
 from slime.core.text import shorten
-from slime.fleet.engine import FROZEN, Engine, State
-from slime.fleet.membership import Membership
-from slime.fleet.port import EnginePort
+from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
+
+# One inference engine as the fleet knows it: where it is, how wide, what it serves, and in which state it is.
+#
+#     starting ──► syncing ──► ready
+#         ▲           ▲          │
+#         │           └──────────┤
+#         │        tainted ◄─────┤
+#         └───────── dead ◄──────┘
+#
+# Only a `ready` engine gets requests. Every state but `dead` may become `dead`.
+
+POLICY, FROZEN = "policy", "frozen"
+"""Roles of a model: it is trained, or it stays what its checkpoint has."""
+
+
+class State(str, Enum):
+    """What an engine is good for."""
+
+    STARTING = "starting"
+    """Its processes start; nobody can ask it anything."""
+    SYNCING = "syncing"
+    """It answers, and waits for weights or takes them. It gets no requests."""
+    READY = "ready"
+    """It serves verified weights."""
+    TAINTED = "tainted"
+    """A weight sync failed half-way: it holds parts of two versions. It gets no requests until another one succeeds."""
+    DEAD = "dead"
+    """It has ended, or does not answer; nothing is left of it, or is about to be."""
+
+
+NEXT: Mapping[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.SYNCING, State.DEAD}),
+    State.SYNCING: frozenset({State.READY, State.TAINTED, State.DEAD}),
+    State.READY: frozenset({State.SYNCING, State.TAINTED, State.DEAD}),
+    State.TAINTED: frozenset({State.SYNCING, State.DEAD}),
+    State.DEAD: frozenset({State.STARTING}),
+}
+"""State -> those that may follow it."""
+
+EXPECTS_ANSWERS = (State.READY, State.TAINTED)
+"""Those in which a scheduler that is silent hangs. One that takes weights may be busy for minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine of a fleet."""
+
+    index: int
+    """Its number, which stays when its processes are replaced."""
+    slots: tuple[int, ...]
+    """Slots of its ranks in the placement plan, stage by stage."""
+    layout: EngineLayout = ONE_RANK
+    """How its ranks divide the model."""
+    model: str = DEFAULT_NAME
+    """Which model of the run it serves."""
+    role: str = POLICY
+    """What that model is for. Only a policy gets the trainer's weights."""
+    worker: Worker = Worker.REGULAR
+    """What it does of a request."""
+    lends: bool = False
+    """Whether its memory goes to a trainer and back: it shares the trainer's GPUs."""
+    external: bool = False
+    """Whether somebody else starts and ends its processes."""
+    host: str | None = None
+    """Where it runs; None while that is not known."""
+    url: str | None = None
+    """Where it answers; None while it does not."""
+    state: State = State.STARTING
+    version: WeightVersion | None = None
+    """Of the weights that it serves; None unless it is ready."""
+    incarnation: int = 0
+    """How often its processes have been replaced."""
+    reason: str = ""
+    """Of a dead or tainted one."""
+
+    def moved(self, state: State, **changes: Any) -> Engine:
+        """It in another state. What no longer holds is forgotten: the version, and where a dead one answered."""
+        assert state in NEXT[self.state], f"engine {self.index} cannot become {state.value} from {self.state.value}"
+        forgotten: dict[str, Any] = {"version": None, "reason": ""}
+        if state in (State.DEAD, State.STARTING):
+            forgotten |= {"url": None}
+        return dataclasses.replace(self, **{**forgotten, **changes, "state": state})
+
+    @property
+    def answers(self) -> bool:
+        """Whether it can be asked, and so can die of its own."""
+        return self.url is not None
+
+    def __str__(self) -> str:
+        version = f" at version {self.version}" if self.version is not None else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"engine {self.index} is {self.state.value}{version}{reason}"
+
+
+# Membership: the one list of engines, with a generation number that grows with every change.
+#
+# Consumes: changes, by its owner alone, on one thread. Produces: the list as it is now, and calls to those who follow
+# it, in the order of their subscription, before `change` returns. Waits for nothing.
+#
+# Invariants
+# 1. Numbers of engines are their places in the list; none is ever taken out.
+# 2. The same generation means the same list.
+
+Follower = Callable[[Engine, Engine], None]
+"""Called with each change: the engine before it, and after."""
+
+
+class Membership:
+    """All engines of a run."""
+
+    def __init__(self, engines: Iterable[Engine] = ()) -> None:
+        self._engines = list(engines)
+        assert [e.index for e in self._engines] == list(range(len(self._engines))), "numbers are places"
+        self._generation = 0
+        self._followers: list[Follower] = []
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All of them, as they are now."""
+        return tuple(self._engines)
+
+    @property
+    def generation(self) -> int:
+        """How many changes there were."""
+        return self._generation
+
+    def __getitem__(self, index: int) -> Engine:
+        return self._engines[index]
+
+    def of(self, *states: State) -> tuple[Engine, ...]:
+        """Those in one of these states."""
+        return tuple(engine for engine in self._engines if engine.state in states)
+
+    def follow(self, follower: Follower) -> None:
+        """Tells `follower` of every change from now on."""
+        self._followers.append(follower)
+
+    def add(self, engine: Engine) -> None:
+        """Puts a new engine at the end of the list."""
+        assert engine.index == len(self._engines), "numbers are places"
+        self._engines.append(engine)
+        self._generation += 1
+
+    def change(self, index: int, state: State, **changes: Any) -> Engine:
+        """Puts one engine into another state, and returns it so."""
+        before = self._engines[index]
+        after = self._engines[index] = before.moved(state, **changes)
+        self._generation += 1
+        for follower in self._followers:
+            follower(before, after)
+        return after
+
+
+# What a supervisor asks of the place where engines run. `slime.cluster.ray_engines` is the one on Ray, `external` that
+# of engines which somebody else started; tests have one in a process.
+#
+# No method waits: what takes time goes on in the background, and a later call says how it went.
+
+
+class EnginePort(Protocol):
+    """Starts, watches and ends the processes of engines."""
+
+    def troubles(self) -> Mapping[int, str]:
+        """Engine -> what is wrong with it, of all that were started and of which something was found wrong so far."""
+        ...
+
+    def start(self, engine: Engine) -> None:
+        """Ends what may be left of this engine and starts it again, under the incarnation that it says."""
+        ...
+
+    def started(self, index: int) -> str | None:
+        """Where an engine answers, once it does. Raises `EngineError` if it ended before."""
+        ...
+
+    def stop(self, indices: Sequence[int]) -> Sequence[object]:
+        """Asks what runs of these engines to end. Answers may come later."""
+        ...
+
+    def newcomers(self) -> Sequence[tuple[Engine, str]]:
+        """Engines that have joined since the last call, each with where it answers, under the next numbers."""
+        ...
+
+    def has_host(self, index: int) -> bool:
+        """Whether the host of an engine is there, so that another start can succeed."""
+        ...
+
+    def dismiss(self, engine: Engine) -> None:
+        """Nothing is sent there any more, and what runs there goes elsewhere."""
+        ...
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from slime.cluster.engines import Engines
 from slime.cluster.guarded_hosts import GuardedHosts
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError, WeightSyncError
 from slime.core.topology import Worker
-from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, Engine, State
-from slime.fleet.membership import Membership
+from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, Engine, Membership, State
 
 
 class Port:  # of `EnginesOfRun` what is asked here

@@ -13,7 +13,7 @@ from slime.cluster.launch import HASTY_END_S, _used
 from slime.cluster.run import Run
 from slime.cluster.start import _warm_digests
 from slime.core.errors import EngineError
-from slime.fleet.engine import FROZEN, POLICY, Engine, State
+from slime.fleet.supervisor import FROZEN, POLICY, Engine, State
 
 
 class Warmed:

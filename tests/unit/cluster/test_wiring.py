@@ -28,7 +28,7 @@ from slime.core import silence
 from slime.core.errors import WeightSyncError
 from slime.core.text import EngineKeys
 from slime.core.topology import ONE_RANK, EngineLayout, Worker
-from slime.fleet.engine import FROZEN, POLICY, State
+from slime.fleet.supervisor import FROZEN, POLICY, State
 from slime.serving.agent_process import AgentSettings
 from slime.serving.server import ServerSpec
 from slime.settings import Args

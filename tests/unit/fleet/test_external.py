@@ -12,11 +12,9 @@ import pytest
 from slime.core.errors import ConfigError, EngineError
 from slime.core.text import EngineKeys
 from slime.fleet import external
-from slime.fleet.engine import Engine, State
 from slime.fleet.external import ExternalEngines
 from slime.fleet.fitting import Wanted
-from slime.fleet.membership import Membership
-from slime.fleet.supervisor import MAX_FAILURES, Supervisor
+from slime.fleet.supervisor import MAX_FAILURES, Engine, Membership, State, Supervisor
 from slime.serving import watch
 from slime.serving.watch import ServerWatch
 from slime.settings import Args, parse_args

@@ -11,9 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from slime.core.errors import EngineError
 from slime.core.topology import DEFAULT_NAME, Worker
-from slime.fleet.engine import NEXT, Engine, State
-from slime.fleet.membership import Membership
-from slime.fleet.supervisor import LONGEST_PAUSE_S, LOSSES_WITHIN_S, MAX_FAILURES, MAX_LOSSES, PAUSE_S, Supervisor
+from slime.fleet.supervisor import (
+    LONGEST_PAUSE_S,
+    LOSSES_WITHIN_S,
+    MAX_FAILURES,
+    MAX_LOSSES,
+    NEXT,
+    PAUSE_S,
+    Engine,
+    Membership,
+    State,
+    Supervisor,
+)
 
 
 class FakePort:
