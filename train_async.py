@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @restarting
 def train_async(args: Args) -> None:
     """The algorithm, but for the order of the steps' verbs."""
-    from slime.cluster.launch import launch
+    from slime.cluster.driver import launch
 
     with launch(args) as run:
         start = run.restore()

@@ -27,7 +27,7 @@ import ray
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import Held, group_of
-from slime.cluster.episode_actor import worker_fleet
+from slime.cluster.rollout_actor import worker_fleet
 from slime.core.sample import Group, Sample, Status
 from slime.core.topology import Worker
 from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely

@@ -27,7 +27,7 @@ import aiohttp
 import orjson
 import ray
 
-from slime.cluster.episode_actor import worker_fleet
+from slime.cluster.rollout_actor import worker_fleet
 from slime.core.sample import Sample
 from slime.rollout import generate as default
 from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely

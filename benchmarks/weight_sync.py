@@ -75,7 +75,7 @@ def send(
 ) -> dict[str, Any]:
     """One rank, with buckets of so many bytes; the first one looks at the processes of the engines, too."""
     seen = pids if seat.rank == 0 else []
-    from slime.cluster.actors import EngineInfo
+    from slime.cluster.engines import EngineInfo
     from slime.cluster.rank_weight_sync import RankWeightSync
     from slime.training.backend import MegatronBackend
 

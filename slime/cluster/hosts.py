@@ -15,22 +15,206 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
-from slime.core.errors import START_FLAG, ConfigError
+from slime.core.errors import START_FLAG, ActorDied, ConfigError, SlimeError
 from slime.core.processes import LOOPBACK, ip_of
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
 
+# Which hosts of a run have a guardian now, and that each gets another one when it has lost its own.
+#
+#     own host      its guardian belongs to the driver, which starts another one when it was killed
+#     other hosts   an actor there owns it (`HostActor`), in the driver's hands by a `Handle`
+#
+#     node of Ray at the address of a host     what becomes of it
+#     guarded                                  engines may start there; its handle says when that ends
+#     has lost its actor or its guardian       another actor, `AFTER_LOSS_S` later; the host counts as there meanwhile
+#     new: the host was away and is back       an actor at once; the host counts as there when it is guarded
+#     refused: it does not see a folder,       asked again every `ASK_AGAIN_S`; the host counts as away
+#     or no guardian starts there
+#
+# Consumes what handles say and what Ray says of its nodes, whenever the driver calls `tend`. Produces a guardian on
+# each host that is there. Waits for nothing but in `close`, with a limit (and for a guardian of its own host to say
+# that it watches, a tenth of a second); nobody wakes it.
+#
+# Invariants
+# 1. Nothing of the run starts on another host while no guardian is known to watch there (`is_guarded`).
+# 2. Only success is remembered: what was refused is asked again for as long as the run goes on.
+
 logger = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 30.0
+"""After a refusal: a shared folder may be mounted late."""
+AFTER_LOSS_S = 5.0
+"""After the end of an actor: its guardian ends everything of the run on the host, another actor, too."""
+MOST_DEATHS = 12
+"""Of actors in a row that an old guardian may have ended; it is given a minute. Another one is a refusal."""
+
+
+class Handle(Protocol):
+    """The actor of one host, from the moment that it is asked to guard."""
+
+    def unseen(self) -> list[str] | None:
+        """What the host does not see of the shared folders; nothing: it is guarded; None: it has not answered yet.
+
+        Never waits. Raises `SlimeError` or `OSError` if there is no guardian.
+        """
+        ...
+
+    def watches(self) -> bool:
+        """Of a host that is guarded: whether it still is. Never waits."""
+        ...
+
+    def drop(self) -> None:
+        """Ends the actor at once. Never waits, never raises."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is left of the run on the host. Never raises: an error that ends the run is the one to tell."""
+        ...
+
+
+class Nodes(Protocol):
+    """The nodes of Ray."""
+
+    def living(self) -> Mapping[str, list[str]]:
+        """Address -> the nodes there that live."""
+        ...
+
+    def take_up(self, node_id: str) -> Handle:
+        """Starts an actor there that looks for the shared folders and starts a guardian. Never waits."""
+        ...
+
+
+class OwnGuardian(Protocol):
+    """That of the driver's host."""
+
+    def tend(self) -> None:
+        """Starts another one if it was killed. Never raises."""
+        ...
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node at the address of a host, for as long as it lives."""
+
+    host: Host
+    handle: Handle | None = None
+    """None between two tries."""
+    is_guarded: bool = False
+    is_there: bool = False
+    """It has been guarded, and was not refused since."""
+    again_at: float = 0.0
+    refusal: str = ""
+    """What was said last."""
+    num_died: int = 0
+    """Actors that ended there since it was guarded last."""
+
+
+class GuardedHosts:
+    """The hosts of a plan, the driver's first."""
+
+    def __init__(
+        self,
+        own: OwnGuardian,
+        nodes: Nodes | None = None,
+        first: Mapping[Host, Handle] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`first`: the handles of the other hosts, all of them guarded; `nodes` is needed if there are any."""
+        self._own, self._ray, self._clock = own, nodes, clock
+        self._others = tuple(first or {})
+        self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
+
+    def tend(self) -> None:
+        """Looks once: who has lost a guardian gets another one."""
+        self._own.tend()
+        for node in self._nodes.values():
+            if node.is_guarded and node.handle is not None and not node.handle.watches():
+                logger.warning("the guardian of host %s, or the actor that keeps it, was lost", node.host)
+                node.is_guarded = False
+                self._put_off(node, AFTER_LOSS_S)
+        if self._ray is None or all(self.is_guarded(host) for host in self._others):
+            return
+        living = self._ray.living()
+        for host in self._others:
+            for node_id in living.get(host.address, ()):
+                self._go_on(node_id, self._nodes.setdefault(node_id, _Node(host)))
+        known = {node_id for nodes in living.values() for node_id in nodes}
+        for node_id in self._nodes.keys() - known:
+            self._put_off(self._nodes.pop(node_id), 0.0)
+
+    def is_guarded(self, host: Host) -> bool:
+        """Whether something may be started there now."""
+        return host not in self._others or any(node.is_guarded for node in self._at(host))
+
+    def has(self, host: Host) -> bool:
+        """Whether the host is there: guarded, or about to be so again."""
+        return host not in self._others or any(node.is_there for node in self._at(host))
+
+    def close(self) -> None:
+        """Ends what is left on the other hosts. Never raises."""
+        for node in self._nodes.values():
+            if node.handle is not None:
+                node.handle.close()
+
+    def _at(self, host: Host) -> list[_Node]:
+        return [node for node in self._nodes.values() if node.host.address == host.address]
+
+    def _go_on(self, node_id: str, node: _Node) -> None:
+        if node.is_guarded:
+            return
+        if node.handle is None:
+            if self._ray is not None and self._clock() >= node.again_at:
+                logger.info("host %s looks for the shared folders, and its guardian starts", node.host)
+                node.handle = self._ray.take_up(node_id)
+            return
+        try:
+            if (unseen := node.handle.unseen()) is None:
+                return
+        except ActorDied as error:  # an old guardian ended it, or the host is lost again
+            node.num_died += 1
+            if node.num_died > MOST_DEATHS:
+                self._refuse(node, f"an actor ended there {node.num_died} times before it had a guardian: {error}")
+                return
+            logger.warning("host %s did not start a guardian: %s", node.host, error)
+            self._put_off(node, AFTER_LOSS_S)
+            return
+        except (SlimeError, OSError) as error:
+            self._refuse(node, f"it did not start a guardian: {error}")
+            return
+        if unseen:
+            self._refuse(node, f"it does not see {'; '.join(unseen)}")
+        else:
+            logger.info("host %s has a guardian again", node.host)
+            node.is_guarded = node.is_there = True
+            node.refusal, node.num_died = "", 0
+
+    def _refuse(self, node: _Node, because: str) -> None:
+        if node.refusal != because:
+            logger.warning("host %s is not used, because %s; asked every %.0f s", node.host, because, ASK_AGAIN_S)
+        node.refusal, node.is_there = because, False
+        self._put_off(node, ASK_AGAIN_S)
+
+    def _put_off(self, node: _Node, pause_s: float) -> None:
+        if node.handle is not None:
+            node.handle.drop()
+        node.handle, node.again_at = None, self._clock() + pause_s
 
 
 def plan_here(args: Args) -> PlacementPlan:
@@ -45,7 +229,7 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterat
 
     `guardian`: of this host. Raises `ConfigError` if the hosts have too little, or do not share what they must.
     """
-    from slime.cluster.host_handle import HostHandle, RayNodes
+    from slime.cluster.host_actor import HostHandle, RayNodes
     from slime.cluster.slots import give_back
 
     plan = _plan(args, nodes_of_cluster(args))
@@ -168,8 +352,6 @@ def require_reach(args: Args, plan: PlacementPlan) -> None:
 def _require_shared(args: Args, folder: RunFolder, hosts: Sequence[Host], actors: list[Any]) -> None:
     import ray
 
-    from slime.cluster.shared_paths import contract_of, require_seen
-
     with contract_of(args, folder.path) as contract:
         found = _on_all(args, actors, "not_seen", "hosts to look for the shared folders", ray.put(contract))
     require_seen({str(host): problems for host, problems in zip(hosts, found, strict=True)})
@@ -195,3 +377,143 @@ def _on_all(args: Args, actors: list[Any], method: str, for_what: str, *argument
 
     calls = [getattr(actor, method).remote(*arguments) for actor in actors]
     return wait_for(calls, for_what=for_what, limit_s=args.engine_start_timeout_s, flag=START_FLAG)
+
+
+# Which folders every host of a run has to see, and whether it does: looked at before any engine starts.
+#
+#   written by the run    run folder, --save, --save-hf, folder of the disk transport     one folder, under one path
+#   read by its ranks     --hf-checkpoint, and what else is loaded                        the same files, copies will do
+#   the start's folder    relative paths mean the same, and a user's modules are found    it exists
+#
+# The driver writes a token into each folder of the first kind, and every host reads it back. For the second kind both
+# list the files with their sizes. A file system that tells of new files late gets `SEEN_WITHIN_S`.
+
+DISK_FOLDER = "update_weight_disk_dir"
+"""A setting of the disk transport."""
+SEEN_WITHIN_S = 30.0
+"""NFS keeps what it knows of a folder for as long, unless it is mounted otherwise."""
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What the driver asks of every other host."""
+
+    tokens: dict[str, tuple[str, str]]
+    """Flag -> (file, its content)."""
+    digests: dict[str, tuple[str, str]]
+    """Flag -> (folder, `listing` of it)."""
+    start_folder: str
+
+
+@contextmanager
+def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterator[Contract]:
+    """Writes the tokens, and removes them after the block.
+
+    `under_way`: the run has started; folders of checkpoints, which it may be writing now, are not listed.
+    """
+    tokens: dict[str, tuple[str, str]] = {}
+    made: list[Path] = []
+    try:
+        for flag, folder in _written(args, run_dir).items():
+            made += _make(folder)
+            file, token = folder / f".seen-by-every-host-{secrets.token_hex(4)}", secrets.token_hex(16)
+            file.write_text(token)
+            tokens[flag] = (str(file), token)
+        digests = {flag: (str(folder), listing(folder)) for flag, folder in _read(args, under_way).items()}
+        yield Contract(tokens, digests, os.getcwd())
+    finally:
+        for name, _ in tokens.values():
+            Path(name).unlink(missing_ok=True)
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):  # it is used by now
+                folder.rmdir()
+
+
+def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]:
+    """What this host does not see as the driver does, in words; empty if it sees all."""
+    deadline = time.monotonic() + limit_s
+    while (problems := _look(contract)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return problems
+
+
+def require_seen(found: dict[str, list[str]]) -> None:
+    """Raises one `ConfigError` with what each host does not see. `found`: host -> `not_seen` of it."""
+    told = [f"{host} does not see {problem}" for host, problems in found.items() for problem in problems]
+    if told:
+        raise ConfigError(
+            f"got paths that are not shared: {'; '.join(told)}. Processes on every host of a run read and write these "
+            "under one path; put them on a file system that all hosts mount at the same place, or use one host"
+        )
+
+
+def listing(folder: Path) -> str:
+    """A digest of the names and sizes of the files in a folder, and of its config.json; of a file, of its size."""
+    hasher = hashlib.sha256()
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    for file in files:
+        if file.is_file():
+            hasher.update(f"{file.name} {file.stat().st_size}\n".encode())
+    if (folder / "config.json").is_file():
+        hasher.update((folder / "config.json").read_bytes())
+    return hasher.hexdigest()
+
+
+def _written(args: Args, run_dir: Path) -> dict[str, Path]:
+    """Flag -> folder that one process writes and others, on other hosts, write or read."""
+    found = {"--run-dir": run_dir}
+    if args.save:
+        found["--save"] = Path(args.save)
+    if args.save_hf:
+        parts = Path(args.save_hf).parts
+        whole = next((i for i, part in enumerate(parts) if "{" in part), len(parts))
+        found["--save-hf"] = Path(*parts[:whole]) if whole else Path()
+    if args.update_weight_transport == "disk":
+        found["--update-weight-disk-dir"] = Path(getattr(args, DISK_FOLDER))
+    return {flag: folder.absolute() for flag, folder in found.items()}
+
+
+def _read(args: Args, under_way: bool) -> dict[str, Path]:
+    """Flag -> folder, or file, that is there before the run, that every rank reads, and that nobody changes now."""
+    changing = {Path(path).absolute() for path in (args.load, args.save) if path} if under_way else set()
+    given = {
+        "--hf-checkpoint": args.hf_checkpoint,
+        "--load": args.load,
+        "--load or --ref-load": args.initial_weights,
+        "--ref-load": args.ref_load,
+        "--critic-load": args.critic_load,
+        "--opd-teacher-load": args.opd_teacher_load,
+        **(
+            {f"--sglang-config, model {m.name}": m.path for m in topology_of(args).models} if args.sglang_config else {}
+        ),
+    }
+    found = {flag: Path(path).absolute() for flag, path in given.items() if path and Path(path).exists()}
+    return {flag: path for flag, path in found.items() if path not in changing}
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes a folder and what is missing above it; returns what it made, the outermost first."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _look(contract: Contract) -> list[str]:
+    problems = []
+    for flag, (name, token) in contract.tokens.items():
+        try:
+            seen = Path(name).read_text()
+        except OSError as error:
+            problems.append(f"{flag} {Path(name).parent} ({error.strerror})")
+            continue
+        if seen != token:
+            problems.append(f"{flag} {Path(name).parent} (another folder is there)")
+    for flag, (path, digest) in contract.digests.items():
+        if not Path(path).exists():
+            problems.append(f"{flag} {path} (no such folder)")
+        elif listing(Path(path)) != digest:
+            problems.append(f"{flag} {path} with the same files (names, sizes, config.json)")
+    if not os.path.isdir(contract.start_folder):
+        problems.append(f"the folder of the start {contract.start_folder} (no such folder)")
+    return problems

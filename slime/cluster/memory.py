@@ -16,7 +16,7 @@ concerned, with a limit; nobody wakes it. Without `--offload-rollout` and `--off
 
 from __future__ import annotations
 
-from slime.cluster.actors import MEMORY_LIMIT_S, Actors
+from slime.cluster.engines import MEMORY_LIMIT_S, Actors
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from slime.cluster.actors import EngineInfo
+from slime.cluster.engines import EngineInfo
 from slime.core.errors import DeadlineExceeded, SlimeError
 from slime.core.ports import EngineControl
 from slime.serving.control import FolderEngineControl, HttpEngineControl

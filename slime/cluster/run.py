@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.actors import TRAINERS_LIMIT_S, Actors
-from slime.cluster.held_out import HeldOutLoss
+import ray
+
+from slime.cluster.engines import TRAINERS_LIMIT_S, Actors
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
@@ -32,8 +33,51 @@ from slime.observability.spans import collect, note_span, span
 from slime.observability.tracker import Tracker
 from slime.rollout.types import StepNews
 from slime.settings import Args
-from slime.settings.groups.evaluation import samples_evaluations
+from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from slime.settings.groups.logging import traces_engines
+
+# The held-out loss of a fine-tuning run: batches of the rollout side, measured by the trainer.
+#
+# Consumes: the driver's `measure`. Produces: `eval/<dataset>-loss` and what it is a mean of. Waits for: the batches,
+# which are made once and stay in Ray's store, and the training ranks, each with a limit. Nobody wakes it.
+
+LIMIT_S = 3600.0
+"""Limit of reading and encoding the held-out data."""
+
+
+class HeldOutLoss:
+    """Measures nothing, and asks nobody, where no dataset is evaluated by its loss."""
+
+    def __init__(self, args: Args, actors: Actors, *, memory: MemoryHandOver) -> None:
+        self._actors, self._memory = actors, memory
+        self._num_datasets = len(loss_datasets(args))
+        self._batches: list[tuple[str, Any, dict[str, float]]] | None = None
+        """Name, reference to the batch, and what is known of it."""
+
+    def measure(self) -> dict[str, float]:
+        """The mean loss of the trained tokens of each dataset, under the trainer's weights."""
+        if not self._num_datasets:
+            return {}
+        if self._batches is None:
+            self._batches = self._fetch()
+        self._memory.to_trainer()
+        metrics: dict[str, float] = {}
+        for name, batch, facts in self._batches:
+            found = self._actors.on_trainers("measure_loss", batch)[0]
+            metrics |= {f"eval/{name}-{key}": value for key, value in {**found, **facts}.items()}
+        return metrics
+
+    def _fetch(self) -> list[tuple[str, Any, dict[str, float]]]:
+        made = wait_for([self._actors.rollout.held_out.remote()], for_what="the held-out data", limit_s=LIMIT_S)[0]
+        return [
+            (
+                one.name,
+                ray.put(one.batch),
+                {"num_prompts": float(len(one.batch.samples)), "num_unusable": float(one.num_unusable)},
+            )
+            for one in made
+        ]
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import logging
 import time
 from pathlib import Path
 
-from slime.cluster.actors import Actors
+from slime.cluster.engines import Actors
 from slime.cluster.waiting import wait_for
 from slime.core.errors import SAVE_FLAG, ConfigError
 from slime.observability.spans import span

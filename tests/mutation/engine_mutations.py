@@ -160,13 +160,13 @@ ENGINE_WIRING: dict[str, Mutation] = {
     ),
     "an engine's owner without its key": Mutation(
         "wiring",
-        "cluster/engine_actor.py",
+        "cluster/ray_engines.py",
         "args.weight_sync_timeout_s, spec.keys.control)",
         "args.weight_sync_timeout_s)",
     ),
     "health is asked at its limit": Mutation(
         "wiring",
-        "cluster/engine_actor.py",
+        "cluster/ray_engines.py",
         "            interval_s=args.rollout_health_check_interval,\n"
         "            timeout_s=args.rollout_health_check_timeout,\n",
         "            interval_s=args.rollout_health_check_timeout,\n"
@@ -174,16 +174,16 @@ ENGINE_WIRING: dict[str, Mutation] = {
     ),
     "a weights agent without the key": Mutation(
         "wiring",
-        "cluster/engine_actor.py",
+        "cluster/ray_engines.py",
         "AgentProcess(settings, url, spec.keys.control,",
         "AgentProcess(settings, url, None,",
     ),
     "all memory at once": Mutation(
-        "wiring", "cluster/engine_actor.py", "self._control.resume_memory(tags)", "self._control.resume_memory()"
+        "wiring", "cluster/ray_engines.py", "self._control.resume_memory(tags)", "self._control.resume_memory()"
     ),
     "memory of an engine that is busy": Mutation(
         "wiring",
-        "cluster/engine_actor.py",
+        "cluster/ray_engines.py",
         "        self._control.flush_cache()\n        self._control.release_memory",
         "        self._control.release_memory",
     ),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from slime.cluster.actors import WEIGHT_VERSION
+from slime.cluster.engines import WEIGHT_VERSION
 
 
 class RecordingEngines:

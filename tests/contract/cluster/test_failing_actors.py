@@ -16,13 +16,13 @@ DRIVER = """
 import ctypes, json, os, signal, sys, threading, time, types
 from pathlib import Path
 from slime.cluster.preflight import cluster_problems
-from slime.cluster.environment import prepare_environment
+from slime.cluster.driver import prepare_environment
 
 run_id, folder = sys.argv[1], Path(sys.argv[2])
 prepare_environment(run_id)
 import ray
-from slime.cluster.session import RaySession, guarded
-from slime.cluster.failures import introduce
+from slime.cluster.ray_session import RaySession, guarded
+from slime.cluster.waiting import introduce
 from slime.cluster.waiting import peek, wait_for
 from slime.core.blame import Process
 from slime.core.errors import DataError, Terminated

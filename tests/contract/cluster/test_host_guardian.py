@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.guardian import ending_guardians
-from slime.cluster.host_guardian import MAX_STARTS, HostGuardian
+from slime.cluster.guardian import MAX_STARTS, HostGuardian, ending_guardians
 from slime.core.errors import EngineError
 from slime.core.processes import RUN_ID_ENV
 from slime.serving.child_process import has_mark, read_stat
@@ -25,7 +24,7 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(300)"]
 OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from slime.cluster.host_guardian import HostGuardian
+from slime.cluster.guardian import HostGuardian
 guardian = HostGuardian(sys.argv[1], log_path=Path(sys.argv[2]))
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 print("up", flush=True)

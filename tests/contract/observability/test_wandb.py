@@ -17,7 +17,7 @@ from tests.support.wandb_file import read_offline_run
 DRIVER = """
 import os, sys
 from pathlib import Path
-from slime.cluster.session import guarded
+from slime.cluster.ray_session import guarded
 from slime.core.processes import RUN_ID_ENV
 from slime.observability.run_folder import RunFolder
 from slime.observability.samples import ShownSample

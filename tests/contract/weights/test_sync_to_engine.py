@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.cluster.actors import WEIGHT_VERSION
+from slime.cluster.engines import WEIGHT_VERSION
 from slime.core.errors import WeightSyncError
 from slime.core.ports import ASK_AGAIN
 from slime.core.topology import ONE_RANK, EngineLayout

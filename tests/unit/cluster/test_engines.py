@@ -14,7 +14,7 @@ import pytest
 
 from slime.cluster import engines as engines_module
 from slime.cluster.engines import Engines
-from slime.cluster.guarded_hosts import GuardedHosts
+from slime.cluster.hosts import GuardedHosts
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError, WeightSyncError
 from slime.core.topology import Worker
 from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, Engine, Membership, State

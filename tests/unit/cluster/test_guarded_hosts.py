@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.cluster.guarded_hosts import AFTER_LOSS_S, ASK_AGAIN_S, MOST_DEATHS, GuardedHosts
+from slime.cluster.hosts import AFTER_LOSS_S, ASK_AGAIN_S, MOST_DEATHS, GuardedHosts
 from slime.cluster.placement import Host
 from slime.core.errors import ActorDied, EngineError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.faults import MOST_IN_VAIN, End, Restarts
+from slime.cluster.restarting import MOST_IN_VAIN, End, Restarts
 from slime.core import errors
 from slime.serving.child_process import read_stat
 

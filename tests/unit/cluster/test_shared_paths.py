@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.shared_paths import contract_of, not_seen, require_seen
+from slime.cluster.hosts import contract_of, not_seen, require_seen
 from slime.core.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.launch import HASTY_END_S, _used
+from slime.cluster.driver import HASTY_END_S, _used
 from slime.cluster.run import Run
 from slime.cluster.start import _warm_digests
 from slime.core.errors import EngineError

@@ -16,14 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.cluster import engine_actor, rank_weight_sync, ray_engines, rollout_actor, slots, start, train_actor
-from slime.cluster.actors import WEIGHT_VERSION, EngineInfo
-from slime.cluster.engine_actor import Node
-from slime.cluster.engines import Engines
-from slime.cluster.guarded_hosts import GuardedHosts
+from slime.cluster import rank_weight_sync, ray_engines, rollout_actor, slots, start, train_actor
+from slime.cluster.engines import WEIGHT_VERSION, EngineInfo, Engines
+from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.cluster.rank_weight_sync import RankWeightSync
-from slime.cluster.ray_engines import RayEngines
+from slime.cluster.ray_engines import Node, RayEngines
 from slime.core import silence
 from slime.core.errors import WeightSyncError
 from slime.core.text import EngineKeys
@@ -447,9 +445,9 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
             server = {"url": url, "problem": "p", "scheduler_answers": "a", "processor_s": "c"}
             return Noting(name, said, **(server if "L" in name else {}))
 
-        monkeypatch.setattr(engine_actor, name, make)
-    monkeypatch.setattr(engine_actor, "setup_logging", lambda path, **_: None)
-    actor = plain(engine_actor.EngineActor)("2", spec, str(tmp_path), args, "10.0.0.4")
+        monkeypatch.setattr(ray_engines, name, make)
+    monkeypatch.setattr(ray_engines, "setup_logging", lambda path, **_: None)
+    actor = plain(ray_engines.EngineActor)("2", spec, str(tmp_path), args, "10.0.0.4")
     assert actor.wait_ready(5.0) == url
     assert made == {
         "SGLangServer": ((spec,), {"host": "10.0.0.4", "log_path": tmp_path / "engine_2.log"}),

@@ -11,37 +11,184 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import secrets
+import shlex
+import sys
+import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.cluster.environment import prepare_environment
-from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
-from slime.cluster.hosts import hosts_of_run, plan_here
+import slime
+from slime.cluster.hosts import GuardedHosts, OwnGuardian, hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import preflight
 from slime.cluster.restarting import this_restart
-from slime.cluster.resuming import how_to_resume
 from slime.core.blame import one_line
-from slime.core.errors import ActorDied, ActorFailed, LoopStalled, Terminated
+from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated
 from slime.core.lease import FILE_NAME, Lease
+from slime.core.processes import RUN_ID_ENV
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import start_recording
+from slime.observability.start_record import hide_secrets
 from slime.observability.tracker import Tracker, Views
 from slime.rollout.guard import LAST_WORDS, last_words
+from slime.serving.child_process import KEEP_ENVIRON_ENV
 from slime.settings import Args
 from slime.settings.hooks import check_hooks
+from slime.settings.parse import without
+from slime.training.state import checkpoint
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run
 
-T = TypeVar("T")
+# The environment of a run's processes. Made before Ray is imported, which reads it once, then.
+#
+# a Ray that the run starts        listens on loopback only, asks for a token that is made for the run, and hands the
+#                                  driver's whole environment down: its processes descend from the driver
+# a Ray cluster that runs already  keeps its own settings; processes start there with the environment of its own
+#                                  daemons, and get what they need by name (`for_actors`)
+
+LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would start one idle worker per core at once; a laptop needs exactly the actors of the plan.
+    "RAY_prestart_worker_first_driver": "0",
+    # Ray binds to the host's address unless it is configured as a single host; then it stays on 127.0.0.1.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    # Ray gives its workers, and all that they start, a lower priority than anything else on the machine.
+    "RAY_worker_niceness": "0",
+    # Ray gives up a host whose daemon is silent for a minute. There is no other one here, and its end shows by itself.
+    "RAY_health_check_failure_threshold": "60",
+    # Ray keeps a record of each of the last 100,000 calls for its dashboard, which does not run: 21 kB a step.
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""Variables of a Ray cluster that serves one run on one machine."""
+
+NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""As SGLang sets them in its own processes: with other values than the engine's, a trainer waits forever for the first
+broadcast in the group of the weight sync."""
+
+START_FOLDER_ENV = "SLIME_START_FOLDER"
+"""Where the driver was started: processes of the run go there, so that relative paths mean the same everywhere."""
+FORWARDED = (
+    *("NCCL_", "GLOO_", "SGLANG_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_"),
+    *(
+        "GOMP_",
+        "KMP_",
+        "MKL_",
+        "CUBLAS_",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+        "PYTHONHASHSEED",
+        "MPLBACKEND",
+    ),
+)
+"""Beginnings of names that mean the same on every host. Others have to be named: --forward-env-vars."""
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+"""In a name: what is never handed on unasked, because Ray shows it. (`TOKENIZERS_...` is none.)"""
+SETUP_HOOK = "slime.cluster.driver.enter_start_folder"
 logger = logging.getLogger(__name__)
+
+
+def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
+    """Marks this process and all that it starts with `run_id`, and sets up NCCL, and Ray for one machine.
+
+    `ray_address`: of the cluster that the run joins; its own settings are left alone.
+    """
+    os.environ[RUN_ID_ENV] = run_id
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
+    if ray_address is not None:
+        return
+    assert "ray" not in sys.modules, "Ray was imported before its environment was made; it would ignore it"
+    for name, value in LOCAL_RAY.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> dict[str, str]:
+    """What processes on a cluster that runs already take from the driver: variables, and where modules of ours and of
+    the user's are. `named`: further variables of the user's choice.
+    """
+    chosen = {
+        name: value
+        for name, value in environment.items()
+        if name in named or (name.startswith(FORWARDED) and not _is_secret(name))
+    }
+    root = str(Path(slime.__file__).resolve().parent.parent)
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    paths = dict.fromkeys(p for p in (root, *_own_folders(sys.path), *given) if p)
+    chosen |= {RUN_ID_ENV: environment[RUN_ID_ENV], KEEP_ENVIRON_ENV: "1"}
+    return chosen | {"PYTHONPATH": os.pathsep.join(paths), START_FOLDER_ENV: os.getcwd()}
+
+
+def _own_folders(import_path: Sequence[str]) -> list[str]:
+    """Of an import path what no Python installation brings."""
+    brought = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    return [os.path.abspath(p) for p in import_path if os.path.isdir(p) and not os.path.abspath(p).startswith(brought)]
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.split("_") for word in _SECRET)
+
+
+def enter_start_folder() -> None:
+    """Every process of the run on a cluster calls this first. If the folder is not there, the check of the shared
+    folders says so, with the host."""
+    folder = os.environ.get(START_FOLDER_ENV)
+    if folder:
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            logger.warning("the folder of the start is not on this host: %s", error)
+
+
+# How to go on with a run that was stopped: the command line that resumes it from its last checkpoint.
+
+LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")
+"""Settings that a resume gives again or must not repeat: `--finetune` would take the weights alone and start over."""
+
+
+def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
+    """The command that resumes the run of `command` (`slime train ...`) from `load` and goes on in `run_dir`.
+
+    Secrets are hidden.
+    """
+    program, loop, *flags = command
+    kept = without(flags, *LEFT_OUT)
+    return shlex.join(hide_secrets([program, loop, *kept, "--load", load, "--run-dir", run_dir]))
+
+
+def how_to_resume(args: Args, *, stopped: bool) -> str:
+    """One line for whoever stopped the run, or saw it fail; empty if there is nothing to go on with.
+
+    `stopped`: by Ctrl-C or SIGTERM; then the line also says that nothing was saved.
+    """
+    if args.debug_rollout_only or args.num_rollout == 0:
+        return ""
+    try:
+        found = checkpoint.find(Path(args.save)) if args.save else None
+    except CheckpointError:
+        return ""
+    if found is None and not stopped:
+        return ""
+    if found is None:
+        why = "no checkpoint is complete yet" if args.save else "there is no --save FOLDER"
+        return f"nothing to resume from: {why}"
+    if args.num_rollout is not None and found.rollout_id + 1 >= args.num_rollout:
+        return ""
+    command = resume_command(args.command, load=str(args.save), run_dir=str(args.run_dir))
+    return f"{found.path.name} is saved; to go on with step {found.rollout_id + 2}: {command}"
+
+
+T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
@@ -85,7 +232,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
-    from slime.cluster.session import guarded
+    from slime.cluster.ray_session import guarded
     from slime.cluster.start import start
 
     spans = start_recording("driver", folder.traces)
@@ -118,7 +265,7 @@ def _placed(
     args: Args, startup: StartUp, folder: RunFolder, guardian: OwnGuardian
 ) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """The block has a Ray cluster, and hosts that can hold the run; how long that took are phases of the start."""
-    from slime.cluster.session import JoinedRay, RaySession, store_bytes_for
+    from slime.cluster.ray_session import JoinedRay, RaySession, store_bytes_for
 
     if args.ray_address is None:
         plan = plan_here(args)

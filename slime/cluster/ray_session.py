@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import ray
 
-from slime.cluster.environment import SETUP_HOOK, for_actors
+from slime.cluster.driver import SETUP_HOOK, for_actors
 from slime.cluster.guardian import Guardian, start_guardian
 from slime.core.blame import one_line
 from slime.core.errors import ActorFailed, ClusterFailed, Terminated
