@@ -11,7 +11,7 @@ import functools
 import importlib
 from typing import Any
 
-from slime.compat.report import PatchReport, megatron_report, require_effect
+from slime.compat.patch_report import PatchReport, megatron_report, require_effect
 
 
 def activate() -> list[PatchReport]:

@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from slime.compat.report import MEGATRON_VERSION, PatchReport, require_effect
+from slime.compat.patch_report import MEGATRON_VERSION, PatchReport, require_effect
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,15 @@ import importlib.util
 import os
 import sys
 
-from slime.compat.report import PatchReport
-from slime.compat.sglang_cpu.grammar_masks import masks_on_a_cpu
-from slime.compat.sglang_cpu.images import names_of_kernels
-from slime.compat.sglang_cpu.latent_attention import latents_in_every_pass
-from slime.compat.sglang_cpu.routed_experts import experts_on_the_host
+from slime.compat.patch_report import PatchReport
+from slime.compat.sglang_cpu.patches import (
+    experts_on_the_host,
+    latents_in_every_pass,
+    masks_on_a_cpu,
+    names_of_kernels,
+    norms_of_all_heads,
+)
 from slime.compat.sglang_cpu.stand_ins import STAND_INS, StandInFinder
-from slime.compat.sglang_cpu.whole_norms import norms_of_all_heads
 from slime.core.errors import EngineError
 
 UPSTREAM = "sglang 0.5.16"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.compat.sglang_cpu.routed_experts import _change
+from slime.compat.sglang_cpu.patches import _change
 from slime.compat.sglang_routed_experts import read_mark
 from slime.core.ports import ROUTED_EXPERTS_MARK
 
