@@ -1,8 +1,4 @@
-"""What `slime convert` does with weights: from a Hugging Face folder, a slime checkpoint or Megatron's `torch_dist` to
-a Hugging Face folder in another type, or to `torch_dist`.
-
-One tensor after the other (but to `torch_dist`); no model, no ranks, no engine. OUT gets its name when it is complete.
-"""
+"""What `slime convert` does: weights from one kind of folder to another, and a rollout of the public slime to ours."""
 
 from __future__ import annotations
 
@@ -14,16 +10,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime.core.errors import CheckpointError, ConfigError
+from slime.core.errors import CheckpointError, ConfigError, DataError
 from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.models import load_family, table_for
 from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
+from slime.public.recorded_samples import groups_of
+from slime.rollout.recordings import save_rollout
 from slime.training.foreign import require_trust
 from slime.training.foreign.confined import Confined, TorchDist, checkpoint_in
 from slime.training.state.adapter_files import write_peft
@@ -31,6 +30,12 @@ from slime.training.state.hf_files import HfReader, begin_export, commit_export,
 from slime.training.state.shards import MASTER, MODEL, TensorFile, digest_of, open_checkpoint
 from slime.weights.quantised import formats
 from slime.weights.quantised.formats import SCALE_SUFFIX
+
+# What `slime convert` does with weights: from a Hugging Face folder, a slime checkpoint or Megatron's `torch_dist` to
+# a Hugging Face folder in another type, or to `torch_dist`.
+#
+# One tensor after the other (but to `torch_dist`); no model, no ranks, no engine. OUT gets its name when it is
+# complete.
 
 PEFT, FP8, TORCH_DIST = "peft", "fp8", "torch_dist"
 """What `--to` says for the adapters alone, for quantised weights, and for a folder of Megatron."""
@@ -242,3 +247,37 @@ def _kept(names: Iterable[str]) -> list[str]:
     """Modules with a matrix that `--to fp8` does not quantise, as engines want them listed."""
     kept = [name for name in names if not formats.quantises(name)]
     return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]
+
+
+# `slime convert X.pt OUT.jsonl.zst`: a rollout of the public slime, as `--load-debug-rollout-data` replays it.
+
+
+def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
+    """Writes `target`; says what it holds and what was left out.
+
+    Raises `ConfigError` if `source` is not `trusted`, `CheckpointError` if it is not a rollout or asks for code, or if
+    `target` is there, `DataError` for samples that cannot be replayed.
+    """
+    require_trust(source, trusted=trusted)
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"got {target} to write to, which is there; name a new file, OUT.jsonl.zst")
+    with Confined(source) as confined:
+        number, num_samples = confined.content.get("rollout_id"), int(confined.content["num_samples"])
+        if not isinstance(number, int):
+            raise DataError(
+                f"got {source} with rollout_id {number!r}, because it is of an evaluation; give one of a step"
+            )
+
+        def samples() -> Iterator[Any]:
+            with Progress("convert", total=num_samples, unit="samples") as progress:
+                for i in range(num_samples):
+                    yield confined.sample(i)
+                    progress.advance()
+
+        found = groups_of(samples(), number)
+    save_rollout(target, number, found.groups)
+    told = [f"wrote {target}: {num_samples} samples in {len(found.groups)} groups of step {number}"]
+    told += [f"  left out: {name}, of {count} samples" for name, count in sorted(found.left_out.items())]
+    if found.num_mixed:
+        told.append(f"  {found.num_mixed} samples of several weight versions: their tokens count as of the oldest")
+    return "\n".join(told)

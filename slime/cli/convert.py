@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts (`slime/cli/conversion.py`), and prints what was written."""
     if options.source.suffix == ".pt":
-        from slime.cli.public_rollout import convert_rollout
+        from slime.cli.conversion import convert_rollout
 
         if options.to is not None:
             raise ConfigError(f"got --to {options.to} for {options.source}, a rollout, which holds no weights; drop it")

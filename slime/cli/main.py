@@ -7,27 +7,34 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from slime.cli import (
-    convert,
-    doctor,
-    recipe,
-    report,
-    rerun,
-    samples,
-    schemas,
-    serve,
-    tokenizer,
-    trace,
-    train,
-    weights_agent,
-)
-from slime.cli.command import Command
+from slime.cli import convert, doctor, look, rerun, schemas, serve, tools, train
 from slime.core.errors import SlimeError
 from slime.core.text import visible
 from slime.core.user_files import path_in_words
+
+# What a command of `slime` is: a row of the table in `slime/cli/main.py`.
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command. Its file is light on import: what is heavy is imported by `run`."""
+
+    name: str
+    """The word after `slime`."""
+    help: str
+    """One line for `slime --help`."""
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    """Declares its positionals and flags."""
+    run: Callable[[argparse.Namespace], int]
+    """Does it; returns the exit code (0 well, 1 something is wrong, 2 wrong usage)."""
+    words: Literal["own", "more", "all"] = "own"
+    """Which words it takes: those that `add_flags` declares; further ones too, which arrive as `options.words` in their
+    order; or every word after its name, as `options.words`, `--help` included."""
+
 
 COMMANDS = (
     Command("train", "train: generate and train in turn (train.py)", train.add_flags, train.run_sync, words="all"),
@@ -36,14 +43,16 @@ COMMANDS = (
     Command(
         "rerun", "a run again, with the settings that its folder recorded", rerun.add_flags, rerun.run, words="more"
     ),
-    Command("recipe", "run a recipe that comes with slime", recipe.add_flags, recipe.run, words="more"),
-    Command("report", "make report.html, report.png and report.md of a run folder", report.add_flags, report.run),
-    Command("samples", "print what the model said in a run, best and worst", samples.add_flags, samples.run),
+    Command("recipe", "run a recipe that comes with slime", tools.add_recipe_flags, tools.run_recipe, words="more"),
+    Command(
+        "report", "make report.html, report.png and report.md of a run folder", look.add_report_flags, look.run_report
+    ),
+    Command("samples", "print what the model said in a run, best and worst", look.add_samples_flags, look.run_samples),
     Command(
         "trace",
         "what the driver did, in all starts of a run, for ui.perfetto.dev",
-        trace.add_flags,
-        trace.run,
+        look.add_trace_flags,
+        look.run_trace,
     ),
     Command(
         "convert",
@@ -52,12 +61,17 @@ COMMANDS = (
         convert.add_flags,
         convert.run,
     ),
-    Command("tokenizer", "a tokenizer.json for a folder whose tokenizer is code", tokenizer.add_flags, tokenizer.run),
+    Command(
+        "tokenizer",
+        "a tokenizer.json for a folder whose tokenizer is code",
+        tools.add_tokenizer_flags,
+        tools.run_tokenizer,
+    ),
     Command(
         "weights-agent",
         "keep an engine at the weights that a trainer writes to a folder",
-        weights_agent.add_flags,
-        weights_agent.run,
+        serve.add_agent_flags,
+        serve.run_agent,
     ),
     Command("doctor", "check this machine: versions, device, memory, ports, engines", doctor.add_flags, doctor.run),
     Command("schemas", "compare the flag schemas with the installed engines", schemas.add_flags, schemas.run),

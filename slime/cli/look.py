@@ -1,4 +1,4 @@
-"""`slime samples RUN`: what the model said, from `samples.jsonl` of a run folder; of a running run, too."""
+"""Commands that show a run from its folder, also while it goes on: `slime report`, `slime samples`, `slime trace`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,31 @@ from slime.observability.samples import FILE_NAME, PICKS, ShownSample, heading, 
 if TYPE_CHECKING:
     from rich.console import Console
 
+# `slime report RUN`: the report of a run, made again from its folder, of a running run too.
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Whose."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Makes the report of a run, prints its text and where it is. Raises `DataError` for a folder without steps."""
+    from slime.observability.report import summary_text, write_report
+
+    made = write_report(options.run_dir)
+    print(summary_text(made.summary, made.title))
+    for name, path in (("page", made.page), ("picture", made.picture), ("text", made.text)):
+        print(f"{name}: {path}")
+    return 0
+
+
+# `slime samples RUN`: what the model said, from `samples.jsonl` of a run folder; of a running run, too.
+
 DEFAULT_NUM = 6
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_samples_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--step", type=int, help="of this step, as metrics.jsonl counts (default: of the last ones)")
@@ -32,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, metavar="N", help=f"at most so many, the newest (default: {DEFAULT_NUM})")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_samples(options: argparse.Namespace) -> int:
     """Prints the samples that were asked for. Raises `DataError` if there are none."""
     path = options.run_dir / FILE_NAME
     samples = read_samples(path)
@@ -108,3 +129,26 @@ def _part(console: Console, name: str, text: str, style: str) -> None:
     first, *others = visible(text).split("\n")
     body = "\n".join([f"  {name:>8}  {first}", *(f"            {line}" for line in others)])
     console.print(Text(body, style=style))
+
+
+# `slime trace RUN`: what driver and rollout side did in all starts of a run, in one file and on one time axis.
+
+
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """Whose, and where to."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", type=Path, help="default: trace.json in the run folder")
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Writes the file and says where. Raises `DataError` for a folder without traces."""
+    from slime.observability.spans import read_trace
+
+    parts = sorted((options.run_dir / "traces").glob("*.json"))
+    if not parts:
+        raise DataError(f"got {options.run_dir}, which holds no traces/*.json; name the folder of a run")
+    events = [event for part in parts for event in read_trace(part)]
+    out = options.out or options.run_dir / "trace.json"
+    out.write_text(json.dumps({"traceEvents": events}))
+    print(f"{len(events)} events of {len(parts)} processes in {out}; open it at https://ui.perfetto.dev")
+    return 0
