@@ -329,13 +329,12 @@ def test_posts_to_others_are_tried_again_and_a_mistake_is_not(monkeypatch: pytes
 
 
 def test_small_names_do_what_they_are_for(tmp_path: Path) -> None:
+    from slime.rollout.rm_hub import get_deepscaler_rule_based_reward, grade_answer_verl
     from slime.rollout.rm_hub.math_dapo_utils import compute_score
     from slime.rollout.rm_hub.math_utils import extract_answer
     from slime.utils.async_utils import run
     from slime.utils.mask_utils import MultiTurnLossMaskGenerator
     from slime.utils.misc import load_function
-
-    from slime.rollout.rm_hub import get_deepscaler_rule_based_reward, grade_answer_verl
 
     async def four() -> int:
         return 4
@@ -378,6 +377,7 @@ def test_graders_may_be_asked_where_a_reward_function_runs(tmp_path: Path) -> No
 
 def test_whole_responses_are_what_context_parallel_ranks_have() -> None:
     import torch
+
     from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
 
     whole = torch.arange(3.0)
