@@ -1,7 +1,8 @@
 """The names that plugins of the public slime import, and what each is here.
 
 Plugins say `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
-finder, asked after all others, makes the module when somebody imports it, and imports what it names then.
+finder, asked before all others, makes the module when somebody imports it, and imports what it names then. (A folder
+of that name may still lie in a checkout that was updated, with nothing but compiled files in it.)
 
 Invariants
 1. Nothing is imported before a plugin asks for it; nothing of ours asks.
@@ -138,9 +139,9 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def keep_old_paths() -> None:
-    """Asks the table where every other finder found nothing. Called once, when `slime` is imported."""
+    """Asks the table before any other finder. Called once, when `slime` is imported."""
     if not any(isinstance(finder, PublicNames) for finder in sys.meta_path):
-        sys.meta_path.append(PublicNames())
+        sys.meta_path.insert(0, PublicNames())
 
 
 class SingletonMeta(type):
