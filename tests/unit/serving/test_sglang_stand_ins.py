@@ -21,7 +21,7 @@ def run(code: str, **env: str) -> str:
 
 def test_on_a_gpu_machine_nothing_is_touched() -> None:
     run(
-        "import sys, os; before = list(sys.meta_path), dict(os.environ)\n"
+        "import sys, os, slime; before = list(sys.meta_path), dict(os.environ)\n"
         "from slime.compat.sglang_cpu import activate\n"
         "assert activate('cuda') == []\n"
         "assert (list(sys.meta_path), dict(os.environ)) == before\n"
