@@ -104,7 +104,10 @@ WIRING: dict[str, Mutation] = {
         "            tokens.trainer_log_probs,",
     ),
     "no clip-higher": Mutation(
-        "steps", "algorithms/policy/ppo_clip.py", "eps_clip_high=self.eps_clip_high", "eps_clip_high=self.eps_clip"
+        "steps",
+        "algorithms/policy/ppo_clip.py",
+        "tokens.mask,\n            eps_clip=self.eps_clip,\n            eps_clip_high=self.eps_clip_high",
+        "tokens.mask,\n            eps_clip=self.eps_clip,\n            eps_clip_high=self.eps_clip",
     ),
     "adapters of a shape start alike": Mutation(
         "adapters", "training/model/trained.py", 'f"{seed} {own}"', 'f"{seed} {shape}"'

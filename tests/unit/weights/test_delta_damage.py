@@ -153,7 +153,7 @@ import os, signal, sys
 from pathlib import Path
 from slime.weights.delta.local_checkpoint import LocalCheckpoint
 from slime.weights.delta.folder import Base, Manifest
-from slime.weights.delta import local
+from slime.weights.delta import local_checkpoint as local
 
 folder, copy, version, at = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 seen = 0
