@@ -92,11 +92,17 @@ def reference(label: str) -> list[Any]:
 
 
 def label_of(sample: Sample, grader: str) -> str:
-    """The label as text. Raises `DataError` if it is missing or `reference` cannot read it."""
+    """The label as text. Raises `DataError` if it is missing."""
     if sample.label is None:
         raise DataError(f"the {grader} grader needs a label; set --label-key")
-    reference(str(sample.label))
     return str(sample.label)
+
+
+def math_label_of(sample: Sample, grader: str) -> str:
+    """The label as text. Raises `DataError` if it is missing or `reference` cannot read it."""
+    label = label_of(sample, grader)
+    reference(label)
+    return label
 
 
 def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
@@ -120,11 +126,11 @@ class MathAnswer(Grader):
 
     def prepare(self, sample: Sample) -> None:
         """Raises `DataError` on a missing or unreadable label."""
-        label_of(sample, self.name)
+        math_label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 1.0 or 0.0. Raises as `prepare`."""
-        label = label_of(sample, self.name)
+        label = math_label_of(sample, self.name)
         box = last_boxed(sample.response)
         answer = sample.response[-TAIL_CHARS:] if box is None else box
         if not answer.strip() or (box is not None and len(box) > MAX_ANSWER_CHARS):
@@ -149,13 +155,11 @@ class ExactMatch(Grader):
 
     def prepare(self, sample: Sample) -> None:
         """Raises `DataError` without a label."""
-        if sample.label is None:
-            raise DataError("the exact_match grader needs a label; set --label-key")
+        label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 1.0 or 0.0. Raises as `prepare`."""
-        self.prepare(sample)
-        return float(final_answer(sample.response) == str(sample.label).strip())
+        return float(final_answer(sample.response) == label_of(sample, self.name).strip())
 
 
 # Token F1 between the final answer and the label, as in SQuAD (Rajpurkar et al., 2016): 0.0 to 1.0.
@@ -179,13 +183,11 @@ class TokenF1(Grader):
 
     def prepare(self, sample: Sample) -> None:
         """Raises `DataError` without a label."""
-        if sample.label is None:
-            raise DataError("the f1 grader needs a label; set --label-key")
+        label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the F1 score. Raises as `prepare`."""
-        self.prepare(sample)
-        answer, reference = words(final_answer(sample.response)), words(str(sample.label))
+        answer, reference = words(final_answer(sample.response)), words(label_of(sample, self.name))
         if not answer or not reference:
             return float(answer == reference)
         common = sum((Counter(answer) & Counter(reference)).values())
@@ -227,11 +229,11 @@ class Dapo(Grader):
 
     def prepare(self, sample: Sample) -> None:
         """Raises `DataError` on a missing or unreadable label."""
-        label_of(sample, self.name)
+        math_label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
         """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare`."""
-        label = label_of(sample, self.name)
+        label = math_label_of(sample, self.name)
         tail = sample.response[-DAPO_TAIL_CHARS:]
         lines = _ANSWER_LINE.findall(tail)
         answer = lines[-1].strip().strip("$") if lines else last_boxed(tail)
@@ -255,7 +257,7 @@ class DeepScaler(Grader):
 
     def prepare(self, sample: Sample) -> None:
         """Raises `DataError` on a missing or unreadable label."""
-        label_of(sample, self.name)
+        math_label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 1.0 or 0.0; a response that never ends its thinking or boxes nothing scores 0.0."""
