@@ -48,8 +48,9 @@ from slime.buffer.groups import (
     reset_group,
 )
 from slime.buffer.prompts import Prompts, PromptWalk
-from slime.buffer.snapshot import SavedState, Snapshot, check_dataset, read_json
+from slime.buffer.snapshot import SavedState, Snapshot, check_dataset
 from slime.core.errors import CheckpointError, DataError
+from slime.core.files import read_checkpoint_json
 from slime.core.sample import Group, Sample
 
 logger = logging.getLogger(__name__)
@@ -379,6 +380,6 @@ class DataBuffer:
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores a saved state. Raises `CheckpointError` if the file is missing, damaged or of other data."""
         try:
-            self._load(SavedState.of(read_json(path), path))
+            self._load(SavedState.of(read_checkpoint_json(path), path))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"got a damaged buffer state in {path}: {type(error).__name__}: {error}") from error

@@ -11,7 +11,6 @@ are read when their group is wanted.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,31 +25,8 @@ from safetensors.numpy import save_file
 from slime.buffer.groups import Content, GroupRecord, Issued
 from slime.core.columns import Numbers
 from slime.core.errors import CheckpointError
-from slime.core.files import replace_text, sync_to_disk
+from slime.core.files import sync_to_disk, write_json
 from slime.core.sample import Group
-
-# JSON files that are either wholly there or not: written beside, flushed to the disk, then renamed.
-
-
-def write_json(path: Path, text: str) -> None:
-    """Writes JSON text durably; a crash leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text)
-    sync_to_disk(path.parent)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads one JSON object. Raises `CheckpointError` if it is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"got no readable file {path} ({error}); the checkpoint is incomplete") from error
-    except ValueError as error:
-        raise CheckpointError(f"got damaged JSON in {path} ({error}); the file was truncated or altered") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"got {type(value).__name__} in {path}; a JSON object was written there")
-    return value
-
 
 FORMAT = 2
 """Version of the saved state. Format 1 had the groups in the JSON; it is still read."""
@@ -98,7 +74,7 @@ class Snapshot:
         names = (path.with_name(f"{save}.{number}.safetensors") for number in count(1))
         files = [_write(name, tensors) for name, tensors in zip(names, _in_files(records))]  # noqa: B905
         state = {"format": FORMAT, **self._state("record", _described), "files": files}
-        write_json(path, json.dumps(state))
+        write_json(path, state)
         for earlier in set(path.parent.glob(f"{path.stem}.*.safetensors")) - {path.with_name(name) for name in files}:
             earlier.unlink(missing_ok=True)
 

@@ -4,7 +4,6 @@ one sentence.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.core.files import tail_of
 from slime.core.ports import ASK_AGAIN
 from slime.core.text import visible
 
@@ -167,9 +167,7 @@ def here(name: str, log: Path | None = None) -> Process:
 def crash_in(log: Path) -> str:
     """What Python or C++ wrote last, of a crash; empty if they wrote nothing, as in a process that was killed."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = tail_of(log, TAIL_BYTES).splitlines()
     except OSError:
         return ""
     begin = next((i for i in reversed(range(len(lines))) if lines[i].startswith(CRASHES)), None)

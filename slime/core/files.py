@@ -1,6 +1,4 @@
-"""What slime writes and finds on disk: durable files, their permissions, the files of a tokenizer, names on the hub
-where a path is meant, and the images of a run.
-"""
+"""Files on disk: atomic and durable writes, permissions, the files of tokenizers, names on the hub, images of a run."""
 
 from __future__ import annotations
 
@@ -11,21 +9,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from slime.core.errors import DataError
-
-# Files that are on disk: what was written to them survives a host that stops.
+from slime.core.confine.view import fields_of
+from slime.core.errors import CheckpointError, DataError
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Writes a file that is the old one or the new one, whatever happens. `durable`: it is on disk when this returns;
-    its name is once `sync_to_disk` has returned for its folder.
-    """
+    """`replace_bytes` of UTF-8 text."""
     replace_bytes(path, text.encode(), durable=durable)
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """`replace_text` of bytes."""
+    """Writes a file atomically: a reader, or a crash, sees the old content or the new.
+
+    `durable`: the content is on disk when this returns; its name is after `sync_to_disk` of the folder.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(content)
@@ -34,6 +33,24 @@ def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True, indent: int | None = None) -> None:
+    """Writes JSON atomically. `durable`: content and name are on disk when this returns."""
+    replace_text(path, json.dumps(value, indent=indent), durable=durable)
+    if durable:
+        sync_to_disk(path.parent)
+
+
+def read_checkpoint_json(path: Path, *, or_else: str = "load another checkpoint") -> dict[str, Any]:
+    """The JSON object in a file that slime or a library wrote. Raises `CheckpointError`, which ends with `or_else`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error}); {or_else}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object but {type(value).__name__}; {or_else}")
+    return value
 
 
 def sync_to_disk(path: Path) -> None:
@@ -45,32 +62,25 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-# Permissions of files that a library wrote through a private temporary file.
-
-_STATUS = Path("/proc/self/status")
+def tail_of(path: Path, num_bytes: int, start: int = 0) -> str:
+    """The text in the last `num_bytes` of a log, nothing before offset `start`. Raises `OSError`."""
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read().decode(errors="replace")
 
 
 def open_to_readers(path: Path) -> None:
-    """Gives a file the mode that an ordinary one of this process has, by its umask: safetensors leaves 0600."""
-    os.chmod(path, 0o666 & ~_umask())
+    """Gives a file the mode that the umask of this process asks for: safetensors leaves 0600."""
+    umask = int(fields_of(os.getpid()).get("Umask", "077"), 8)  # `os.umask` would have to change it, for every thread
+    os.chmod(path, 0o666 & ~umask)
 
-
-def _umask() -> int:
-    """Of this process. `os.umask` would have to change it to tell, for every thread."""
-    for line in _STATUS.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "Umask":
-            return int(value, 8)
-    return 0o077
-
-
-# What the files of a checkpoint's tokenizer are called, and whether they are code.
 
 CONFIG, FAST = "tokenizer_config.json", "tokenizer.json"
+"""Files of a tokenizer."""
 
 
 def is_code(folder: Path) -> bool:
-    """Whether the tokenizer of a checkpoint is Python code of its own, and nothing else."""
+    """Whether the only tokenizer of a checkpoint is Python code."""
     path = folder / CONFIG
     if not path.is_file() or (folder / FAST).is_file():
         return False
@@ -78,16 +88,14 @@ def is_code(folder: Path) -> bool:
     return not isinstance(auto_map, Mapping) or "AutoTokenizer" in auto_map
 
 
-# Names on the Hugging Face hub where a path is meant: nothing is downloaded, but the command is named.
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = (".jsonl", ".zst", ".parquet", ".json", ".csv", ".txt", ".yaml", ".py")
 
 
 def download_hint(name: str, *, dataset: bool = False) -> str:
-    """What to do about a path that does not exist, if it may be a name on the hub (`Qwen/Qwen3-0.6B`); else empty.
+    """How to download `name`, if it looks like a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`); else empty.
 
-    A path below a folder that exists is none, nor is one that ends like a file.
+    A path below a folder that exists, or with the suffix of a file, is not such a name. Downloads nothing.
     """
     if not _NAME.fullmatch(name) or name.endswith(_FILES) or Path(name).parent.exists():
         return ""
@@ -95,29 +103,19 @@ def download_hint(name: str, *, dataset: bool = False) -> str:
     return f"a name on the hub is downloaded first: hf download {what} --local-dir {folder}, then give {folder}"
 
 
-# The images of a run: files in a folder of it, named by what is in them.
-#
-# A prompt's samples name its images by digest; whoever needs the bytes, a client that sends them or a trainer that
-# looks at them, reads the file. So an image is kept once, whatever number of samples, batches and checkpoints speak of
-# it.
-#
-# Invariants
-# 1. A file does not change: its name is the digest of its bytes. It appears whole.
-
-FOLDER = "images"
-"""Below the run's folder."""
-
-
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """Images by digest, all as PNG files."""
+    """The images of a run: PNG files that never change, named by the digest of their bytes.
+
+    Samples, batches and checkpoints name images by digest; a client or a trainer that needs the bytes reads the file.
+    So each image is kept once.
+    """
 
     folder: Path
 
     @classmethod
     def of_run(cls, run_dir: str) -> ImageFolder:
-        """That of a run."""
-        return cls(Path(run_dir) / FOLDER)
+        return cls(Path(run_dir) / "images")
 
     def put(self, png: bytes) -> str:
         """Keeps an image; returns its digest, 32 hex digits."""
@@ -125,7 +123,7 @@ class ImageFolder:
         file = self._file(digest)
         if not file.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_bytes(file, png, durable=False)  # the data set has it, too
+            replace_bytes(file, png, durable=False)  # the dataset still has it
         return digest
 
     def read(self, digest: str) -> bytes:
@@ -134,8 +132,8 @@ class ImageFolder:
             return self._file(digest).read_bytes()
         except OSError as error:
             raise DataError(
-                f"got a sample with the image {digest}, which {self.folder} does not hold ({error}); do: let every "
-                "host see the folder of the run, and begin with the data set that the sample was made from"
+                f"{self.folder} lacks image {digest} of a sample ({error}); every host must see the folder of the run, "
+                "and the run must use the dataset that the sample came from"
             ) from error
 
     def _file(self, digest: str) -> Path:

@@ -107,6 +107,11 @@ class Silence:
         return self._used() if self._used is not None else 0.0, written
 
 
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Seconds to wait before the next try after so many failures in a row: doubled each time, up to `longest_s`."""
+    return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
+
+
 async def within(work: Awaitable[T], limit_s: float, silence: Silence | None = None) -> T:
     """The result of what waits for something. Raises `TimeoutError` if that is silent for longer than `limit_s`."""
     silence, task = silence or Silence(), asyncio.ensure_future(work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,12 @@ def shorten(text: str, limit: int) -> str:
 def one_line(text: str, limit: int) -> str:
     """As `shorten`, visible, on one line: a line break becomes a sign."""
     return shorten(visible(text).replace("\n", "⏎").replace("\t", " "), limit)
+
+
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """`a, b and 3 more`: at most `limit` names; `none` without any."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more or "none"
 
 
 def ends_whole(path: Path) -> bool:

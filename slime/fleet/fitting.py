@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config, text_config
+from slime.core.text import listed
 from slime.core.topology import EngineLayout
 from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
@@ -49,7 +50,6 @@ NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
 """In `custom_weight_loader` of a server: it was started by the launcher."""
-NAMES_SHOWN = 3
 UNSET = (None, False)
 DTYPES = {"half": "float16", "float": "float32"}
 """Other words for them."""
@@ -151,7 +151,7 @@ def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     if any("shared_expert" in name for name in missing):
         yield "it keeps shared experts with the routed ones: start it with --disable-shared-experts-fusion"
     elif missing or extra:
-        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"has {_listed(extra)}"] * bool(extra)
+        parts = [f"lacks {listed(missing, 3)}"] * bool(missing) + [f"has {listed(extra, 3)}"] * bool(extra)
         yield f"its model {' and '.join(parts)}, so it is another one than the checkpoint's: start it with that"
 
 
@@ -253,11 +253,6 @@ def _flag(name: str) -> str:
 
 def _shown(value: Any) -> str:
     return "off" if value in UNSET else "on" if value is True else str(value)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def refuse(found: Mapping[str, Sequence[str]]) -> None:

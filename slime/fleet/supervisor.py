@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from slime.core.errors import EngineError
 from slime.core.ports import WeightVersion
+from slime.core.silence import backoff_s
 from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
@@ -369,7 +370,7 @@ class Supervisor:
         if losses >= MAX_LOSSES and not engine.external:
             self._give_up(engine, reason)
         longest_s = longest_s if engine.external else LONGEST_PAUSE_S
-        pause_s = min(PAUSE_S * 2.0 ** min(max(failures, losses, 1) - 1, 30), longest_s)
+        pause_s = backoff_s(max(failures, losses, 1), PAUSE_S, longest_s)
         self._again_at[engine.index] = self._clock() + pause_s
 
     def _give_up(self, engine: Engine, reason: str) -> None:

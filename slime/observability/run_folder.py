@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.files import replace_text
 from slime.core.text import HIDDEN
 from slime.observability.samples import FILE_NAME
 from slime.observability.start_record import (
@@ -130,7 +131,7 @@ class RunFolder:
         record = self.path / "run.json"
         starts = json.loads(record.read_text())["starts"]
         starts[-1][name] = plain(facts)
-        _write(record, json_text({"starts": starts}))
+        replace_text(record, json_text({"starts": starts}), durable=False)
 
     def write_report(self) -> None:
         """Makes the report from what was logged so far; a failure is logged, never raised."""
@@ -188,21 +189,14 @@ def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping
     where = folder / "starts" / str(len(starts) - 1)
     where.mkdir(parents=True, exist_ok=True)
     for name, text in own.items():
-        _write(where / name, text)
-    _write(folder / "args.json", own["args.json"])
-    _write(folder / "run.json", json_text({"starts": list(starts)}))
+        replace_text(where / name, text, durable=False)
+    replace_text(folder / "args.json", own["args.json"], durable=False)
+    replace_text(folder / "run.json", json_text({"starts": list(starts)}), durable=False)
 
 
 def json_text(value: Any) -> str:
     """As the files of a run hold it."""
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes through a temporary file, so that a reader never sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def plain(value: Any, name: str = "") -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +18,7 @@ import zstandard
 
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
+from slime.core.files import replace_bytes
 from slime.core.sample import Group, Sample
 from slime.rollout.guard import beside
 from slime.rollout.sample_metrics import sample_metrics
@@ -46,7 +46,7 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
         raise DataError(
             f"got a sample that cannot be recorded ({problem}); keep metadata, label and reward plain JSON"
         ) from problem
-    _write_whole(path, zstandard.ZstdCompressor(level=6).compress(("\n".join(lines) + "\n").encode()))
+    _write(path, zstandard.ZstdCompressor(level=6).compress(("\n".join(lines) + "\n").encode()))
 
 
 def save_train_batch(path: Path, batch: TrainBatch) -> None:
@@ -59,7 +59,7 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
     assert not other, f"{other[:5]} are not numeric and would be written as a pickle"
     content = io.BytesIO()
     np.savez_compressed(content, **cast(Any, arrays))
-    _write_whole(path, content.getvalue())
+    _write(path, content.getvalue())
 
 
 def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[Sample]]:
@@ -68,14 +68,9 @@ def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[S
     return groups[: (num + 1) // 2] + groups[len(groups) - num // 2 :]
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_bytes(path, content)
 
 
 def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:

@@ -36,6 +36,7 @@ from typing import IO
 import slime
 from slime.core.blame import here, how_it_ended
 from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.files import tail_of
 from slime.core.processes import scratch_prefix
 from slime.core.silence import Silence, processor_s
 
@@ -418,10 +419,7 @@ class ChildProcess:
     def log_tail(self, limit_bytes: int = LOG_TAIL_BYTES) -> str:
         """The end of what this start wrote to the log."""
         try:
-            with self.log_path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, size - limit_bytes))
-                return file.read().decode(errors="replace").strip()
+            return tail_of(self.log_path, limit_bytes, start=self._log_start).strip()
         except OSError as error:
             return f"(no log: {error})"
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest, Hasher
+from slime.core.text import listed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 from slime.weights.hf_shards import padded_slice, segments_of, slice_shards, unit_count
@@ -140,7 +141,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
     """Raises `WeightSyncError` for tensors that are not `sent`."""
     missing = [name for name in hf_names if name not in sent]
     if missing:
-        raise WeightSyncError(f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor")
+        raise WeightSyncError(f"the weight sync lacks {listed(missing)}; send every tensor")
 
 
 class ExpectedDigests:

@@ -36,6 +36,7 @@ from typing import Any
 
 from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.core.ports import Digest, RankChecksums
+from slime.core.text import listed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, departure_from
@@ -51,9 +52,6 @@ from slime.weights.turns import NUM_BUFFERS, Bucket, Buffers, Turn
 # differing tensor are all violations. (Engines leave buffers that are never loaded, such as rotary tables, out of their
 # report. What the trainer only carries along they loaded themselves; a vision tower that a trainer sees with is
 # compared in engines of one rank.)
-
-NAMES_SHOWN = 8
-"""Tensors of each kind that an error message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +137,12 @@ def describe(table: FamilyTable, difference: Difference) -> str:
     hf = {name: tuple(n for e in held for n in e.hf) for name, held in table.resident.items()}
 
     def some(names: tuple[str, ...]) -> str:
-        shown = [n if hf.get(n, (n,)) == (n,) else f"{n} (holds {_listed(hf[n])})" for n in names[:NAMES_SHOWN]]
-        return ", ".join(shown) + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+        return listed([n if hf.get(n, (n,)) == (n,) else f"{n} (holds {listed(hf[n], 3)})" for n in names])
 
     kinds = (("differing", difference.differing), ("missing", difference.missing), ("extra", difference.extra))
     text = "; ".join(f"{kind}: {some(names)}" for kind, names in kinds if names)
     hint = " (no tensor is equal: do trainer and engine use the same dtype?)" if not difference.num_equal else ""
     return text + hint
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def sync_weights(

@@ -68,7 +68,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
             Point("slime.buffer.snapshot", "write_json", 2, "before"),
             Point(CHECKPOINT, "HashedFile.__exit__", 3, "before", "process"),
             Point(CHECKPOINT, "commit", 2, "before"),
-            Point(CHECKPOINT, "_write_json", 4, "before"),  # it has its folder and is not yet the latest
+            Point(CHECKPOINT, "write_json", 4, "before"),  # it has its folder and is not yet the latest
             Point(CHECKPOINT, "prune", 2, "before"),
         ],
     ),

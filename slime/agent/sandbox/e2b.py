@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 
 from slime.agent.sandbox import SANDBOXES, Command, ExecResult, Sandbox
 from slime.core.errors import ConfigError
+from slime.core.silence import backoff_s
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -134,14 +135,15 @@ class E2BSandbox(Sandbox):
 
     async def _tried(self, what: str, request: Callable[[], Awaitable[T]], *, tries: int | None = None) -> T:
         """The answer of one of at most so many tries; raises what the last one raised."""
-        pause_s, left = FIRST_PAUSE_S, tries or self.retries + 1
+        failures = 0
         while True:
-            left -= 1
+            failures += 1
             try:
                 return await request()
             except Exception as problem:
-                if not left or isinstance(problem, package().CommandExitException) or not is_transient(problem):
+                is_last = failures == (tries or self.retries + 1)
+                if is_last or isinstance(problem, package().CommandExitException) or not is_transient(problem):
                     raise
                 logger.warning("sandbox %s: could not %s, trying again: %s", self.sandbox_id, what, problem)
+            pause_s = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

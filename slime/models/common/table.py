@@ -21,6 +21,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.hf_config import HfConfig, num_experts_of
+from slime.core.text import listed
 from slime.core.topology import EngineLayout
 
 # How SGLang's model of a family spreads over the ranks of an engine, beyond tensor parallelism, which all have.
@@ -388,7 +389,7 @@ class FamilyTable:
             if missing or unknown or doubled:
                 raise ConfigError(
                     f"got {len(names)} {what} tensors for table {self.family!r}, which needs {len(known)}: "
-                    f"missing {some_of(missing)}, unknown {some_of(unknown)}, doubled {some_of(doubled)}; "
+                    f"missing {listed(missing)}, unknown {listed(unknown)}, doubled {listed(doubled)}; "
                     "the model must be built from the same config.json as the table"
                 )
 
@@ -397,10 +398,3 @@ class FamilyTable:
         redundant = self.tied and hf_name.endswith("lm_head.weight")
         buffer = hf_name.endswith("rotary_emb.inv_freq")
         return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)
-
-
-def some_of(names: list[str], limit: int = 8) -> str:
-    """The first of these names, and how many more there are."""
-    if not names:
-        return "none"
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

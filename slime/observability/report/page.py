@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.core.files import replace_bytes
 from slime.core.text import shorten
+from slime.observability.progress import duration
 from slime.observability.report.charts import panel_figure, parts_figure
 from slime.observability.report.figure import write_picture
 from slime.observability.report.markup import Markup, element, joined, short, when
@@ -205,7 +207,6 @@ def _versions(record: RunRecord) -> Markup | None:
 
 
 STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "page.js"))
-DURATIONS = ((3600.0, "h"), (60.0, "min"), (0.0, "s"))
 
 
 def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title: str) -> str:
@@ -248,15 +249,10 @@ def _subtitle(record: RunRecord, summary: RunSummary) -> str:
     times = [row["time"] for row in record.rows if "time" in row]
     parts = [record.kind.value]
     if times:
-        parts += [f"first step logged {when(min(times))}", f"{_duration(summary.wall_s)} from the first to the last"]
+        parts += [f"first step logged {when(min(times))}", f"{duration(summary.wall_s)} from the first to the last"]
     if len(record.starts) > 1:
         parts.append(f"{len(record.starts)} starts")
     return "  ·  ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    size, unit = next((size, unit) for size, unit in DURATIONS if seconds >= size)
-    return f"{seconds / (size or 1):.3g} {unit}"
 
 
 def _tiles(summary: RunSummary) -> Markup:
@@ -364,14 +360,10 @@ def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | Non
     out_dir = out_dir or run_dir
     out_dir.mkdir(parents=True, exist_ok=True)
     report = Report(title, summary, *(out_dir / f"report.{suffix}" for suffix in ("md", "html", "png")))
-    _write(report.text, report_markdown(record, summary, title))
-    _write(report.page, page(record, panels, summary, title))
+    for path, text in (
+        (report.text, report_markdown(record, summary, title)),
+        (report.page, page(record, panels, summary, title)),
+    ):
+        replace_bytes(path, text.encode(errors="replace"), durable=False)  # half of a surrogate pair becomes `?`
     write_picture(record, panels, report.picture, title)
     return report
-
-
-def _write(path: Path, text: str) -> None:
-    """Through a file beside it, so that a browser never shows half a page. Half of a surrogate pair becomes `?`."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="replace")
-    partial.replace(path)

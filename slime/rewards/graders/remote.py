@@ -22,6 +22,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError, DataError, EngineError, RequestRejected
 from slime.core.sample import Sample
+from slime.core.silence import backoff_s
 from slime.rewards.graders import GRADERS, Grader
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
@@ -45,9 +46,10 @@ async def post(session: Any, url: str, payload: Any) -> Any:
     """
     import aiohttp
 
-    next_pause_s = FIRST_PAUSE_S
+    failures = 0
     while True:
-        pause_s, next_pause_s = next_pause_s, min(next_pause_s * 2, LONGEST_PAUSE_S)
+        failures += 1
+        pause_s = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         with contextlib.suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):  # it may be restarting
             async with session.post(url, json=payload, allow_redirects=False) as response:
                 body = b""

@@ -31,6 +31,7 @@ import aiohttp
 
 from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, RequestRejected
 from slime.core.ports import OWN_REQUESTS
+from slime.core.silence import backoff_s
 from slime.rollout.client.call import Call, Refused
 from slime.rollout.client.upstream import (
     ABORTED,
@@ -600,4 +601,4 @@ class Job:
         self.tries += 1
         if self.tries >= MAX_TRIES:
             raise EngineError(f"a request failed after {self.tries} tries; the last one: {said}")
-        return min(FIRST_RETRY_S * 2 ** (self.tries - 1), LONGEST_RETRY_S)
+        return backoff_s(self.tries, FIRST_RETRY_S, LONGEST_RETRY_S)

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.silence import backoff_s
 from slime.core.text import EngineKeys
 from slime.rollout.client.call import check_request
 from slime.rollout.client.engine_pool import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
@@ -74,11 +75,10 @@ class TeacherClient:
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The answer of the try that got one. A try that may still run is aborted."""
-        retry_s, problem = FIRST_RETRY_S, "no try"
+        problem = "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+                await asyncio.sleep(backoff_s(attempt, FIRST_RETRY_S, LONGEST_RETRY_S))
             rid, may_run = uuid.uuid4().hex, True
             try:
                 response = await self._wire.post(f"{self._url}/generate", {**payload, "rid": rid})

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import HfConfig
-from slime.core.text import one_line
+from slime.core.text import listed, one_line
 from slime.models import table_for
 from slime.models.common.mtp import PREFIX, with_mtp
-from slime.models.common.table import Entry, FamilyTable, Unit, some_of
+from slime.models.common.table import Entry, FamilyTable, Unit
 from slime.rewards.environment import grader_environment
 from slime.training.foreign.reader import FILES, HEADER, NETWORK, SYSTEM
 from slime.training.state.shards import DTYPES, iter_full
@@ -323,8 +323,8 @@ class TorchDist:
         if missing or unknown:
             raise CheckpointError(
                 f"got {self._folder} with {len(stored)} tensors of weights, which are not those of a "
-                f"{self.table.family} of {self.table.sizes.num_layers} layers: missing {some_of(missing)}, unknown "
-                f"{some_of(sorted(unknown))}; give the --hf-checkpoint that it was made of"
+                f"{self.table.family} of {self.table.sizes.num_layers} layers: missing {listed(missing)}, unknown "
+                f"{listed(sorted(unknown))}; give the --hf-checkpoint that it was made of"
             )
 
     def _count(self, key: str, axes: int) -> int:

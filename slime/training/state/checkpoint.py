@@ -34,7 +34,7 @@ from typing import Any
 
 from slime.core import lease
 from slime.core.errors import SAVE_FLAG, CheckpointError, DeadlineExceeded
-from slime.core.files import replace_text, sync_to_disk
+from slime.core.files import read_checkpoint_json, sync_to_disk, write_json
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
@@ -121,7 +121,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     if odd:
         raise CheckpointError(f"got {odd} in {parts} missing or of another size than written; is the disk full?")
     manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
-    _write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)})
+    write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)}, indent=1)
     for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):
         sync_to_disk(folder)
     root = parts.parent
@@ -132,8 +132,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
         final.rename(stale)
     parts.rename(final)
     sync_to_disk(root)
-    _write_json(root / LATEST, {"path": final.name, "rollout_id": rollout_id})
-    sync_to_disk(root)
+    write_json(root / LATEST, {"path": final.name, "rollout_id": rollout_id}, indent=1)
     shutil.rmtree(stale, ignore_errors=True)
     return final
 
@@ -167,11 +166,11 @@ def latest(root: Path) -> Checkpoint | None:
     Raises `CheckpointError` if `latest.json` names a folder that is gone or has lost its manifest.
     """
     if (root / MANIFEST).is_file():
-        return Checkpoint(root, int(_read_json(root / MANIFEST)["rollout_id"]))
+        return Checkpoint(root, int(read_checkpoint_json(root / MANIFEST)["rollout_id"]))
     named = root / LATEST
     if not named.is_file():  # the first commit was killed before it wrote the name: the folder speaks for itself
         return next(iter(_complete(root)), None)
-    record = _read_json(named)
+    record = read_checkpoint_json(named)
     for name in (record["path"], _REPLACED + record["path"]):  # killed between the two renames of a repeated step
         if (root / name / MANIFEST).is_file():
             return Checkpoint(root / name, int(record["rollout_id"]))
@@ -199,7 +198,7 @@ def _complete(root: Path) -> list[Checkpoint]:
     for path in root.iterdir() if root.is_dir() else ():
         with suppress(CheckpointError):
             if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file():
-                there.append((int(_read_json(path / MANIFEST).get("committed_ns", 0)), int(match[1]), path))
+                there.append((int(read_checkpoint_json(path / MANIFEST).get("committed_ns", 0)), int(match[1]), path))
     return [Checkpoint(path, rollout_id) for _, rollout_id, path in sorted(there, reverse=True)]
 
 
@@ -226,7 +225,7 @@ def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing, so it is not a committed checkpoint"]
     try:
-        manifest = _read_json(path / MANIFEST)
+        manifest = read_checkpoint_json(path / MANIFEST)
         seal, want = manifest.pop("sha256"), manifest["files"]
     except (CheckpointError, KeyError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
@@ -257,18 +256,6 @@ def _sha256(path: Path) -> str:
 
 def _json_sha256(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _write_json(path: Path, data: object) -> None:
-    replace_text(path, json.dumps(data, indent=1))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"got {error} from {path}; the file is damaged, load another checkpoint") from error
-    return data
 
 
 # Saving in the background: one thread writes and commits a checkpoint while training goes on.

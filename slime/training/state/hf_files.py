@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.core.files import open_to_readers, sync_to_disk
+from slime.core.files import open_to_readers, read_checkpoint_json, sync_to_disk
 from slime.training.state.shards import TensorFile
 from slime.weights.quantised.formats import format_of
 
@@ -37,6 +37,7 @@ ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 """The template of a tokenizer that is read from the same folder, whatever else says one."""
 
+AGAIN = "fetch or export it again"
 EXPORT_MARKER = ".slime_export.json"
 """In every folder that an export made: what may be replaced by the next one."""
 
@@ -57,7 +58,7 @@ class HfReader:
         self._touched: set[str] = set()
         self._released = False
         config = directory / "config.json"
-        self._config: dict[str, Any] = _read_json(config) if config.is_file() else {}
+        self._config: dict[str, Any] = read_checkpoint_json(config, or_else=AGAIN) if config.is_file() else {}
         self._location = self._locate()
         self._format = format_of(self._config, self._location)
 
@@ -136,7 +137,7 @@ class HfReader:
         """Tensor name -> file name, from the index or from the headers."""
         index = self._directory / "model.safetensors.index.json"
         if index.exists():
-            weight_map = _read_json(index).get("weight_map")
+            weight_map = read_checkpoint_json(index, or_else=AGAIN).get("weight_map")
             if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
                 raise CheckpointError(f"got {index} without a weight_map of plain file names; fetch or export it again")
             return weight_map
@@ -327,7 +328,7 @@ def _name_files(directory: Path, files: list[list[str]], total_bytes: int) -> No
 
 
 def _write_config(path: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None) -> None:
-    config = _read_json(path)
+    config = read_checkpoint_json(path, or_else=AGAIN)
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue
@@ -345,16 +346,6 @@ def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:
     named = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "bfloat16")
     dtype = getattr(torch, str(named), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"got {path}, which is not readable JSON ({error}); fetch or export it again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"got {path}, which does not hold a JSON object; fetch or export it again")
-    return data
 
 
 # An export in Hugging Face format by all ranks of a run: files in turn, named only when all of it is there.

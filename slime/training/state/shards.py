@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
+from slime.core.files import read_checkpoint_json
 from slime.core.hf_config import HfConfig, read_hf_config
 from slime.models import table_for
 from slime.models.common.mtp import PREFIX, with_mtp
@@ -389,10 +390,7 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
-    try:
-        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"got {error} from {file}; the checkpoint is damaged, load another one") from error
+    meta = read_checkpoint_json(file)
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"got checkpoint format {meta.get('format')} in {file}; this release reads format {FORMAT}"

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from numpy.typing import NDArray
 
 from slime.core.errors import ConfigError, WeightSyncError
-from slime.core.files import replace_text, sync_to_disk
+from slime.core.files import sync_to_disk
 
 # What a version consists of: one JSON file beside its files, and the digest that stands for all of it.
 #
@@ -172,13 +172,6 @@ def _entry(row: Mapping[str, Any]) -> Entry:
 
 
 # Files that are whole or not there, and on disk before anybody hears of them.
-
-
-def write_json(file: Path, content: Any, *, durable: bool) -> None:
-    """Replaces `file` at once. `durable`: it is on disk when this returns."""
-    replace_text(file, json.dumps(content), durable=durable)
-    if durable:
-        sync_to_disk(file.parent)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -33,7 +33,8 @@ from typing import IO, Any
 import numpy as np
 
 from slime.core.errors import WeightSyncError
-from slime.core.files import sync_to_disk
+from slime.core.files import sync_to_disk, write_json
+from slime.core.text import listed
 from slime.weights.delta import encodings
 from slime.weights.delta import folder as chain
 from slime.weights.delta.encodings import Bytes
@@ -49,7 +50,6 @@ from slime.weights.delta.folder import (
     tensor_checksums,
     whole_checksum,
     width_of,
-    write_json,
 )
 
 logger = logging.getLogger(__name__)
@@ -207,9 +207,7 @@ class LocalCheckpoint:
             }
         if held != state.tensors:
             wrong = sorted(name for name in {*held, *state.tensors} if held.get(name) != state.tensors.get(name))
-            raise _Damaged(
-                f"got {wrong[:3]} ({len(wrong)} in all) with another checksum than version {state.version} has"
-            )
+            raise _Damaged(f"{listed(wrong, 3)} differ in checksum from version {state.version}")
 
     def _side_by_side(self, manifest: Manifest, do: Callable[[Entry], None]) -> None:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="weights-apply") as pool:
@@ -225,7 +223,7 @@ class LocalCheckpoint:
 
     def _remember(self, state: State) -> None:
         content = {"version": state.version, "digest": state.digest, "tensors": dict(state.tensors)}
-        write_json(self._folder / "state.json", content, durable=True)
+        write_json(self._folder / "state.json", content)
 
     @contextmanager
     def _locked(self, how: int) -> Iterator[None]:

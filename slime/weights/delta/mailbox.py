@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.weights.delta.folder import read_json, write_json
+from slime.core.files import write_json
+from slime.weights.delta.folder import read_json
 
 AGENTS = "agents"
 POLL_S = 0.01

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
 from slime.core.hf_config import quantisation_of, read_hf_config, tensor_names
+from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
 
 # What a quantised checkpoint says of its weights, and the arithmetic to plain ones and back: a class for each format.
@@ -578,7 +579,7 @@ def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> Famil
         return table
     unknown = sorted(n for n in quantised.names - set(table.hf_names) if not table.ignores(n))
     if unknown:
-        raise ConfigError(f"got quantised weights {unknown[:4]} ({len(unknown)} of them), which the model has not")
+        raise ConfigError(f"the checkpoint has quantised weights that the model lacks: {listed(unknown, 4)}")
     _check_fused(table, quantised)
 
     def parts(rows: Iterable[Row], layer: int | None) -> tuple[Row, ...]:
