@@ -8,6 +8,7 @@ asks it (`dist_checkpointing.load_content_metadata`). All weights are in memory,
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +46,8 @@ def write_torch_dist(
     with _one_rank():
         state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": _arguments(table)}
         state["model"] = _sharded(table, read_hf, advance)
-        dist_checkpointing.save(state, str(release), content_metadata=dict(CONTENT))
+        with writers_ended():
+            dist_checkpointing.save(state, str(release), content_metadata=dict(CONTENT))
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 
@@ -98,6 +100,20 @@ def _arguments(table: FamilyTable) -> argparse.Namespace:
         no_save_optim=True,
         no_save_rng=True,
     )
+
+
+@contextmanager
+def writers_ended() -> Iterator[None]:
+    """Ends the process that Megatron (core 0.16) starts for the results of its writers, and keeps until this process
+    exits: one that is killed would leave it behind.
+    """
+    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    try:
+        yield
+    finally:
+        results, writer._results_queue = writer._results_queue, None
+        if results is not None:
+            results._manager.shutdown()
 
 
 @contextmanager

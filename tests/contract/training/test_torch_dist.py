@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 from pathlib import Path
@@ -115,9 +116,16 @@ def test_what_ranks_wrote_is_read(
     shape: str, layout: Layout, made: dict[str, Made], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Law: whatever layout and form Megatron writes, the same HF tensors come out, and its optimizer stays behind."""
-    ranks.run(rewrite, layout.world_size, made[shape].release, tmp_path / "again", made[shape].config, layout)
+    again = (made[shape].release, tmp_path / "again", made[shape].config, layout)
+    children = ranks.run(rewrite, layout.world_size, *again)
+    assert not any(children), f"a rank that is killed would leave {children} behind"
     assert _read(tmp_path / "again", made[shape].hf, tmp_path / "out") == 0
     assert _same(made[shape].hf, tmp_path / "out")
+
+
+def test_a_conversion_leaves_no_process_of_megatrons_writer(made: dict[str, Made]) -> None:
+    assert made, "this process has converted"
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("SyncManager")]
 
 
 def _forget(folder: Path, name: str) -> None:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.compat import megatron_cpu, megatron_moe
 from slime.core.hf_config import num_experts_of
+from slime.training.foreign.write_torch_dist import writers_ended
 from tests.support.ranks import Seat
 
 AHEAD_OF_EXPERTS = "pre_mlp_layernorm."
@@ -38,8 +39,11 @@ class Layout:
         return self.tp * self.pp * self.ep
 
 
-def rewrite(seat: Seat, source: Path, target: Path, config: dict[str, Any], layout: Layout) -> None:
-    """Megatron loads what slime wrote, every rank its part, and writes it again in its own form."""
+def rewrite(seat: Seat, source: Path, target: Path, config: dict[str, Any], layout: Layout) -> list[str]:
+    """Megatron loads what slime wrote, every rank its part, and writes it again in its own form.
+
+    Returns the names of the processes that are left below the rank.
+    """
     with seat.world(), _model(config, layout) as model:
         from megatron.core import dist_checkpointing
 
@@ -54,8 +58,9 @@ def rewrite(seat: Seat, source: Path, target: Path, config: dict[str, Any], layo
         state = {**model.sharded_state_dict(metadata=dict(layout.metadata)), **optimizer}
         for key, tensor in _moments(model, layout).items():
             state[key] = tensor
-        with _may_have_children():
+        with _may_have_children(), writers_ended():
             dist_checkpointing.save(state, str(target))
+    return [child.name for child in multiprocessing.active_children()]
 
 
 def log_probs(seat: Seat, source: Path, config: dict[str, Any], tokens: list[int]) -> Any:
