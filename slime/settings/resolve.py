@@ -16,7 +16,7 @@ from slime.settings.flag_table import Components, entries_named_in
 from slime.settings.flag_table import components as slime_components
 from slime.settings.flags import ANY, Flag, refuse
 from slime.settings.groups import GROUPS
-from slime.settings.megatron import FIXED, NEEDS, SLIME_DEFAULTS
+from slime.settings.megatron import FIXED, SLIME_DEFAULTS, need_of
 from slime.settings.rules import a_step_is_finite, async_rules, held_out_files_exist, sync_rules
 from slime.settings.schema import architecture_of, contradictions, flags_of_owner
 
@@ -218,8 +218,8 @@ def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[st
     """The same for flags of Megatron; one that is given its default, Megatron's or slime's, asks for nothing."""
     out = {}
     for flag in flags:
-        need, value = NEEDS.get(flag.dest), args.megatron.get(flag.dest)
-        if need is None or not args.was_given(f"megatron.{flag.dest}") or need.acts(args):
+        need, value = need_of(flag.dest), args.megatron.get(flag.dest)
+        if not args.was_given(f"megatron.{flag.dest}") or need is None or need.acts(args):
             continue
         usual = FIXED[flag.dest][:1] if flag.dest in FIXED else (flag.default, *SLIME_DEFAULTS.get(flag.dest, ())[:1])
         if value not in usual:

@@ -14,7 +14,7 @@ from slime.settings import resolve
 from slime.settings.fields import Declared, Passed, declared
 from slime.settings.flag_table import components, flag_table
 from slime.settings.groups import GROUPS
-from slime.settings.megatron import NEEDS
+from slime.settings.megatron import CONDITIONS
 from slime.settings.resolve import Resolver, resolver_of
 
 RUNS = (
@@ -105,7 +105,7 @@ def test_conditions_and_derivations_can_be_computed(base: list[str], words: str)
             evaluated(f"canonical of {name}", says.canonical, says.default)
     for name, rule in passed():
         evaluated(f"compute of {name}", rule.compute, settings)
-    for name, need in NEEDS.items():
+    for name, need in CONDITIONS.items():
         evaluated(f"needs of {name}", need.acts, settings)
     for name, need in resolve.ARCHITECTURE_NEEDS.items():
         evaluated(f"needs of {name}", need.acts, dict(settings.megatron))

@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from slime.settings import parse_args
 from slime.settings.flag_table import components
-from slime.settings.megatron import FIXED, NEEDS, UNSUPPORTED
+from slime.settings.megatron import ACTING, CONDITIONS, FIXED, UNSUPPORTED, need_of
 from slime.settings.schema import OWNED, architecture_of, flags_of_owner
 from tests.support.command_line import QWEN3, listed, refused
 
-ACTING = {
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "overlap_grad_reduce", "pad_buckets_for_high_nccl_busbw"),
-    *("bf16", "fp16", "loss_scale", "fp32_residual_connection", "enable_autocast", "deterministic_mode"),
-    *("disable_bf16_reduced_precision_matmul", "test_mode", "config_logger_dir"),
-    *("lr", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_iters", "decoupled_lr", "clip_grad"),
-    *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "weight_decay"),
-    *("optimizer_cpu_offload", "use_precision_aware_optimizer"),
-    *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-    *("recompute_granularity", "fine_grained_activation_offloading"),
-    *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
-}
-"""Flags of Megatron that act in every run, or are refused by a rule where they cannot."""
+NUM_UNREAD = 118
+"""Flags that act on nothing in the pinned Megatron. If it changes: look at what the trainer does with the new flags."""
 
 
-def test_every_flag_of_megatron_has_its_kind(base: list[str]) -> None:
-    refused_or_fixed = FIXED.keys() | UNSUPPORTED.keys()
-    kinds = {
-        "set by slime itself": OWNED["megatron"].keys() | components().own.keys(),
-        "fixed or unsupported": refused_or_fixed - NEEDS.keys(),
-        "without effect, or under a condition": NEEDS.keys(),
-        "said by the checkpoint": architecture_of(base[1]).keys() - refused_or_fixed,
-        "acting": ACTING,
-    }
-    stored = {flag.dest for flag in flags_of_owner("megatron")}
-    for name in sorted(stored):
-        of = [kind for kind, names in kinds.items() if name in names]
-        both = name == "use_cpu_initialization"  # slime sets it, and the trainer reads it where the fixed ones are
-        assert len(of) == 1 or both, f"{name} is {of or 'of no kind'}: look at what the trainer does with it"
-    assert stored >= ACTING | NEEDS.keys() | refused_or_fixed
-
-
-def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None:
+def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
+    """Law: a flag acts, acts under a condition or is fixed, each in one list; any other is without effect."""
     stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
-    assert NEEDS.keys() <= stored.keys() and not NEEDS.keys() & UNSUPPORTED.keys()
-    harmless = {"moe_router_load_balancing_type", "moe_enable_deepep", "transformer_impl"}
-    assert NEEDS.keys() & FIXED.keys() == harmless, "fixed, and the same step is computed whatever they say"
+    lists = (ACTING, CONDITIONS.keys(), FIXED.keys() | UNSUPPORTED.keys())
+    counts = Counter(name for names in lists for name in names)
+    assert counts.keys() <= stored.keys()
+    twice = {name for name, count in counts.items() if count > 1}
+    assert twice == {"moe_router_load_balancing_type"}, "fixed, and the same step is computed whatever it says"
     for name, (value, _) in UNSUPPORTED.items():
         assert stored[name].default == value, name
+    elsewhere = OWNED["megatron"].keys() | components().own.keys() | architecture_of(base[1]).keys()
+    unread = [name for name in stored if name not in CONDITIONS.keys() | elsewhere and need_of(name) is not None]
+    assert len(unread) == NUM_UNREAD
 
 
 @pytest.mark.parametrize(
@@ -61,7 +40,7 @@ def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None
         ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
         ("--attention-backend flash", "which needs Transformer Engine"),
         ("--transformer-impl transformer_engine", "which needs Transformer Engine"),
-        ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
+        ("--muon-momentum 0.9", "which needs an optimizer other than Adam"),
         ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
         ("--exp-avg-dtype bf16", "exp_avg_dtype bfloat16, which needs --use-precision-aware-optimizer"),
         ("--optimizer-offload-fraction 0.5", "0.5, which needs --optimizer-cpu-offload"),
@@ -78,13 +57,14 @@ def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None
         ("--lr-decay-iters 5", "lr_decay_iters 5, which needs a schedule whose length matters"),
         ("--lr-wsd-decay-style linear", "lr_wsd_decay_style linear, which needs --lr-decay-style WSD"),
         ("--lr-decay-style cosine --lr-wsd-decay-iters 5", "which needs --lr-decay-style WSD"),
-        ("--min-lr 1e-7", "min_lr 1e-07, which needs a rate that decays"),
+        ("--min-lr 1e-7", "min_lr 1e-07, which needs a learning rate that decays"),
         ("--lr-warmup-init 1e-7", "which needs a warm-up"),
         ("--initial-loss-scale 1024", "which needs --fp16"),
         ("--sequence-parallel", "which needs --tensor-model-parallel-size above 1"),
         ("--no-batch-p2p-comm", "which needs pipeline stages"),
         ("--bucket-size 1000", "which needs --overlap-grad-reduce"),
-        ("--cpu-offloading-num-layers 1", "which needs offloading of activations by Transformer Engine"),
+        ("--cpu-offloading-num-layers 1", "which needs Transformer Engine"),
+        ("--dsa-indexer-topk 2", "dsa_indexer_topk 2, which needs a part of Megatron that this trainer does not use"),
     ],
 )
 def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
