@@ -71,7 +71,17 @@ class Saver:
                 what = "the Data Buffer to load"
                 self._actors.on_rollout("load", str(found.path), for_what=what, limit_s=self._limit_s, flag=SAVE_FLAG)
         self._tell_resumed(found)
+        self._keep_other_branch(found)
         return found.rollout_id
+
+    def _keep_other_branch(self, found: checkpoint.Checkpoint) -> None:
+        """Later steps in the folder that this run saves to are not its own: retention must not remove them."""
+        root = found.path.parent
+        if self._args.save is None or Path(self._args.save).resolve() != root.resolve():
+            return
+        kept = checkpoint.set_aside(root, after=-1 if self._args.finetune else found.rollout_id)
+        if kept and self._args.save_keep_last is not None:
+            logger.info("--save-keep-last leaves %s of %s alone: they belong to another branch", ", ".join(kept), root)
 
     def _tell_resumed(self, found: checkpoint.Checkpoint) -> None:
         """One line on where the run goes on."""

@@ -38,6 +38,7 @@ from slime.core.files import read_checkpoint_json, sync_to_disk, write_json
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
+SET_ASIDE = "set_aside.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _WRITING, _REPLACED, _REMOVED = ".writing_", ".replaced_", ".removed_"
 
@@ -134,22 +135,42 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     sync_to_disk(root)
     write_json(root / LATEST, {"path": final.name, "rollout_id": rollout_id}, indent=1)
     shutil.rmtree(stale, ignore_errors=True)
+    if final.name in (names := _names_set_aside(root)):  # this branch has saved the step again
+        _write_json(root / SET_ASIDE, {"checkpoints": sorted(names - {final.name})})
     return final
+
+
+def set_aside(root: Path, *, after: int) -> list[str]:
+    """Protects checkpoints of steps later than `after` from `prune`; returns the names of all that are protected.
+
+    A run that resumes from an earlier step calls this first: the later steps belong to the branch that it leaves.
+    """
+    names = _names_set_aside(root) | {found.path.name for found in _complete(root) if found.rollout_id > after}
+    if names:
+        _write_json(root / SET_ASIDE, {"checkpoints": sorted(names)})
+    return sorted(names)
+
+
+def _names_set_aside(root: Path) -> set[str]:
+    file = root / SET_ASIDE
+    return set(_read_json(file)["checkpoints"]) if file.is_file() else set()
 
 
 def prune(
     root: Path, *, keep_last: int | None, retain_interval: int | None = None, keep: Collection[Path] = ()
 ) -> list[Path]:
-    """Removes all but the `keep_last` newest committed checkpoints and returns what went; None removes nothing.
+    """Removes all but the `keep_last` newest checkpoints of this branch and returns what went; None removes nothing.
 
-    Besides, those stay that `latest` or `keep` names and those after every `retain_interval`-th step.
+    Keeps in any case: what `latest` or `keep` names, the end of every `retain_interval`-th step, and other branches
+    (`set_aside`).
     """
     if keep_last is None:
         return []
     named = latest(root)
     kept = {path.resolve() for path in (*keep, *([named.path] if named else []))}
+    other_branches = _names_set_aside(root)
     gone = []
-    for old in _complete(root)[keep_last:]:
+    for old in [found for found in _complete(root) if found.path.name not in other_branches][keep_last:]:
         retained = retain_interval is not None and (old.rollout_id + 1) % retain_interval == 0
         if retained or old.path.is_symlink() or old.path.resolve() in kept:
             continue

@@ -21,6 +21,7 @@ from slime.training.state.checkpoint import (
     find,
     latest,
     prune,
+    set_aside,
     verify,
 )
 from slime.training.state.shards import FORMAT, ShardReader, write_meta, write_tensors
@@ -195,11 +196,32 @@ def test_retention_keeps_the_newest_the_retained_and_those_in_use(tmp_path: Path
 
 
 def test_retention_goes_by_the_time_of_the_commit(tmp_path: Path) -> None:
-    for step in (7, 8, 3):  # resumed from an earlier step: 7 and 8 are of the run that was left
+    for step in (7, 8, 3):
         _write(tmp_path, step)
     prune(tmp_path, keep_last=1)
     assert _steps(tmp_path) == [3]
     assert latest(tmp_path) == Checkpoint(tmp_path / "step_000003", 3)
+
+
+def test_retention_keeps_the_branch_that_a_run_left(tmp_path: Path) -> None:
+    """Law: steps later than the one resumed from are another branch's, also after a second start."""
+    for step in (5, 6, 7, 9):
+        _write(tmp_path, step)
+    assert set_aside(tmp_path, after=5) == ["step_000006", "step_000007", "step_000009"]
+    _write(tmp_path, 7)
+    prune(tmp_path, keep_last=1)
+    assert _steps(tmp_path) == [6, 7, 9], "5 was this branch's, and 7 is now"
+    set_aside(tmp_path, after=7)
+    _write(tmp_path, 10)
+    _write(tmp_path, 11)
+    prune(tmp_path, keep_last=2)
+    assert _steps(tmp_path) == [6, 9, 10, 11]
+
+
+def test_a_run_that_starts_at_its_newest_step_sets_nothing_aside(tmp_path: Path) -> None:
+    _write(tmp_path, 5)
+    assert set_aside(tmp_path, after=5) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step_000005"]
 
 
 def test_an_error_in_the_background_is_told_once() -> None:

@@ -1,0 +1,34 @@
+"""What the driver's saver does with the checkpoints of a run that resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.cluster.saving import Saver
+from slime.training.state import checkpoint
+from tests.support.rollout import rollout_args
+
+
+def _write(root: Path, rollout_id: int) -> None:
+    parts = checkpoint.begin(root, rollout_id)
+    (parts / "rank_00000.safetensors").write_text("weights")
+    checkpoint.commit(parts, rollout_id)
+
+
+@pytest.mark.parametrize(("flags", "kept"), [(["--ckpt-step", "5"], [6, 7]), (["--finetune"], [5, 6, 7]), ([], [])])
+def test_retention_leaves_the_other_branch_alone(tmp_path: Path, flags: list[str], kept: list[int]) -> None:
+    """Law: a run that resumes from an earlier step of its --save folder keeps the later ones."""
+    save = tmp_path / "save"
+    for step in (5, 6, 7):
+        _write(save, step)
+    args = rollout_args(tmp_path, "--load", str(save), "--save", str(save), "--save-keep-last", "1", *flags)
+    actors: Any = SimpleNamespace(trainers=[], on_rollout=lambda *_given, **_named: None)
+    assert Saver(args, actors, tracker=SimpleNamespace()).restore() == (5 if "5" in flags else 7)  # type: ignore[arg-type]
+    for step in (8, 9):
+        _write(save, step)
+        checkpoint.prune(save, keep_last=args.save_keep_last)
+    assert sorted(int(path.name[-6:]) for path in save.glob("step_*")) == [*kept, 9]
