@@ -136,7 +136,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     write_json(root / LATEST, {"path": final.name, "rollout_id": rollout_id}, indent=1)
     shutil.rmtree(stale, ignore_errors=True)
     if final.name in (names := _names_set_aside(root)):  # this branch has saved the step again
-        _write_json(root / SET_ASIDE, {"checkpoints": sorted(names - {final.name})})
+        write_json(root / SET_ASIDE, {"checkpoints": sorted(names - {final.name})}, indent=1)
     return final
 
 
@@ -147,13 +147,13 @@ def set_aside(root: Path, *, after: int) -> list[str]:
     """
     names = _names_set_aside(root) | {found.path.name for found in _complete(root) if found.rollout_id > after}
     if names:
-        _write_json(root / SET_ASIDE, {"checkpoints": sorted(names)})
+        write_json(root / SET_ASIDE, {"checkpoints": sorted(names)}, indent=1)
     return sorted(names)
 
 
 def _names_set_aside(root: Path) -> set[str]:
     file = root / SET_ASIDE
-    return set(_read_json(file)["checkpoints"]) if file.is_file() else set()
+    return set(read_checkpoint_json(file)["checkpoints"]) if file.is_file() else set()
 
 
 def prune(
