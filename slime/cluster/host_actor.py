@@ -25,6 +25,7 @@ from slime.cluster.hosts import Contract, contract_of, not_seen
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import all_there, introduce, wait_for
 from slime.core.blame import Process
+from slime.core.cores import usable_cores
 from slime.core.errors import START_FLAG, DeadlineExceeded, SlimeError
 from slime.core.processes import RUN_ID_ENV
 from slime.observability.logs import setup_logging
@@ -42,7 +43,7 @@ class HostFacts:
 
 def facts_here() -> HostFacts:
     """Of the host that this process runs on."""
-    return HostFacts(socket.gethostname(), len(os.sched_getaffinity(0)))
+    return HostFacts(socket.gethostname(), usable_cores())
 
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=2)

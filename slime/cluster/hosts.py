@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
+from slime.core.cores import usable_cores
 from slime.core.errors import START_FLAG, ActorDied, ConfigError, SlimeError
 from slime.core.processes import LOOPBACK, ip_of
 from slime.observability.run_folder import RunFolder
@@ -220,7 +221,7 @@ class GuardedHosts:
 def plan_here(args: Args) -> PlacementPlan:
     """The plan of a run that starts its own Ray: this host has what is asked for (`preflight` has looked)."""
     num_slots = args.actor_num_nodes * args.actor_num_gpus_per_node + args.rollout_num_gpus
-    return _plan(args, [Host("this host", LOOPBACK, num_slots, len(os.sched_getaffinity(0)))])
+    return _plan(args, [Host("this host", LOOPBACK, num_slots, usable_cores())])
 
 
 @contextmanager

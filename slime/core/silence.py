@@ -12,8 +12,8 @@ Waits for nothing, and is woken by nothing.
 Invariants
 1. Whoever uses a core, or writes, lives: it may leave unanswered for `WORKING` times the limit, and is then hung in a
    loop. One that does neither is hung after the limit.
-2. Limits are in seconds of a machine with a core for each thread that wants one: with less, a second counts less
-   (`load`).
+2. Limits are in seconds of a machine with a core for each thread that wants one: with less, or under a CPU quota that
+   is used up, a second counts less (`load`).
 3. Time in which nobody looked counts as `LONGEST_LOOK_S` at most: who did not run himself knows nothing of others.
 """
 
@@ -26,6 +26,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
+
+from slime.core.cores import stalled_share
 
 T = TypeVar("T")
 
@@ -42,8 +44,14 @@ LOOK_EVERY_S = 1.0
 
 
 def load() -> float:
-    """Threads of this host that want a core, for each core that it has, in the last minute; at least 1."""
-    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), MOST_LOAD)
+    """How many times longer than on an idle machine work takes here, by the last minute; at least 1.
+
+    Threads of the host that want a core, for each core that it has. Both numbers are the host's in a container, too; a
+    CPU quota shows in the time for which it stops all threads.
+    """
+    wanted = os.getloadavg()[0] / (os.cpu_count() or 1)
+    stopped = 1 / max(1 - stalled_share(), 1 / MOST_LOAD)
+    return min(max(1.0, wanted, stopped), MOST_LOAD)
 
 
 def processor_s(pids: Iterable[int]) -> float:
@@ -92,8 +100,9 @@ class Silence:
             took_s, before = min(passed_s, LONGEST_LOOK_S), self._before
             used_s, written = self._before = self._traces()
             works = used_s - before[0] >= LEAST_SHARE * took_s or written > before[1]
-            self._silent_s += took_s / load()
-            self._idle_s += 0.0 if works else took_s / load()
+            counted_s = took_s / load()
+            self._silent_s += counted_s
+            self._idle_s += 0.0 if works else counted_s
         if self._heard:
             self._heard, self._since, self._idle_s, self._silent_s = False, self._at, 0.0, 0.0
         return self._idle_s > limit_s or self._silent_s > WORKING * limit_s

@@ -38,6 +38,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError
 from slime.core.files import replace_text
 from slime.core.text import HIDDEN
@@ -228,7 +229,7 @@ def host_facts() -> dict[str, Any]:
         "name": socket.gethostname(),
         "system": platform.platform(),
         "num_cpus": os.cpu_count(),
-        "num_usable_cpus": len(os.sched_getaffinity(0)),
+        "num_usable_cpus": usable_cores(),
         "memory_bytes": memory_bytes,
         "num_gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
     }

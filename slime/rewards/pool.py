@@ -28,12 +28,12 @@ import copy
 import dataclasses
 import inspect
 import logging
-import os
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
@@ -151,7 +151,7 @@ class GraderPool:
         self._threads = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="grading")
         self._settings = ProcessSettings(timeout_s, memory_limit_bytes, shown, self._threads)
         num_async = min(2, num_workers)
-        num_computing = min(num_workers, max(2, len(os.sched_getaffinity(0))))
+        num_computing = min(num_workers, max(2, usable_cores()))
         self._held = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), kind=HELD)
         self._offline = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), kind=OFFLINE)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError
 from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
@@ -62,7 +62,7 @@ def _grader_of_prompts(s: Any) -> str | None:
 
 
 def _num_workers(_: Any) -> int:
-    return min(64, max(4, len(os.sched_getaffinity(0))))
+    return min(64, max(4, usable_cores()))
 
 
 def _more_than_one(value: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.core.cores import usable_cores
 from slime.core.hf_config import context_length_of, read_hf_config
 from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
@@ -80,14 +81,14 @@ _GROUPS = Need(
 def _num_workers(s: Any) -> int:
     if not _works_on_groups(s):
         return 0
-    most = 1 if s.agent_port else len(os.sched_getaffinity(0)) // 4
+    most = 1 if s.agent_port else usable_cores() // 4
     return min(_num_requests(s) // REQUESTS_OF_A_PROCESS, most)
 
 
 def _why_num_workers(s: Any) -> str:
     return (
         f"{_num_requests(s)} samples at a time, {REQUESTS_OF_A_PROCESS} for each process, and "
-        f"{len(os.sched_getaffinity(0))} usable cores"
+        f"{usable_cores()} usable cores"
     )
 
 

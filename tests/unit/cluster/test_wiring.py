@@ -540,7 +540,7 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
     args, said = rollout_args(tmp_path, "--train-env-vars", json.dumps({"NCCL_DEBUG": "INFO"})), list[Any]()
     monkeypatch.setattr(train_actor, "setup_logging", lambda path, **_: None)
     monkeypatch.setattr(train_actor.os, "environ", {})
-    monkeypatch.setattr(train_actor.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("slime.core.cores.usable_cores", lambda: 4)
     rank = plain(train_actor.TrainActor)(args, 1, (0, 2), 3, str(tmp_path), "127.0.0.1")
     wanted = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"}
     assert wanted.items() <= train_actor.os.environ.items()

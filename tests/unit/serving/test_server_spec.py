@@ -77,7 +77,7 @@ def test_threads_that_share_cores_do_not_spin_and_the_users_word_stands(
         monkeypatch.delenv(name, raising=False)
     for name, value in of_the_user.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("slime.core.cores.usable_cores", lambda: 2)
     assert ServerSpec("m", "float32", num_threads=num_threads).environment().get("OMP_WAIT_POLICY") == waits
 
 
