@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
 """Limit of ending requests, and of letting them go on."""
+OF_SYNC, OF_JOIN = "perf/update_weights_", "perf/join_"
+"""How metrics begin; a step may have both."""
 
 
 class EndRequests(enum.Enum):
@@ -107,8 +109,10 @@ class WeightSyncSequence:
             return
         with span("join"), self._engines.frozen_aside() if self._memory.lends else nullcontext():
             self._memory.room_for_weights()
-            self._try(joiners if alone else None)
+            metrics = self._try(joiners if alone else None)
             self._memory.room_for_the_rest()
+        for of_ranks in metrics[:1]:
+            self._tracker.add({name.replace(OF_SYNC, OF_JOIN): of_ranks[name] for name in of_ranks if OF_SYNC in name})
         self._engines.end_sync(self._takers, self._version)
         if self._takers:
             logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)

@@ -214,6 +214,19 @@ def test_an_engine_that_was_started_again_joins_unless_others_serve_what_it_coul
     assert (SYNC in actors.log) is joins
 
 
+def test_what_a_join_cost_is_told_beside_the_weight_sync_of_its_step() -> None:
+    class Costly(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any, **limits: Any) -> list[dict[str, float]]:
+            return [{**super().on_trainers(method, *arguments)[0], "perf/update_weights_bytes": float(len(self.log))}]
+
+    actors = Costly()
+    weight_sync, _, told = sequence(actors)
+    weight_sync.run(for_save=False)
+    actors.engines.waiting = actors.engines.begin_sync()
+    weight_sync.join(fresh=True)
+    assert told["perf/update_weights_bytes"] == 1.0 and told["perf/join_bytes"] == float(len(actors.log))
+
+
 @pytest.mark.parametrize("fresh, transport", [(True, "tensor"), (False, "tensor"), (True, "distributed")])
 def test_both_engines_of_a_pair_get_the_weights_if_the_one_that_is_left_has_older_ones(
     fresh: bool, transport: str
