@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -53,8 +54,9 @@ def test_an_engine_that_is_lost_serves_again(
         run.wait_until("engine 1 to serve again", lambda: "engine 1 serves again" in run.output)
         after = steps()
         run.wait_until("two steps more", lambda: steps() >= after + 2)
-        if "distributed" in where:  # at the start, for the one that was left, for both again
-            assert 2 <= run.metrics("train")[after + 2]["perf/update_weights_groups_built"] <= 3, run.tail
+        if "distributed" in where:  # at the start, and for each loss for the one that is left and for both again
+            built = run.metrics("perf")[after + 1]["perf/update_weights_groups_built"]
+            assert 2 <= built <= 1 + 2 * len(re.findall(r"engine \d was lost", run.output)), run.tail
         assert run.interrupt() == 130, run.tail
         require_balance(run.metrics("train"))
         assert not any(row["data/failed"] for row in run.metrics("train").values()), "a prompt failed"
