@@ -12,11 +12,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError, DataError
+from slime.core.processes import OF_LIBRARIES, longest_room, new_run_id, ray_folder, too_long
 from slime.observability.run_folder import host_facts, versions
 
 TESTED = {
@@ -85,7 +88,7 @@ def check_device(device: str) -> Finding:
     if device == "cuda" and not num_gpus:
         return Finding("device", FAIL, "no /dev/nvidia*: no GPU is visible; do: --device cpu, or pass the GPUs in")
     chosen = "cuda" if num_gpus and device != "cpu" else "cpu"
-    return Finding("device", OK, f"{chosen}; {num_gpus} GPUs, {len(os.sched_getaffinity(0))} CPUs")
+    return Finding("device", OK, f"{chosen}; {num_gpus} GPUs, {usable_cores()} CPUs")
 
 
 def check_memory() -> Finding:
@@ -114,6 +117,19 @@ def check_disk() -> Finding:
     """Room for a checkpoint."""
     free = shutil.disk_usage(".").free
     return Finding("disk", OK if free > 5 << 30 else WARN, f"{free / 2**30:.0f} GiB free here; the demo writes about 2")
+
+
+def check_temporary_folder() -> Finding:
+    """Unix sockets of Ray, torch and engines fit below it."""
+    folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
+    if len(os.fsencode(folder)) > most:
+        problem = too_long("TMPDIR", folder, OF_LIBRARIES)
+        return Finding("temporary folder", FAIL, f"{problem}; do: name a folder of at most {most} characters")
+    try:
+        of_ray = ray_folder(new_run_id())
+    except ConfigError as error:
+        return Finding("temporary folder", FAIL, str(error))
+    return Finding("temporary folder", OK, f"{folder}; Ray of a run has {of_ray.parent}")
 
 
 def check_loopback() -> Finding:
@@ -171,12 +187,16 @@ def check_import(name: str, code: str) -> Finding:
     )
 
 
+CHECKS = (check_memory, check_shared_memory, check_disk, check_temporary_folder, check_loopback, check_sandbox)
+"""Of the machine alone, one finding each."""
+
+
 def find_all(device: str, *, engines: bool) -> list[Finding]:
     """Every check in order; a check that raises is a failed one."""
     chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
     out = _guarded("versions", check_versions)
     out += _guarded("device", lambda: [check_device(device)])
-    for check in (check_memory, check_shared_memory, check_disk, check_loopback, check_sandbox):
+    for check in CHECKS:
         out += _guarded(check.__name__.removeprefix("check_"), lambda check=check: [check()])  # type: ignore[misc]
     if engines:
         out += _guarded(

@@ -45,7 +45,7 @@ from typing import IO
 import slime
 from slime.core.blame import here
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.processes import RUN_ID_ENV
+from slime.core.processes import RUN_ID_ENV, SHORT_ROOM
 from slime.serving.child_process import (
     KEEP_ENVIRON_ENV,
     ProcessFamily,
@@ -233,7 +233,7 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     """
     family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
     files, seen = SharedMemoryFiles(), set[ProcessId]()
-    rooms = {tempfile.gettempdir()}
+    rooms = {tempfile.gettempdir(), SHORT_ROOM}
     driver = _driver_id(driver_pid)
     while driver is not None and _driver_id(driver_pid) == driver:
         began = time.monotonic()

@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.core.cores import usable_cores
+from slime.core.errors import ConfigError
+from slime.core.processes import OF_LIBRARIES, longest_room, ray_folder, too_long
 from slime.core.text import shorten
 from slime.core.topology import PAIRED
 from slime.core.user_files import paths_in_words
@@ -35,6 +38,7 @@ CONNECT_LIMIT_S = 5.0
 def preflight(args: Args) -> None:
     """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
     found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
+    found += _of_temporary_folder(args)
     refuse([*found, *data_problems(args), *code_problems(args)])
 
 
@@ -49,7 +53,7 @@ def _of_machine(args: Args) -> Iterator[str]:
         if here is not None and here < needed:
             yield _too_few_gpus(args, needed, here)
         return
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     asked = {"--actor-num-gpus-per-node": num_train, "--rollout-num-gpus": num_engines}
     for flag, number in asked.items():
         if number > cores:
@@ -147,6 +151,21 @@ def _takes_folders(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _of_temporary_folder(args: Args) -> Iterator[str]:
+    """Too long a path for the sockets of Ray, or of torch in trainers."""
+    folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
+    if len(os.fsencode(folder)) > most:
+        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; name a folder of at most {most} characters"
+    if args.ray_address is None:
+        try:
+            of_ray = ray_folder(args.run_id)
+        except ConfigError as error:
+            yield str(error)
+            return
+        if (problem := _cannot_be_made(of_ray)) is not None:
+            yield f"got {of_ray} for Ray's files, {problem}; name another folder in RAY_TMPDIR"
 
 
 def cluster_problems(args: Args) -> Iterator[str]:

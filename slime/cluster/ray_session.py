@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from slime.cluster.guardian import Guardian, start_guardian
 from slime.core.blame import one_line
 from slime.core.errors import ActorFailed, ClusterFailed, Terminated
 from slime.core.hf_config import read_hf_config
+from slime.core.processes import ray_folder
 from slime.settings import Args
 from slime.settings.groups.training import longest_sample
 
@@ -68,16 +68,10 @@ def _bytes_of_experts(args: Args) -> int:
     return int(config["num_hidden_layers"]) * int(config["num_experts_per_tok"]) * np.dtype(np.int16).itemsize
 
 
-def ray_folder(run_id: str) -> Path:
-    """What is around the files of a local Ray of the run, for its owner alone."""
-    # Ray puts unix sockets below it, whose paths may not exceed 107 characters: never the run folder.
-    return Path(tempfile.gettempdir()) / f"slime-ray-{run_id}"
-
-
 def _closed_folder(run_id: str) -> Path:
     """Where a local Ray puts its files. Raises `ClusterFailed` if another user's folder is in its place."""
     around = ray_folder(run_id)
-    around.mkdir(mode=0o700, exist_ok=True)
+    around.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = around.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ClusterFailed(f"got {around}, which somebody else made; start the run again, under another name")

@@ -1,5 +1,5 @@
-"""The processes of a run and the addresses of their hosts: the run id that marks them, children that must not outlive
-their parent, and network interfaces. Imports nothing heavy: it is asked before torch is.
+"""The processes of a run and the addresses of their hosts: the run id that marks them, folders for their sockets,
+children that must not outlive their parent, and network interfaces. Imports nothing heavy: it is asked before torch is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from slime.core.errors import ConfigError
@@ -30,6 +32,52 @@ def new_run_id() -> str:
 def scratch_prefix(kind: str = "") -> str:
     """How the name of every temporary folder begins: the guardian of the run removes it, should its maker be killed."""
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
+
+
+# Temporary folders that hold Unix sockets.
+
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket (`sun_path` of Linux without the byte that ends it)."""
+SHORT_ROOM = "/tmp"
+"""For sockets, where the temporary folder has too long a path."""
+OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"
+"""The longest name of what torch, Python's multiprocessing and SGLang put into their temporary folder."""
+OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
+
+
+def longest_room(below: str) -> int:
+    """Bytes that the path of a folder may have, so that a socket at the path `below` in it fits."""
+    return SOCKET_PATH_BYTES - len(os.fsencode(f"/{below}"))
+
+
+def socket_room(below: str, *, given: str | None = None) -> str:
+    """The folder for a temporary folder with sockets; `below`: the longest path that one may have there.
+
+    The temporary folder (TMPDIR); where its path is too long, /tmp. `given`: RAY_TMPDIR, which alone will do then.
+    Raises `ConfigError` if no folder will do.
+    """
+    most = longest_room(below)
+    room = os.path.abspath(given) if given else tempfile.gettempdir()
+    if len(os.fsencode(room)) <= most:
+        return room
+    if not given and os.access(SHORT_ROOM, os.W_OK | os.X_OK) and len(SHORT_ROOM) <= most:
+        return SHORT_ROOM
+    name, elsewhere = ("RAY_TMPDIR", "") if given else ("TMPDIR", f", and nothing can be written in {SHORT_ROOM}")
+    raise ConfigError(f"{too_long(name, room, below)}{elsewhere}; name a folder of at most {most} characters")
+
+
+def too_long(variable: str, room: str, below: str) -> str:
+    """What is wrong with a folder for sockets."""
+    return (
+        f"got {variable} {room} of {len(os.fsencode(room))} characters; {below} is to be a socket there, whose path "
+        f"may have {SOCKET_PATH_BYTES}"
+    )
+
+
+def ray_folder(run_id: str) -> Path:
+    """What is around the files of a local Ray of the run, for its owner alone. Raises `ConfigError` (`socket_room`)."""
+    name = f"slime-ray-{run_id.rpartition('-')[2]}"  # short: Ray adds 65 characters
+    return Path(socket_room(f"{name}/{OF_RAY}", given=os.environ.get("RAY_TMPDIR")), name)
 
 
 # A child process that must not outlive its parent. Standard library only; Linux only.

@@ -37,7 +37,7 @@ import slime
 from slime.core.blame import here, how_it_ended
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.files import tail_of
-from slime.core.processes import scratch_prefix
+from slime.core.processes import OF_LIBRARIES, scratch_prefix, socket_room
 from slime.core.silence import Silence, processor_s
 
 # Who belongs to us: finds and ends processes by a mark in their environment, their ancestry and their session.
@@ -381,8 +381,9 @@ class ChildProcess:
         """Starts the process and returns at once."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Engines leave socket files in the temporary folder. A short path: socket names are limited to 107 bytes.
-        self._scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix()))
+        # Engines leave socket files in the temporary folder.
+        prefix = scratch_prefix()
+        self._scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=socket_room(f"{prefix}XXXXXXXX/{OF_LIBRARIES}")))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
         # For our eyes only: prompts and answers may be in it.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.core.processes import new_run_id
+from slime.core.processes import SHORT_ROOM, new_run_id
 from tests.support import ray_job
 from tests.support.e2e import Flags, RealRun, Traces
 
@@ -92,7 +92,7 @@ def test_a_job_that_ray_stops_leaves_nothing(
     flags: Flags = [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000", "--max-restarts", restarts]
     flags += ["--save", save, "--load", save, "--save-interval", "1"]
     with (
-        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        tempfile.TemporaryDirectory(prefix="ray-", dir=SHORT_ROOM) as folder,
         ray_job.cluster(Path(folder), num_cpus=4) as env,
         RealRun(runs / f"job-{restarts}", flags, script="tests/support/ray_job.py", more_env=env) as run,
     ):

@@ -19,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from slime.observability.sinks import AXES, read_jsonl
 from slime.rollout.recordings import load_rollout
 from slime.serving.child_process import ProcessId, all_processes, has_mark, shm_inodes_of
 from tests.support.command_line import last_of_each
-from tests.support.openness import Openness, keys_in, listening, open_to_others, sockets_of
+from tests.support.openness import Openness, keys_in, listening, open_to_others, sockets_of, temporary_folders
 
 ROOT = Path(__file__).parents[2]
 RUN_LIMIT_S = 1200.0
@@ -144,10 +143,7 @@ class Traces:
             pids = {member.pid for member in self.members}
             own = {n for n, inode in new.items() if inode in self.shm or pids & set(map(int, NUMBERS.findall(n)))}
             found += [f"/dev/shm/{name}" for name in sorted(own) if new[name] not in others]
-        temporary = Path(tempfile.gettempdir())
-        for pattern in (f"slime-ray-{self.run_id}", f"slime-{self.run_id}-*"):
-            found += [str(path) for path in temporary.glob(pattern)]
-        return found
+        return found + [str(path) for path in temporary_folders(self.run_id)] if self.run_id else found
 
 
 class RealRun:

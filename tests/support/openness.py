@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
+from slime.core.processes import SHORT_ROOM
+
 LISTEN, BOUND = "0A", "07"
 """State of a listening socket in /proc/net/tcp, and of a bound one in /proc/net/udp."""
 UNIX_LISTENS = "00010000"
@@ -156,10 +158,10 @@ class Openness:
                 self.complaints.add(f"{self.asked[inode]}: {problem}")
         for path in _open_files(names, shm):
             self.complaints |= {f"others may use {text}" for text in open_to_others(path)}
-        folders = [str(path) for path in Path(tempfile.gettempdir()).glob(f"slime-*{run_id}*")]
+        folders = temporary_folders(run_id)
         if (fresh or paths) and os.getuid() == 0:
             self.complaints |= set(as_nobody(lambda: _reached(fresh, paths)))
-        self.complaints |= {f"others may use {path}" for folder in folders for path in open_to_others(Path(folder))}
+        self.complaints |= {f"others may use {path}" for folder in folders for path in open_to_others(folder)}
 
     def _note_keys(self, pids: Iterable[int]) -> None:
         for pid in pids:
@@ -172,16 +174,22 @@ class Openness:
                     self.complaints.add(f"a key is on the command line of {pid}: {line[:200]!r}")
 
 
+def temporary_folders(run_id: str) -> list[Path]:
+    """Those of a run, in the temporary folder and where sockets go if that has too long a path."""
+    ending = run_id.rpartition("-")[2]  # which Ray's folder has alone
+    return [path for room in {tempfile.gettempdir(), SHORT_ROOM} for path in Path(room).glob(f"slime-*{ending}*")]
+
+
 def _open_files(pids: Iterable[int], shm: set[int]) -> set[Path]:
     """Files of these inodes in shared memory, and in the temporary folder itself what these processes have open."""
     found = {Path(entry.path) for entry in os.scandir("/dev/shm") if entry.inode() in shm}
-    top = tempfile.gettempdir()
+    rooms = {tempfile.gettempdir(), SHORT_ROOM}
     for pid in pids:
         with contextlib.suppress(OSError):
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
                     path = Path(os.readlink(entry.path))
-                    found |= {path} if str(path.parent) == top else set()
+                    found |= {path} if str(path.parent) in rooms else set()
     return found
 
 

@@ -28,7 +28,7 @@ from typing import Self
 from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, Forwarding
 from slime.core.errors import ConfigError, Unconfined
-from slime.core.processes import scratch_prefix
+from slime.core.processes import scratch_prefix, socket_room
 
 RUNTIMES = ("docker", "podman")
 START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0
@@ -90,7 +90,9 @@ class ContainerSandbox(Sandbox):
         self._server: asyncio.Server | None = None
         self._main: asyncio.subprocess.Process | None = None
         self._forwarder: asyncio.subprocess.Process | None = None
-        self._shared = tempfile.TemporaryDirectory(prefix=scratch_prefix("container-"))
+        prefix = scratch_prefix("container-")
+        room = socket_room(f"{prefix}XXXXXXXX/mounted/{SOCKET}")
+        self._shared = tempfile.TemporaryDirectory(prefix=prefix, dir=room)
         try:
             if self.reach is not None:
                 await self._listen(*self.reach)

@@ -104,6 +104,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ray")
     (folder / "hooks.py").write_text(HOOKS)
     own = {k: v for k, v in os.environ.items() if k not in (RUN_ID_ENV, "RAY_ADDRESS")}
+    (temporary := folder / "where-temporary-files-go").mkdir()
+    own["TMPDIR"] = str(temporary)  # too long a path for the sockets of Ray
     command = [sys.executable, "-c", DRIVER, new_run_id(), str(folder)]
     ended = subprocess.run(command, env=own, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]

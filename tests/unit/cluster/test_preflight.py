@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from slime.cli.doctor import FAIL, OK, check_temporary_folder
 from slime.cluster import preflight as module
 from slime.cluster.preflight import preflight
 from slime.core.errors import ConfigError
@@ -24,7 +26,8 @@ Words = Callable[..., list[str]]
 @pytest.fixture
 def words(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
     """A command line that is right, with more flags."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1})
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "1+1", "label": "2"}\n' * 4)
@@ -76,6 +79,22 @@ def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
 def test_what_may_work_passes(words: Words) -> None:
     assert told(words()) == ""
     assert told(words("--actor-num-gpus-per-node", "2")) == ""
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("t" * 80)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert f"got TMPDIR {folder} of {len(str(folder))} characters" in told(words())
+    assert check_temporary_folder().state == FAIL
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert told(words()) == "" and check_temporary_folder().state == OK
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    assert f"got RAY_TMPDIR {folder} of" in told(words()) and check_temporary_folder().state == FAIL
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/ray")
+    assert "/proc/ray/slime-ray-" in told(words()) and "nothing can be written" in told(words())
 
 
 def test_what_engines_in_pairs_lack_is_found_before_they_start(
