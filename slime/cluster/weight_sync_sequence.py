@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
 """Limit of ending requests, and of letting them go on."""
-OF_SYNC, OF_JOIN = "perf/update_weights_", "perf/join_"
-"""How metrics begin; a step may have both."""
+OF_SYNC, OF_JOIN = "update_weights_", "join_"
+"""In the names of metrics: a step may have both."""
 
 
 class EndRequests(enum.Enum):
