@@ -216,46 +216,20 @@ class FolderEngineControl:
         except (KeyError, TypeError) as error:
             raise EngineError(f"got no checksum report from the agent of {self._url}: {error!r}") from error
 
-    def update_weights_from_tensor(
-        self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
-    ) -> None:
-        raise self._only_folder()
+    def _refuse(self, *args: Any, **named: Any) -> NoReturn:
+        """What needs a connection to the engine."""
+        raise EngineError(f"got engine {self._url}, which is reached through {self._box} alone; send it versions")
 
-    def init_weights_update_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        raise self._only_folder()
-
-    def destroy_weights_update_group(self, *, group_name: str) -> None:
-        raise self._only_folder()
-
-    def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        load_format: str | None,
-        flush_cache: bool,
-        weight_version: WeightVersion,
-    ) -> None:
-        raise self._only_folder()
-
-    def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion) -> None:
-        raise self._only_folder()
-
-    def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        raise self._only_folder()
-
-    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        raise self._only_folder()
+    update_weights_from_tensor = _refuse
+    init_weights_update_group = _refuse
+    destroy_weights_update_group = _refuse
+    update_weights_from_distributed = _refuse
+    update_weights_from_disk = _refuse
+    release_memory = _refuse
+    resume_memory = _refuse
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return call(self._box, method, arguments, limit_s=self._timeout_s)
-
-    def _only_folder(self) -> EngineError:
-        return EngineError(f"got engine {self._url}, which is reached through {self._box} alone; send it versions")
 
 
 def _checksums_in(report: Mapping[str, Any]) -> RankChecksums:

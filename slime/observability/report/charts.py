@@ -1,119 +1,75 @@
-"""The pictures of the page: inline SVG, colours by class, so that one style sheet draws them on light and on dark."""
+"""The curves of the page: a card for each panel, with its title, legend and SVG image, in the colours of page.css.
+
+matplotlib's SVG is made fit for the page: the page's policy allows no `style`, ids must be unique in a page, and a dark
+page has other colours. The values under the pointer stand in `data-*` of each curve, where page.js finds them.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 
-from slime.observability.report.markup import (
-    Markup,
-    element,
-    joined,
-    log_ticks,
-    seconds_text,
-    short,
-    ticks,
-    whole_ticks,
-)
-from slime.observability.report.panels import Drawn
-from slime.observability.report.record import OTHER, STEP_PARTS, Curve, StepTimes, running_mean, thinned
-from slime.observability.report.scales import (
-    MARKERS_UP_TO,
+from slime.observability.report.figure import (
+    BOTTOM,
+    COLORS,
+    GRID,
+    HEIGHT,
+    LEFT,
+    MARK,
+    MUTED,
+    OTHER_COLOR,
+    PARTS_TITLE,
+    RIGHT,
+    TOP,
+    WIDTH,
     Frame,
+    draw_panel,
+    draw_parts,
     headline,
-    seconds_limit,
+    part_color,
+    svg_of,
     unit_of,
-    value_limits,
     written,
 )
+from slime.observability.report.markup import Markup, element, seconds_text, short
+from slime.observability.report.panels import Drawn
+from slime.observability.report.record import Curve, StepTimes, thinned
 
-WIDTH, HEIGHT = 460.0, 220.0
-LEFT, RIGHT, TOP, BOTTOM = 48.0, 12.0, 10.0, 24.0
-NUM_COLORS = 8
-NUM_TICKS_X, NUM_TICKS_Y = 8, 4
-PART_COLORS = {part: number for number, part in enumerate((*STEP_PARTS, OTHER))}
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """From steps and values to places in the picture."""
-
-    steps: tuple[float, float]
-    values: tuple[float, float]
-    is_log: bool = False
-
-    def x(self, step: float) -> float:
-        low, high = self.steps
-        return LEFT + (step - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = (math.log10(one) for one in self.values) if self.is_log else self.values
-        place = (math.log10(value) if self.is_log else value) - low
-        return HEIGHT - BOTTOM - place / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    @property
-    def data(self) -> str:
-        """What the script needs: limits of the steps, left and right end of the axis, width of the picture."""
-        return f"{self.steps[0]:g} {self.steps[1]:g} {LEFT:g} {WIDTH - RIGHT:g} {WIDTH:g}"
-
-    def points(self, curve: Curve) -> str:
-        pairs = zip(curve.steps, curve.values, strict=True)
-        return " ".join(f"{_place(self.x(step))},{_place(self.y(value))}" for step, value in pairs)
-
-
-def axes_in(frame: Frame, values: tuple[float, float], *, is_log: bool = False) -> Axes:
-    """Axes of a panel over all steps of the run, with a little room beside them."""
-    low, high = frame.limits
-    free = max(0.03 * (high - low), 0.5)
-    return Axes((low - free, high + free), values, is_log)
+CLASSES = {color: f"c{i}" for i, color in enumerate((*COLORS, OTHER_COLOR))}
+VARIABLES = CLASSES | {MUTED: "muted", GRID: "grid", MARK: "mark"}
+"""Colour -> its variable in page.css."""
 
 
 def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
     """One panel: title, legend, curves."""
-    panel, axes = drawn.panel, axes_in(frame, value_limits(drawn), is_log=drawn.scale == "log")
-    y_ticks = log_ticks(*axes.values) if axes.is_log else ticks(*axes.values, NUM_TICKS_Y)
-    grid = _grid(axes, frame, [(tick, written(tick, drawn)) for tick in y_ticks])
-    band = _band(drawn, axes)
-    lines = [
-        _series(one.curve, one.label, axes, color=i, dashed=one.dashed, drawn=drawn)
-        for i, one in enumerate(drawn.series)
-    ]
-    names = [one.label for one in drawn.series] if drawn.is_named else []
-    lasts = [written(one.curve.last, drawn) for one in drawn.series]
-    entries = [
-        (f"c{i % NUM_COLORS}", name, last, one.dashed)
-        for i, (name, last, one) in enumerate(zip(names, lasts, drawn.series, strict=False))
-    ]
-    said = "; ".join(_said(one.label or panel.title, one.curve, drawn) for one in drawn.series)
-    picture = _picture(panel.title, said, axes, joined(grid, band, *lines))
-    return _card(panel.title, unit_of(drawn), panel.about, headline(drawn), entries, picture)
+    title = drawn.panel.title
+    data = {}
+    entries = []
+    for i, one in enumerate(drawn.series):
+        color, points = f"c{i % len(COLORS)}", thinned(one.curve)
+        values = " ".join(written(value, drawn).replace(" ", "") for value in points.values)
+        data[f"series-{i}"] = _data(color, one.label or title, points.steps, values)
+        if drawn.is_named:
+            entries.append((color, one.label, written(one.curve.last, drawn), one.dashed))
+    said = "; ".join(_said(one.label or title, one.curve, drawn) for one in drawn.series)
+    svg, steps = svg_of(lambda axes: draw_panel(axes, drawn, frame))
+    picture = _picture(svg, steps, f"{title}: {said}", data)
+    return _card(title, unit_of(drawn), drawn.panel.about, headline(drawn), entries, picture)
 
 
 def parts_figure(times: StepTimes, frame: Frame) -> Markup:
     """Stacked bars of the parts of a step."""
-    wide = 0.74 if len(times.steps) <= MARKERS_UP_TO else 1.0
-    half = wide * times.steps_per_bar / 2
-    axes = axes_in(frame, (0.0, seconds_limit(times)))
-    grid = _grid(axes, frame, [(tick, short(tick)) for tick in ticks(*axes.values, NUM_TICKS_Y)])
-    bottom, bars, entries = [0.0] * len(times.steps), [], []
-    for part, seconds in times.parts.items():
-        color = f"p{PART_COLORS[part]}"
-        path = "".join(
-            _bar(axes, step, half, low_s, own_s)
-            for step, low_s, own_s in zip(times.steps, bottom, seconds, strict=True)
-            if own_s > 0
-        )
-        data = {"data_name": part, "data_x": _numbers(times.steps), "data_y": " ".join(map(short, seconds))}
-        bars.append(element("g", element("path", d=path), class_=f"bar series {color}", **data))
-        bottom = [low_s + own_s for low_s, own_s in zip(bottom, seconds, strict=True)]
+    data, entries = {}, []
+    for i, (part, seconds) in enumerate(times.parts.items()):
+        color = f"p {CLASSES[part_color(part)]}"
+        data[f"series-{i}"] = _data(color, part, times.steps, " ".join(map(short, seconds)))
         entries.append((color, part, seconds_text(sum(seconds) / len(seconds)), False))
     about = "What the driver waited for; parts do not contain each other. The legend has the means."
     if times.steps_per_bar > 1:
         about += f" One bar is the mean of {times.steps_per_bar} steps."
     said = "; ".join(f"{name}: mean {value}" for _, name, value, _ in entries)
-    title = "Where the time of a step goes"
-    return _card(title, "s", about, "", entries, _picture(title, said, axes, joined(grid, *bars)))
+    svg, steps = svg_of(lambda axes: draw_parts(axes, times, frame))
+    return _card(PARTS_TITLE, "s", about, "", entries, _picture(svg, steps, f"{PARTS_TITLE}: {said}", data))
 
 
 def _card(
@@ -136,19 +92,10 @@ def _card(
     )
 
 
-def _picture(title: str, said: str, axes: Axes, inside: Markup) -> Markup:
-    cross = element("line", class_="cross", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9)
-    named = f"{title}: {said}"
-    return element(
-        "svg",
-        inside,
-        cross,
-        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
-        role="img",
-        aria_label=named,
-        data_axis=axes.data,
-        class_="chart",
-    )
+def _data(color: str, name: str, steps: Sequence[float], values: str) -> Mapping[str, str]:
+    """Attributes of the group of one curve, for the script."""
+    numbers = " ".join(f"{step:g}" if abs(step) < 1e5 else f"{step:.1f}".removesuffix(".0") for step in steps)
+    return {"class_": f"series {color}", "data_name": name, "data_x": numbers, "data_y": values}
 
 
 def _said(name: str, curve: Curve, drawn: Drawn) -> str:
@@ -157,76 +104,40 @@ def _said(name: str, curve: Curve, drawn: Drawn) -> str:
     return f"{name} from {first} to {last}, least {least}, most {most}"
 
 
-def _grid(axes: Axes, frame: Frame, y_ticks: Sequence[tuple[float, str]]) -> Markup:
-    """Lines and numbers of both axes, and where the run was resumed."""
-    made: list[Markup] = []
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    for value, label in y_ticks:
-        y = _place(axes.y(value))
-        made.append(element("line", class_="grid", x1=LEFT, x2=right, y1=y, y2=y))
-        made.append(element("text", label, x=LEFT - 7, y=_place(axes.y(value) + 3.7), text_anchor="end"))
-    for mark in frame.marks:
-        x = _place(axes.x(mark))
-        made.append(
-            element(
-                "line",
-                element("title", f"resumed with step {mark + 0.5:g}"),
-                class_="mark",
-                x1=x,
-                x2=x,
-                y1=TOP,
-                y2=bottom,
-            )
-        )
-    made.append(element("line", class_="axis", x1=LEFT, x2=right, y1=bottom, y2=bottom))
-    for step in whole_ticks(*frame.limits, NUM_TICKS_X):
-        made.append(element("text", f"{step:,}", x=_place(axes.x(step)), y=bottom + 16, text_anchor="middle"))
-    made.append(element("text", "step", x=2, y=bottom + 16, class_="what"))
-    return joined(*made)
-
-
-def _series(whole: Curve, label: str, axes: Axes, *, color: int, dashed: bool, drawn: Drawn) -> Markup:
-    points, mean = thinned(whole), running_mean(whole)
-    pale = "pale" if mean is not None else None
-    made = [element("polyline", points=axes.points(points), class_=pale)]
-    if mean is not None:
-        made.append(element("polyline", points=axes.points(mean)))
-    elif len(points.steps) <= MARKERS_UP_TO:
-        radius = 2.3 if len(points.steps) > 1 else 4
-        made += [
-            element("circle", cx=_place(axes.x(s)), cy=_place(axes.y(v)), r=radius)
-            for s, v in zip(points.steps, points.values, strict=True)
-        ]
-    values = " ".join(written(value, drawn).replace(" ", "") for value in points.values)
+def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str, Mapping[str, str]]) -> Markup:
+    """`data`: id of a group in the image -> its attributes on the page."""
+    inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    inside = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.S)
+    inside = re.sub(r'style="([^"]*)"', lambda found: _attributes(found[1]), inside)
+    inside = re.sub(r'<g id="(resumed [^"]*)">', r"<g><title>\1</title>", inside)
+    inside = re.sub(r'<g id="([^"]*)"', lambda found: _opened(data.get(found[1], {})), inside)
+    inside = re.sub(r'="[^"]*"', _rounded, inside)
+    inside = re.sub(r"\s+", " ", inside)
+    for color, name in VARIABLES.items():
+        inside = inside.replace(color, f"var(--{name})")
+    cross = element("line", class_="cross", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9)
     return element(
-        "g",
-        *made,
-        class_=f"line series c{color % NUM_COLORS}{' dashed' if dashed else ''}",
-        data_name=label or drawn.panel.title,
-        data_x=_numbers(points.steps),
-        data_y=values,
+        "svg",
+        Markup(inside),
+        cross,
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        role="img",
+        aria_label=said,
+        data_axis=f"{steps[0]:g} {steps[1]:g} {LEFT:g} {WIDTH - RIGHT:g} {WIDTH:g}",
+        class_="chart",
     )
 
 
-def _band(drawn: Drawn, axes: Axes) -> Markup | None:
-    """The area between the least and the greatest value."""
-    if drawn.band is None:
-        return None
-    least, greatest = (thinned(one) for one in drawn.band)
-    back = Curve(list(reversed(least.steps)), list(reversed(least.values)))
-    return element("polygon", points=f"{axes.points(greatest)} {axes.points(back)}", class_="band c0")
+def _attributes(style: str) -> str:
+    """A style as attributes; the font is that of the page."""
+    pairs = [one.split(":", 1) for one in style.split(";") if ":" in one]
+    return " ".join(f'{key.strip()}="{value.strip()}"' for key, value in pairs if "font" not in key)
 
 
-def _bar(axes: Axes, step: float, half: float, low_s: float, own_s: float) -> str:
-    left, right = axes.x(step - half), axes.x(step + half)
-    top, bottom = axes.y(low_s + own_s), axes.y(low_s)
-    return f"M{_place(left)} {_place(bottom)}V{_place(top)}H{_place(right)}V{_place(bottom)}Z"
+def _rounded(value: re.Match[str]) -> str:
+    """An attribute with a digit behind the point: a tenth of a unit is finer than any screen."""
+    return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
 
 
-def _place(value: float) -> str:
-    """A coordinate: a tenth of a pixel is finer than any screen."""
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return " ".join(f"{value:g}" if abs(value) < 1e5 else f"{value:.1f}".removesuffix(".0") for value in values)
+def _opened(attributes: Mapping[str, str]) -> str:
+    return element("g", **attributes).removesuffix("></g>")

@@ -1,72 +1,227 @@
-"""The picture of a run: `report.png`, drawn by matplotlib. Legends stand above the axes, so nothing covers a curve."""
+"""How a panel is drawn, by matplotlib: once for the picture of a run (`report.png`), once for its page (SVG)."""
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.observability.report.markup import log_ticks, short
+from slime.observability.report.markup import percent, short
 from slime.observability.report.panels import Drawn
 from slime.observability.report.record import (
     OTHER,
     STEP_PARTS,
-    Curve,
     RunKind,
     RunRecord,
     StepTimes,
     running_mean,
+    step_of,
     step_times,
     thinned,
-)
-from slime.observability.report.scales import (
-    MARKERS_UP_TO,
-    Frame,
-    frame_of,
-    headline,
-    in_words,
-    seconds_limit,
-    unit_of,
-    value_limits,
-    written,
 )
 from slime.observability.report.summary import RunSummary, summary_of
 
 COLORS = ("#2563c9", "#d9730d", "#23935a", "#c93a3a", "#7d4fc2", "#12858f", "#a0527c", "#6b7280")
-PART_COLORS = dict(zip(STEP_PARTS, (COLORS[i] for i in (0, 6, 1, 7, 2, 5, 4, 3)), strict=True)) | {OTHER: "#b6bcc6"}
-INK, MUTED, GRID, MARK = "#1f2430", "#6b7280", "#e4e7ec", "#8b93a1"
+"""As in page.css, where a dark page has others."""
+OTHER_COLOR = "#b6bcc6"
+PART_COLORS = dict(zip(STEP_PARTS, (0, 6, 1, 7, 2, 5, 4, 3), strict=True))
+"""Part of a step -> number of its colour."""
+INK, MUTED, GRID, MARK = "#1b2029", "#626b7a", "#e3e6eb", "#8b93a1"
+PARTS_TITLE = "Where the time of a step goes"
+ROOM = 0.08
+"""Part of the span that stays free above and below a curve."""
+ROOM_ABOVE_ONE = 0.05
+"""So that the line of 100 % does not touch the title."""
+MARKERS_UP_TO = 40
+"""A curve of at most so many steps shows each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What all panels share, so that they can be compared."""
+
+    limits: tuple[int, int]
+    """First and last step of the run."""
+    marks: Sequence[float]
+    """Where a dotted line says that the run was resumed: between the last step before and the first after."""
+
+
+def frame_of(record: RunRecord) -> Frame:
+    steps = [step for row in record.rows if (step := step_of(row)) is not None]
+    first, last = min(steps, default=0), max(steps, default=0)
+    return Frame((first, last), [step - 0.5 for step in sorted(set(record.resumed_at)) if first < step <= last])
+
+
+# --- axes and curves: the same in the picture and on the page
+
+
+def draw_panel(axes: Any, drawn: Drawn, frame: Frame, names: Sequence[str] = ()) -> None:
+    """Curves, band, grid and numbers. `names` of the curves, for a legend; the id of curve i is `series-i`."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = value_limits(drawn)
+    if drawn.scale == "log":
+        axes.set_yscale("log")
+        between = (1.0, 2.0, 5.0) if high / low <= 100 else (1.0, 3.0) if high / low <= 3000 else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(subs=between, numticks=6))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.locator_params(axis="y", nbins=5)
+    axes.yaxis.set_major_formatter(lambda value, _: written(value, drawn))
+    _draw_frame(axes, frame, (low, high))
+    if drawn.band is not None:
+        least, greatest = (thinned(one) for one in drawn.band)
+        steps, values = [*greatest.steps, *least.steps[::-1]], [*greatest.values, *least.values[::-1]]
+        axes.fill(steps, values, color=COLORS[0], alpha=0.12, linewidth=0)
+    for i, one in enumerate(drawn.series):
+        points, mean = thinned(one.curve), running_mean(one.curve)
+        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "linestyle": (0, (3, 1.6)) if one.dashed else "-"}
+        style |= {"label": names[i] if names else None, "clip_on": False}
+        if mean is None:
+            marker = "o" if len(points.steps) <= MARKERS_UP_TO else None
+            (line,) = axes.plot(points.steps, points.values, marker=marker, markersize=4, linewidth=1.7, **style)
+        else:
+            (line,) = axes.plot(points.steps, points.values, linewidth=0.9, alpha=0.3, **(style | {"label": None}))
+            axes.plot(mean.steps, mean.values, linewidth=1.8, **style)
+        line.set_gid(f"series-{i}")
+
+
+def draw_parts(axes: Any, times: StepTimes, frame: Frame) -> None:
+    """Stacked bars of the parts of a step; the id of part i is `series-i`."""
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    heights = [sum(part[i] for part in times.parts.values()) for i in range(len(times.steps))]
+    _draw_frame(axes, frame, (0.0, (1 + ROOM) * max(heights, default=0.0) or 1.0))
+    half = times.steps_per_bar * (0.37 if len(times.steps) <= MARKERS_UP_TO else 0.5)
+    steps, low = np.asarray(times.steps), np.zeros(len(times.steps))
+    for i, (part, seconds) in enumerate(times.parts.items()):
+        high = low + np.asarray(seconds)
+        corners = [(steps - half, low), (steps - half, high), (steps + half, high), (steps + half, low)]
+        bars = np.stack([np.stack(corner, -1) for corner in corners], 1)[high > low]
+        outline = Outline.make_compound_path_from_polys(bars)
+        axes.add_patch(PathPatch(outline, color=part_color(part), linewidth=0, label=part, gid=f"series-{i}"))
+        low = high
+
+
+def part_color(part: str) -> str:
+    return OTHER_COLOR if part == OTHER else COLORS[PART_COLORS[part]]
+
+
+def _draw_frame(axes: Any, frame: Frame, limits: tuple[float, float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = frame.limits
+    room = max(0.03 * (high - low), 0.5)
+    axes.set_xlim(low - room, high + room)
+    axes.set_ylim(*limits)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(True, axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(MARK)
+    axes.tick_params(axis="both", length=0, pad=5, labelsize=10, labelcolor=MUTED)
+    for mark in frame.marks:
+        axes.axvline(
+            mark, color=MARK, linewidth=1, linestyle=(0, (1.5, 2)), zorder=1, gid=f"resumed with step {mark + 0.5:g}"
+        )
+
+
+def value_limits(drawn: Drawn) -> tuple[float, float]:
+    """Lowest and highest value that the panel shows."""
+    curves = [one.curve for one in drawn.series] + list(drawn.band or ())
+    values = [value for one in curves for value in one.values]
+    low, high = min(values), max(values)
+    if drawn.scale == "log":
+        low = min(value for value in values if value > 0)
+        return min(low / 1.5, high / 20), high * 1.5
+    if drawn.scale == "share" or (drawn.scale == "unit" and low >= 0 and high <= 1):
+        return 0.0, 1.0 + ROOM_ABOVE_ONE
+    if drawn.scale in ("zero", "percent") and low >= 0:
+        return 0.0, high * (1 + ROOM) or (0.01 if drawn.scale == "percent" else 1.0)
+    room = ROOM * (high - low) or 0.1 * abs(high) or 1.0
+    return low - room, high + room
+
+
+# --- words of a panel
+
+
+def written(value: float, drawn: Drawn) -> str:
+    """A value of the panel."""
+    return percent(value) if drawn.scale in ("share", "percent") else short(value)
+
+
+def unit_of(drawn: Drawn) -> str:
+    return ", ".join(part for part in (drawn.panel.unit, "log scale" if drawn.scale == "log" else "") if part)
+
+
+def headline(drawn: Drawn) -> str:
+    """First and last value of a panel with one curve."""
+    if len(drawn.series) != 1:
+        return ""
+    curve = drawn.series[0].curve
+    first, last = written(curve.first, drawn), written(curve.last, drawn)
+    return last if len(curve.values) == 1 else f"{first} → {last}"
+
+
+def in_words(panels: Iterable[Drawn]) -> str:
+    """One sentence about the panels that never change; empty if there is none."""
+    said = []
+    for drawn in (one for one in panels if one.in_words):
+        values = [f"{one.label} {written(one.curve.last, drawn)}" for one in drawn.series]
+        values = values if len(values) > 1 else [written(drawn.series[0].curve.last, drawn)]
+        unit = f" {drawn.panel.unit}" if drawn.panel.unit else ""
+        said.append(f"{drawn.panel.title.lower()} {', '.join(values)}{unit}")
+    return f"the same in every step: {'; '.join(said)}" if said else ""
+
+
+# --- one panel for the page
+
+WIDTH, HEIGHT = 460.0, 220.0
+"""Of a panel of the page, in its own units (points)."""
+LEFT, RIGHT, TOP, BOTTOM = 48.0, 12.0, 10.0, 24.0
+
+
+def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
+    """An SVG image of what `draw` puts into axes, and the first and last step of their x axis."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    place = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
+    axes = figure.add_axes(place)
+    draw(axes)
+    figure.text(2 / WIDTH, 0.035, "step", fontsize=9, color=MUTED)
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", transparent=True)
+    return out.getvalue(), axes.get_xlim()
+
+
+# --- all panels in one picture. Legends stand above the axes, so nothing covers a curve.
+
 LEGEND_CHARS = 57
 """Characters of a legend that fit on one line above a panel."""
 PANEL_INCHES = (4.7, 2.75)
 HEADER_INCHES, FOOTER_INCHES = 0.78, 0.46
 FOOTER_CHARS_PER_INCH = 13
-SETTINGS: Any = {
-    "font.size": 10,
-    "axes.labelcolor": MUTED,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "text.color": INK,
-}
 
 
 def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: str) -> None:
     """Draws the panels that belong into the picture, and the parts of a step, into a PNG."""
-    import matplotlib
-
-    with matplotlib.rc_context(SETTINGS):
-        drawn = [one for one in panels if one.panel.in_picture and not one.in_words]
-        _write_picture(record, drawn, in_words(panels), out, title)
-
-
-def _write_picture(record: RunRecord, panels: Sequence[Drawn], constant: str, out: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    shown = [one for one in panels if one.panel.in_picture and not one.in_words]
     times, frame = step_times(record.rows), frame_of(record)
-    count = len(panels) + (times is not None)
+    count = len(shown) + (times is not None)
     columns = min(count, 3 if count > 4 else 2) or 1
     rows = max(1, math.ceil(count / columns))
     width, height = max(columns, 2) * PANEL_INCHES[0], rows * PANEL_INCHES[1] + HEADER_INCHES + FOOTER_INCHES
@@ -75,18 +230,20 @@ def _write_picture(record: RunRecord, panels: Sequence[Drawn], constant: str, ou
     figure = Figure(figsize=(width, height), dpi=120, layout=engine)
     FigureCanvasAgg(figure)  # no pyplot: its global state is not ours to change
     _header(figure, record, summary_of(record), title)
-    _footer(figure, frame, constant)
+    _footer(figure, frame, in_words(panels))
     cells = figure.add_gridspec(rows, columns)
     spans = [(i // columns, slice(i % columns, i % columns + 1)) for i in range(count)]
     spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last one takes what is left
     grid = [figure.add_subplot(cells[row, cell]) for row, cell in spans]
-    lines = [legend_lines(_labels(drawn)) for drawn in panels]
-    lines += [legend_lines(list(times.parts))] if times is not None else []
+    legends = [_labels(drawn) for drawn in shown] + ([list(times.parts)] if times is not None else [])
+    lines = [legend_lines(labels) for labels in legends]
     in_row = [max(lines[i - i % columns :][:columns]) for i in range(count)]  # titles of a row stand on one line
-    for axes, drawn, room_above in zip(grid, panels, in_row, strict=False):
-        _draw(axes, drawn, frame, room_above)
+    for axes, drawn, labels, room_above in zip(grid, shown, legends, in_row, strict=False):
+        draw_panel(axes, drawn, frame, labels)
+        _name(axes, drawn.panel.title, unit_of(drawn), headline(drawn), labels, room_above)
     if times is not None:
-        _draw_parts(grid[len(panels)], times, frame, in_row[-1])
+        draw_parts(grid[-1], times, frame)
+        _name(grid[-1], PARTS_TITLE, "s", "", legends[-1], in_row[-1])
     partial = out.with_name(f".{out.name}.partial")
     figure.savefig(partial, facecolor="white", format="png")
     partial.replace(out)
@@ -103,8 +260,9 @@ def _header(figure: Any, record: RunRecord, summary: RunSummary, title: str) -> 
         facts.append("warnings: " + ", ".join(dict.fromkeys(one.kind for one in summary.findings)))
     left, top = 0.14 / width, 1 - 0.1 / height
     shown = title if len(title) < 90 else f"{title[:88]}…"
-    figure.text(left, top, shown, fontsize=15, fontweight="bold", va="top", parse_math=False)
-    figure.text(left, top - 0.34 / height, "  ·  ".join(facts), fontsize=10, color=MUTED, va="top", parse_math=False)
+    style: dict[str, Any] = {"va": "top", "parse_math": False}
+    figure.text(left, top, shown, fontsize=15, fontweight="bold", color=INK, **style)
+    figure.text(left, top - 0.34 / height, "  ·  ".join(facts), fontsize=10, color=MUTED, **style)
 
 
 def _footer(figure: Any, frame: Frame, constant: str) -> None:
@@ -115,40 +273,21 @@ def _footer(figure: Any, frame: Frame, constant: str) -> None:
     if frame.limits[1] >= 100:
         notes.append("pale: every step, strong: running mean")
     notes += [constant] if constant else []
-    left, bottom = 0.14 / width, 0.1 / height
     said = textwrap.fill("  ·  ".join(notes), int(FOOTER_CHARS_PER_INCH * width))
-    figure.text(left, bottom, said, fontsize=9, color=MUTED, va="bottom", parse_math=False)
+    figure.text(0.14 / width, 0.1 / height, said, fontsize=9, color=MUTED, va="bottom", parse_math=False)
 
 
-def _style(axes: Any, title: str, unit: str, value: str, frame: Frame, legend_lines: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    pad = 6 + 15 * legend_lines
+def _name(axes: Any, title: str, unit: str, value: str, labels: Sequence[str], room_above: int) -> None:
+    """Title, value and legend above a panel. `room_above`: lines of legend above the panels of its row."""
+    pad = 6 + 15 * room_above
     full = f"{title}, {unit}" if unit else title
-    axes.set_title(full, loc="left", fontsize=11.5, fontweight="bold", pad=pad, parse_math=False)
+    axes.set_title(full, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=pad, parse_math=False)
     if value:
         axes.set_title(value, loc="right", fontsize=10, color=MUTED, pad=pad)
-    low, high = frame.limits
-    room = max(0.03 * (high - low), 0.5)
-    axes.set_xlim(low - room, high + room)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
-    axes.grid(True, axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(MARK)
-    axes.tick_params(axis="both", length=0, labelsize=9)
-    for mark in frame.marks:
-        axes.axvline(mark, color=MARK, linewidth=1, linestyle=(0, (1.5, 2)), zorder=1)
-
-
-def _legend(axes: Any, labels: Sequence[str]) -> None:
-    """Above the axes, below the title."""
     if labels:
-        columns = max(1, math.ceil(len(labels) / legend_lines(labels)))
-        place = {"loc": "lower left", "bbox_to_anchor": (-0.012, 0.985), "borderaxespad": 0.0}
-        axes.legend(
-            **place, ncols=columns, frameon=False, fontsize=9, handlelength=1.3, columnspacing=1.2, labelcolor=INK
-        )
+        style: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 1.3, "columnspacing": 1.2}
+        style |= {"loc": "lower left", "bbox_to_anchor": (-0.012, 0.985), "borderaxespad": 0.0, "labelcolor": INK}
+        axes.legend(ncols=max(1, math.ceil(len(labels) / legend_lines(labels))), **style)
 
 
 def legend_lines(labels: Sequence[str]) -> int:
@@ -157,59 +296,8 @@ def legend_lines(labels: Sequence[str]) -> int:
 
 
 def _labels(drawn: Drawn) -> list[str]:
-    """What a legend says; a single curve is named by its title."""
+    """The legend; empty where the title names the only curve."""
     labels = [one.label for one in drawn.series]
     if drawn.band:
         return [f"{labels[0]} (band: least to greatest)", *labels[1:]]
     return labels if drawn.is_named else []
-
-
-def _draw(axes: Any, drawn: Drawn, frame: Frame, room_above: int) -> None:
-    """`room_above`: lines of legend above the panels of this row."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    _style(axes, drawn.panel.title, unit_of(drawn), headline(drawn), frame, room_above)
-    limits = value_limits(drawn)
-    if drawn.scale == "log":
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(log_ticks(*limits)))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: written(value, drawn))
-    axes.set_ylim(*limits)
-    if drawn.band is not None:
-        least, greatest = (thinned(one) for one in drawn.band)
-        axes.fill_between(greatest.steps, _at(least, greatest), greatest.values, color=COLORS[0], alpha=0.12, lw=0)
-    labels = _labels(drawn)
-    names = labels or [one.label for one in drawn.series]
-    for color, name, one in zip(COLORS * len(drawn.series), names, drawn.series, strict=False):
-        _draw_curve(axes, one.curve, color, name, one.dashed)
-    _legend(axes, labels)
-
-
-def _draw_curve(axes: Any, whole: Curve, color: str, label: str, dashed: bool) -> None:
-    points, mean = thinned(whole), running_mean(whole)
-    style: dict[str, Any] = {"color": color, "linestyle": (0, (3, 1.6)) if dashed else "-", "clip_on": False}
-    if mean is None:
-        marker = "o" if len(points.steps) <= MARKERS_UP_TO else None
-        axes.plot(points.steps, points.values, marker=marker, markersize=3.4, linewidth=1.6, label=label, **style)
-        return
-    axes.plot(points.steps, points.values, linewidth=0.8, alpha=0.3, **style)
-    axes.plot(mean.steps, mean.values, linewidth=1.8, label=label, **style)
-
-
-def _at(one: Curve, other: Curve) -> list[float]:
-    """Values of `one` at about the steps of `other`."""
-    import numpy as np
-
-    return [float(v) for v in np.interp(other.steps, one.steps, one.values)]
-
-
-def _draw_parts(axes: Any, times: StepTimes, frame: Frame, room_above: int) -> None:
-    _style(axes, "Where the time of a step goes", "s", "", frame, room_above)
-    bottom = [0.0] * len(times.steps)
-    for label, seconds in times.parts.items():
-        width = times.steps_per_bar * (0.74 if len(times.steps) <= MARKERS_UP_TO else 1.0)
-        axes.bar(times.steps, seconds, bottom=bottom, label=label, color=PART_COLORS[label], width=width, linewidth=0)
-        bottom = [low + part for low, part in zip(bottom, seconds, strict=True)]
-    axes.set_ylim(0, seconds_limit(times))
-    _legend(axes, list(times.parts))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import math
 import time
-from collections.abc import Sequence
 
 from slime.core.text import visible
 
@@ -49,12 +48,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Markup:
     return Markup(opened if name in VOID else f"{opened}{joined(*children)}</{name}>")
 
 
-# Numbers, dates and ticks as people write them.
-
-STEPS_OF_TEN = (1.0, 2.0, 2.5, 5.0, 10.0)
-"""A tick stands at multiples of one of them times a power of ten."""
-
-
+# --- numbers and dates as people write them
 def short(value: float) -> str:
     """Three significant digits, thousands apart, a power of ten where it is far from one."""
     if not math.isfinite(value):
@@ -85,36 +79,3 @@ def percent(value: float) -> str:
 def when(time_s: float) -> str:
     """Date and minute, UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
-
-
-def nice_step(span: float, count: int) -> float:
-    """The distance of about `count` ticks over `span`."""
-    raw = span / max(count, 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    return power * next(one for one in STEPS_OF_TEN if one * power >= raw * (1 - 1e-9))
-
-
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`."""
-    if not high > low:
-        return [low]
-    step = nice_step(high - low, count)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def whole_ticks(low: int, high: int, count: int) -> list[int]:
-    """As `ticks`, of whole numbers; both ends of a short span."""
-    if high - low <= count:
-        return list(range(low, high + 1))
-    return sorted({round(one) for one in ticks(low, high, count) if abs(one - round(one)) < 1e-6})
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten from `low` to `high`; with 2 and 5, or with 3, between where there are few."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, -(-(last - first) // 5))
-    ratio = high / low
-    factors: Sequence[float] = (1.0, 2.0, 5.0) if ratio <= 100 else (1.0, 3.0) if ratio <= 3000 else (1.0,)
-    made = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-    return [one for one in made if low * (1 - 1e-9) <= one <= high * (1 + 1e-9)]

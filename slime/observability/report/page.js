@@ -18,7 +18,7 @@
 
   const read = (svg) => [...svg.querySelectorAll(".series")].map((group) => ({
     name: group.dataset.name,
-    color: [...group.classList].find((name) => /^[cp]\d$/.test(name)),
+    color: [...group.classList].filter((name) => /^(p|c\d)$/.test(name)).join(" "),
     steps: group.dataset.x.split(" ").map(Number),
     values: group.dataset.y.split(" "),
   }));

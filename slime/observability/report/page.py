@@ -19,11 +19,10 @@ from slime.core.files import replace_bytes
 from slime.core.text import shorten
 from slime.observability.progress import duration
 from slime.observability.report.charts import panel_figure, parts_figure
-from slime.observability.report.figure import write_picture
+from slime.observability.report.figure import frame_of, in_words, write_picture
 from slime.observability.report.markup import Markup, element, joined, short, when
 from slime.observability.report.panels import TIME, Drawn, drawn_panels
 from slime.observability.report.record import RunKind, RunRecord, given_settings, read_run, step_times, was_given
-from slime.observability.report.scales import frame_of, in_words
 from slime.observability.report.summary import RunSummary, before_and_after, finding_text, report_markdown, summary_of
 from slime.observability.report.timeline import GENERATION, timeline_figure, timelines
 from slime.observability.samples import PICKS, ShownSample, number, where

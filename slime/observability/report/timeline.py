@@ -15,8 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from slime.core.errors import DataError
-from slime.observability.report.markup import Markup, element, joined, seconds_text, short, ticks
-from slime.observability.report.record import NAMES, STEP_PARTS, Row, RunRecord
+from slime.observability.report.figure import COLORS, PART_COLORS
+from slime.observability.report.markup import Markup, element, joined, seconds_text, short
+from slime.observability.report.record import NAMES, Row, RunRecord
 from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
@@ -28,7 +29,7 @@ WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
 GENERATION = "generation"
 """What the rollout did meanwhile, as the driver noted it."""
-COLORS = {part: number for number, part in enumerate((*STEP_PARTS, GENERATION))}
+BAR_COLORS = PART_COLORS | {GENERATION: len(COLORS)}
 """As in the picture of the parts of a step."""
 
 
@@ -150,11 +151,15 @@ def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 def timeline_figure(timeline: Timeline) -> Markup:
     """A row for each thing that was done, with its seconds."""
+    from matplotlib.ticker import MaxNLocator
+
     height = TOP + ROW * len(timeline.bars) + BOTTOM
     right, bottom = WIDTH - VALUE, height - BOTTOM
     scale = (right - LABEL) / timeline.seconds
     made: list[Markup] = []
-    for tick in ticks(0.0, timeline.seconds, 8):
+    for tick in MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]).tick_values(0.0, timeline.seconds):
+        if tick > timeline.seconds:
+            break
         x = f"{LABEL + tick * scale:.1f}"
         made.append(element("line", class_="grid", x1=x, x2=x, y1=TOP, y2=bottom))
         made.append(element("text", f"{short(round(tick, 6))} s", x=x, y=bottom + 17, text_anchor="middle"))
@@ -165,7 +170,7 @@ def timeline_figure(timeline: Timeline) -> Markup:
         boxes = "".join(_box(begin, end, y, scale) for begin, end in bar.stretches)
         told = element("title", f"{label}: {seconds_text(bar.seconds)}")
         made.append(element("text", _fitting(label), x=LABEL - 10, y=y + 16, text_anchor="end", class_="name"))
-        made.append(element("path", told, d=boxes, class_=f"bar p{COLORS.get(bar.name, len(COLORS))}"))
+        made.append(element("path", told, d=boxes, class_=f"bar c{BAR_COLORS.get(bar.name, len(COLORS) - 1)}"))
         made.append(element("text", seconds_text(bar.seconds), x=right + 10, y=y + 16, class_="name"))
     said = "; ".join(f"{bar.name} {seconds_text(bar.seconds)}" for bar in timeline.bars)
     return element(
