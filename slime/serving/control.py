@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
@@ -217,8 +217,10 @@ class FolderEngineControl:
             raise EngineError(f"got no checksum report from the agent of {self._url}: {error!r}") from error
 
     def _refuse(self, *args: Any, **named: Any) -> NoReturn:
-        """What needs a connection to the engine."""
-        raise EngineError(f"got engine {self._url}, which is reached through {self._box} alone; send it versions")
+        raise EngineError(
+            f"engine {self._url} is reached only through the folder {self._box}, which carries weight versions and no "
+            "other calls; use --update-weight-transport disk"
+        )
 
     update_weights_from_tensor = _refuse
     init_weights_update_group = _refuse
