@@ -24,7 +24,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "+ now - self._since.setdefault(index, now)",
     ),
     "every pause before a start is the first": Mutation(
-        "supervisor", "fleet/supervisor.py", "PAUSE_S * 2.0 ** min(max(failures, losses, 1) - 1, 30)", "PAUSE_S"
+        "supervisor", "fleet/supervisor.py", "backoff_s(max(failures, losses, 1), PAUSE_S, longest_s)", "PAUSE_S"
     ),
     "a lost engine is not dismissed": Mutation(
         "supervisor", "fleet/supervisor.py", "        self._port.dismiss(engine)\n", ""
