@@ -19,6 +19,10 @@ TEXTS = [
 """Everything that tells people what to type. Of Python files the docstrings count."""
 
 
+SHELLS = ("", "bash", "sh")
+"""Languages of the blocks of a document that hold commands."""
+
+
 def text_of(path: Path) -> str:
     """The document, or the docstrings of a Python file."""
     text = path.read_text()
@@ -33,11 +37,8 @@ def commands_of(path: Path) -> Iterator[list[str]]:
     """The words of each shell command in the document's blocks of code, comments and continuations resolved."""
     text = text_of(path)
     if path.suffix == ".md":
-        lines = [
-            line
-            for block in re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.S)
-            for line in block.split("\n")
-        ]
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+        lines = [line for language, block in blocks if language in SHELLS for line in block.split("\n")]
     elif path.suffix == ".py":
         lines = [line for line in text.split("\n") if re.match(r"\s*(python|slime|make) ", line)]
     else:
