@@ -1,1 +1,1 @@
-"""Small, complete uses of slime's hooks, to copy from."""
+"""Small, complete examples of slime's hooks, to copy from."""

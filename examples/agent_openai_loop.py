@@ -1,9 +1,9 @@
-"""An agent as anybody would write one with OpenAI's SDK, trained as it is: a loop, a tool, no token in sight.
+"""An ordinary agent with OpenAI's SDK, trained without changes: a loop and a tool, no tokens.
 
     python train.py ... --custom-generate-function-path examples.agent_openai_loop:generate
 
-The dataset brings messages (no `--apply-chat-template`). The agent asks the run's adapter, which it takes for OpenAI;
-what it was answered is what is trained.
+The dataset has messages (no `--apply-chat-template`). The agent talks to the run's adapter as if it were OpenAI; the
+answers that it gets are trained.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ MAX_TURNS = 4
 
 
 async def answer_to(call: Any) -> str:
-    """The result of a call, as text."""
+    """The result of a tool call, as text."""
     return calculate(call.function.arguments) if call.function.name == "calculate" else f"{FAILED} no such tool"
 
 
 def client_of(agent: Execution) -> AsyncOpenAI:
-    """OpenAI's client, whose model is the run's. Use with `async with`, which closes its connections."""
+    """OpenAI's client for the run's model. Use with `async with`, which closes its connections."""
     return AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
 
 
 async def solve(
     client: AsyncOpenAI, messages: list[Any], tools: Any, answer_to: Callable[[Any], Awaitable[str]]
 ) -> str:
-    """Asks until the model calls nothing more: its last word; empty if it goes on calling."""
+    """Asks until the model calls no more tools, and returns its last answer; empty if it never stops calling."""
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model="slime", messages=messages, tools=tools)
         message = answer.choices[0].message

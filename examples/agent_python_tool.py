@@ -1,9 +1,9 @@
-"""An agent that writes Python and sees what it prints: a sandbox for each execution, its files kept between calls.
+"""An agent that writes Python and sees its output. Each execution has a sandbox, which keeps files between calls.
 
     python -m examples.run agent_python_tool
 
-The sandbox begins with the first call and ends with the execution. The reward is 1 for the right number, less a little
-for each call that failed.
+The sandbox starts with the first call and ends with the execution. The reward is 1 for the right number, minus a
+little for each failed call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Python:
         await self._ends.aclose()
 
     async def __call__(self, function: Any) -> str:
-        """What the program of a call prints, and why it failed."""
+        """The output of a call's program, or why the call failed."""
         try:
             code = json.loads(function.arguments)["code"]
             if function.name != "python" or not isinstance(code, str):
@@ -74,7 +74,7 @@ class Python:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """`--custom-generate-function-path`: one session, one sandbox at most."""
+    """`--custom-generate-function-path`: one session with at most one sandbox."""
     expect_tools(sample)
     async with execution(sampling_params) as agent, client_of(agent) as client, Python() as python:
 

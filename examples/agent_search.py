@@ -1,10 +1,10 @@
-"""An agent that searches before it answers: OpenAI's SDK, a local index, the F1 of the answer as its reward.
+"""An agent that searches before it answers, with OpenAI's SDK and a local index; the reward is the answer's F1.
 
     python -m examples.run agent_search
 
-The index is BM25 (Robertson and Zaragoza, 2009) over passages about people who never lived, so that nothing but a
-search tells. Your own, one JSON object with `text` a line: `custom: {corpus: FILE}` in `--custom-config-path`. Nothing
-needs a network.
+The index is BM25 (Robertson and Zaragoza, 2009) over passages about invented people, so only a search gives the answer.
+To use your own passages, one JSON object with `text` per line, set `custom: {corpus: FILE}` in `--custom-config-path`.
+No network is needed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ TOOLS: Any = [
 
 
 def people() -> list[tuple[str, str, str]]:
-    """Name, town and trade of people who never lived."""
+    """Name, town and trade of invented people."""
     rng = random.Random(0)
     names = [f"{first} {last}" for first in ("Orla", "Bram", "Ines", "Tove") for last in ("Finch", "Moss", "Varga")]
     return [(n, rng.choice(["Tarn", "Hollin", "Skerry"]), rng.choice(["painter", "baker", "pilot"])) for n in names]
 
 
 def rows() -> list[dict[str, Any]]:
-    """The dataset: where was each of them born?"""
+    """The dataset: where each of them was born, and their trades."""
     asked = [(f"Where was {name} born?", town) for name, town, _ in people()]
     asked += [(f"What was the trade of {name}?", trade) for name, _, trade in people()]
     system = {"role": "system", "content": HOW}
@@ -77,14 +77,14 @@ class Index:
 
 @cache
 def index(file: str | None) -> Index:
-    """Of a file of passages; of the made ones without."""
+    """The index of a file of passages, or of the invented ones."""
     if file:
         return Index([json.loads(line)["text"] for line in Path(file).read_text().splitlines()])
     return Index([f"{name}, a {trade}, was born in {town}." for name, town, trade in people()])
 
 
 def search(found: Index, function: Any) -> str:
-    """The result of a call, as text."""
+    """The result of a tool call, as text."""
     try:
         query = json.loads(function.arguments)["query"]
         return "\n".join(found.search(query)) if function.name == "search" else "error: no such tool"

@@ -2,14 +2,14 @@
 
     python -m examples.run multi_agent
 
-Solvers answer side by side, a critic reviews each answer, a selector picks one with the reviews in sight. Each is a
-session of its own. What they said are siblings of one execution, each with the reward of its role:
+Solvers answer in parallel, a critic reviews each answer, and a selector chooses one with the reviews in view. Each has
+a separate session. Their answers are siblings of one execution, each with the reward of its role:
 
     solver      its own answer is right
     critic      its verdict is right
     selector    the answer that it chose is right
 
-Roles differ in how easy they are, so a sample is compared with its role in the group (`by_role`), not with all of it.
+Some roles are easier than others, so a sample is compared only with samples of its role in the group (`by_role`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def rows() -> list[dict[str, Any]]:
 
 
 def last_number(said: str) -> str:
-    """The answer in a text; empty if there is none."""
+    """The last number in a text; empty if there is none."""
     return next(reversed(re.findall(r"-?\d+", said)), "")
 
 
 async def play(
     role: str, asked: str, right: Callable[[str], bool], sample: Sample, params: dict[str, Any]
 ) -> tuple[str, list[Sample]]:
-    """One session of one role: what it said, and that as samples with its reward."""
+    """One session of one role: its answer as text, and as samples with the reward."""
     async with execution(params) as agent, client_of(agent) as client:
         turn = await client.chat.completions.create(model="slime", messages=[{"role": "user", "content": asked}])
         said = turn.choices[0].message.content or ""
@@ -83,7 +83,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def by_role(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: each reward less the mean of its role in its group."""
+    """`--custom-reward-post-process-path`: each reward minus the mean of its role in its group."""
     raw = [float(sample.get_reward_value(args.reward_key) or 0.0) for sample in samples]
     roles = [(sample.group_index, sample.metadata.get("role")) for sample in samples]
     found: dict[Any, list[float]] = defaultdict(list)

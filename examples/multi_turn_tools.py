@@ -1,12 +1,12 @@
-"""A custom generate function with tools: several turns in one sample; what the model sampled is never encoded again.
+"""A custom generate function with tools: several turns in one sample, without encoding sampled text again.
 
     python train.py ... --custom-generate-function-path examples.multi_turn_tools:generate
 
-The dataset brings messages (no `--apply-chat-template`) and, if the template writes them, `tools`. A template writes
-turns as text, and ids made from a text that the model wrote need not be those that it sampled: it may spell a word in
-other pieces, and templates drop or add thinking. So only what the template writes *between* two sampled turns is
-encoded: `ConversationTemplate.suffix` gives the end of the turn, the tool's result and the head of the next turn. Its
-ids are context, never trained.
+The dataset has messages (no `--apply-chat-template`) and, if the template writes them, `tools`. A template writes turns
+as text. Encoding that text may give other ids than the model sampled: words can be split differently, and templates
+drop or add thinking. So only the text that the template writes *between* two sampled turns is encoded:
+`ConversationTemplate.suffix` gives the end of the turn, the tool's result and the header of the next turn. These ids
+are context and are not trained.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from slime.rollout.sample_metrics import count_tool_call, expect_tools
 
 MAX_TURNS = 4
 ASKED = Message("user", "?")
-"""Stands for all before a turn: what the template writes behind one does not depend on it."""
+"""Stands for everything before a turn, which does not affect what the template writes after the turn."""
 FAILED = "error:"
-"""How the result of a failed call begins."""
+"""Prefix of the result of a failed call."""
 TOOLS = [
     {
         "type": "function",
@@ -43,20 +43,20 @@ TOOLS = [
     }
 ]
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-"""No power: its result can be larger than any memory."""
+"""No power, because its result may exceed any memory."""
 
 
 Reply = Callable[[str, str], tuple[Message, Message] | None]
-"""(what stands before a turn, its text) -> it as a message, and the message behind it; None ends the conversation."""
+"""(text before a turn, its text) -> the turn as a message, and the reply to it; None ends the conversation."""
 
 
 def chat_of(args: Any) -> ChatRenderer:
-    """Of the run's tokenizer."""
+    """The renderer of the run's chat template."""
     return ChatRenderer(current().tokenizer, kwargs=args.apply_chat_template_kwargs)
 
 
 async def converse(args: Any, sample: Sample, sampling_params: dict[str, Any], reply: Reply) -> Sample:
-    """Turns of the model, and of `reply` to them. A partial rollout goes on where it was."""
+    """Alternates turns of the model and of `reply`. A partial rollout continues where it stopped."""
     chat = chat_of(args)
     template = ConversationTemplate(chat, sorted(end_of_text(args.hf_checkpoint, current().tokenizer).token_ids))
     if not sample.tokens and not isinstance(sample.prompt, str):
@@ -64,7 +64,7 @@ async def converse(args: Any, sample: Sample, sampling_params: dict[str, Any], r
     if sample.response_length == 0:
         sample.metadata["turns"] = [0]
     expect_tools(sample)
-    starts: list[int] = sample.metadata["turns"]  # of each turn of the model, in characters of the response
+    starts: list[int] = sample.metadata["turns"]  # start of each turn of the model, in characters of the response
     while True:
         sample = await one_turn(args, sample, sampling_params)
         before = sample.response[: starts[-1]] or chat.decode(sample.tokens[: sample.prompt_length][-16:])
@@ -73,7 +73,7 @@ async def converse(args: Any, sample: Sample, sampling_params: dict[str, Any], r
             return sample
         turn, answer = said
         suffix = template.suffix([ASKED, turn], [answer], last_id=sample.tokens[-1])
-        if suffix.other_end:  # one line of tokens cannot take back how the model ended its turn
+        if suffix.other_end:  # a single sample cannot undo the token with which the model ended its turn
             return sample
         count_tool_call(sample, failed=answer.text.startswith(FAILED))
         sample.append_response_tokens(list(suffix.ids), text=chat.decode(suffix.ids))
@@ -81,7 +81,7 @@ async def converse(args: Any, sample: Sample, sampling_params: dict[str, Any], r
 
 
 def calculate(arguments: str) -> str:
-    """The result of a call with these arguments, which are JSON."""
+    """The result of a call with these JSON arguments."""
     try:
         return str(_value(ast.parse(json.loads(arguments)["expression"], mode="eval").body))
     except (ValueError, KeyError, TypeError, SyntaxError, ArithmeticError, RecursionError) as problem:
@@ -97,9 +97,9 @@ def _value(node: ast.expr) -> float:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """`--custom-generate-function-path`: a calculator for the model, whose calls are read as its template writes them.
+    """`--custom-generate-function-path`: a calculator for the model; calls are parsed in the template's format.
 
-    Raises `ConfigError`, which ends the run, if nobody knows how that is.
+    Raises `ConfigError`, which ends the run, if that format is not known.
     """
     calls = known_format(chat_of(args).template)
 

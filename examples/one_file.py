@@ -1,4 +1,4 @@
-"""Reinforcement learning of a language model on problems that can be checked: the whole method in one process.
+"""Reinforcement learning of a language model on checkable problems: the whole method in one process.
 
     python examples/one_file.py                  # a tiny random model learns max(3,8)=8, in seconds, on a CPU
     python examples/one_file.py <folder>         # your own Hugging Face folder, with its tokenizer
@@ -8,10 +8,10 @@ answer with the others to its prompt, and change the weights so that better ones
 Megatron. slime has a room for each part, because a large model is sampled by one engine and trained by another:
 
     here                      there
-    problems                  a row of the dataset: slime/data/; who asks for what, and the ledger: slime/buffer/
-    sample_group              a token comes from an SGLang server: slime/rollout/ asks, slime/serving/ runs it
+    problems                  datasets: slime/data/; issuing prompts, and the ledger: slime/buffer/
+    sample_group              SGLang servers: slime/rollout/ sends requests, slime/serving/ runs the servers
     reward                    slime/rewards/, in processes that can be killed
-    Answer                    Sample (slime/core/sample.py), and TrainSample (slime/core/batch.py) once it is trained
+    Answer                    Sample (slime/core/sample.py), and TrainSample (slime/core/batch.py) in training
     group_advantages          slime/algorithms/advantages/
     token_weights             slime/algorithms/aggregation/, over all ranks of the step
     log_probs                 slime/training/model/: packed, sharded over the vocabulary, layers and sequence
@@ -40,7 +40,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run may choose, under the names of the flags of train.py."""
+    """The settings of a run, named like the flags of train.py."""
 
     rollout_batch_size: int = 16
     """Prompts per turn of the loop."""
@@ -49,11 +49,11 @@ class Settings:
     global_batch_size: int = 128
     """Answers per optimizer step: two steps in a turn of the loop."""
     micro_batch_size: int = 64
-    """Answers per forward and backward pass. It changes the memory that is needed and nothing else."""
+    """Answers per forward and backward pass. It only affects memory."""
     rollout_max_response_len: int = 3
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     rollout_temperature: float = 1.0
-    """Divides the logits, in sampling and in training alike: the policy is what samples."""
+    """Divides the logits, in sampling and in training: the trained policy is the one that samples."""
     eps_clip: float = 0.2
     """A token whose probability has fallen below 1 - eps_clip times the old one is not pushed down further ..."""
     eps_clip_high: float = 0.28
@@ -69,7 +69,7 @@ class Settings:
 
 
 def problems(seed: int) -> Iterator[tuple[str, str]]:
-    """(prompt, label) without end: the larger of two digits."""
+    """An endless series of (prompt, label): the larger of two digits."""
     rng = random.Random(seed)
     while True:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
@@ -107,18 +107,17 @@ class Answer:
     mask: Tensor
     """[R] float32: 1 where a token is trained. A tool's output inside a response would have 0."""
     old_log_probs: Tensor
-    """[R] float32: of each response token under the policy that sampled it."""
+    """[R] float32: log-prob of each response token under the policy that sampled it."""
     reward: float
     group: int
-    """Which prompt it answers; answers are compared within a group."""
+    """The prompt that it answers; answers are compared within a group."""
 
 
 @torch.no_grad()
 def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: Settings) -> list[tuple[Tensor, Tensor]]:
     """(ids [R], log-probs [R]) of several responses to one prompt, each up to its end token.
 
-    The ids are kept as they were drawn. Decoding a response and encoding it again may give others, whose log-probs
-    nobody knows.
+    The sampled ids are kept. Decoding a response and encoding it again may give other ids, whose log-probs are unknown.
     """
     read, cache = torch.tensor([list(prompt)] * settings.n_samples_per_prompt, device=model.device), None
     ids, log_probs = [], []
@@ -129,7 +128,7 @@ def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: S
         ids.append(read)
         log_probs.append(scores.gather(1, read))
     all_ids, all_log_probs = torch.cat(ids, 1), torch.cat(log_probs, 1)
-    ended = (all_ids == (-1 if eos is None else eos)).int()  # -1 is the id of no token
+    ended = (all_ids == (-1 if eos is None else eos)).int()  # -1 is not a token id
     lengths = (ended.cumsum(1) == ended).sum(1).tolist()  # up to the first end token, which was sampled, too
     return [(all_ids[i, :n], all_log_probs[i, :n]) for i, n in enumerate(lengths)]
 
@@ -152,7 +151,7 @@ def rollout(model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], settin
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """GRPO (Shao et al. 2024, arXiv:2402.03300): how many standard deviations an answer is better than its group.
 
-    The mean of the group takes the place of a critic. A group whose answers are equally good teaches nothing.
+    The group's mean replaces a critic. A group whose answers are equally good teaches nothing.
     """
     scores, group_of = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
     out = torch.zeros_like(scores)
@@ -164,17 +163,17 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 
 def token_weights(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The weight of each token in the loss of its step: a mean over the answers of the mean over an answer's tokens.
+    """The weight of each token in the loss of its step: a mean over answers of the mean over an answer's tokens.
 
-    The denominators are those of the whole step. With those of a micro-batch the gradient would depend on how the step
-    is split, a classical mistake.
+    The denominators are those of the whole step. With those of a micro-batch, a common mistake, the gradient would
+    depend on how the step is split.
     """
     return [mask / mask.sum().clamp(min=1) / len(masks) for mask in masks]
 
 
 def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list[Tensor]:
-    """Log-probs [R] of each answer's response tokens: the logits at a position speak about the token after it."""
-    # Filled up at the end, where no position that counts can see it: the model is causal.
+    """Log-probs [R] of each answer's response tokens: the logits at a position predict the next token."""
+    # Padding is at the end, where no real position can see it, because the model is causal.
     tokens = torch.nn.utils.rnn.pad_sequence([a.tokens for a in answers], batch_first=True)
     scores = (model(tokens).logits.float() / temperature).log_softmax(-1)
     chosen = scores[:, :-1].gather(2, tokens[:, 1:, None])[:, :, 0]
@@ -184,8 +183,8 @@ def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list
 def policy_loss(new: Tensor, old: Tensor, advantage: float, settings: Settings) -> Tensor:
     """The clipped loss of each token [R] (Schulman et al. 2017, PPO, arXiv:1707.06347).
 
-    The upper bound is DAPO's (Yu et al. 2025, arXiv:2503.14476). `old` stays what it was for all steps of a turn; in
-    the first of them the ratio is 1, and the gradient that of REINFORCE.
+    The upper bound is DAPO's (Yu et al. 2025, arXiv:2503.14476). `old` is the same for all steps of a turn; in the
+    first step the ratio is 1, and the gradient is that of REINFORCE.
     """
     ratio = (new - old).exp()
     bounded = ratio.clamp(1 - settings.eps_clip, 1 + settings.eps_clip_high)
@@ -196,7 +195,7 @@ class MasterAdamW:
     """AdamW on float32 copies of the weights.
 
     An update is often smaller than the distance between two bfloat16 numbers and would be rounded away. So the copies
-    add updates up, and the model gets them rounded. Gradients of micro-batches are summed in float32 as well.
+    accumulate updates, and the model gets rounded values. Gradients of micro-batches are also summed in float32.
     """
 
     def __init__(self, model: Any, settings: Settings) -> None:
@@ -211,7 +210,7 @@ class MasterAdamW:
         self.adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.adam_betas)
 
     def collect(self) -> None:
-        """Moves the model's gradients, of one micro-batch, to the sums."""
+        """Adds the model's gradients of one micro-batch to the sums, and clears them."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             if weight.grad is not None:
                 master.grad += weight.grad.float()
@@ -219,9 +218,9 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clips, updates and clears; returns the norm of the gradient before it was clipped."""
+        """Clips, updates and clears; returns the gradient norm before clipping."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.clip_grad))
-        assert norm < float("inf"), f"the gradient is not finite, its norm is {norm}; no weight was changed"
+        assert norm < float("inf"), f"the gradient norm is {norm}; no weight was changed"
         self.adam.step()
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
@@ -230,7 +229,7 @@ class MasterAdamW:
 
 
 def train(model: Any, optimizer: MasterAdamW, answers: Sequence[Answer], settings: Settings) -> list[dict[str, float]]:
-    """Optimizer steps on all answers; returns the loss and the norm of the gradient of each step."""
+    """Takes optimizer steps on all answers; returns the loss and the gradient norm of each step."""
     advantages = group_advantages([a.reward for a in answers], [a.group for a in answers])
     out = []
     for start in range(0, len(answers), settings.global_batch_size):
@@ -243,7 +242,7 @@ def train(model: Any, optimizer: MasterAdamW, answers: Sequence[Answer], setting
             scored = log_probs(model, [a for a, _, _ in micro_batch], settings.rollout_temperature)
             losses = []
             for new, (answer, advantage, weight) in zip(scored, micro_batch, strict=True):
-                # Where the mask is 0 the ratio is 1, whatever stands there: 0 times infinity would be no zero.
+                # Where the mask is 0 the ratio becomes 1, whatever the value: 0 times infinity is not 0.
                 old = torch.where(answer.mask > 0, answer.old_log_probs, new.detach())
                 losses.append((weight * policy_loss(new, old, advantage, settings)).sum())
             torch.stack(losses).sum().backward()
@@ -266,14 +265,14 @@ def tiny_model() -> Any:
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of a Hugging Face folder."""
+    """Model and tokenizer from a Hugging Face folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Runs it; returns the mean reward of each turn of the loop."""
+    """Runs the loop; returns the mean reward of each turn."""
     parser = argparse.ArgumentParser(description="GRPO of a language model, in one file.")
     parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face model (default: a tiny random one)")
     parser.add_argument("--num-rollout", type=int, default=60, help="turns of the loop")

@@ -1,4 +1,4 @@
-"""Functions of your own in the training step: advantages, a loss, importance weights, an aggregation.
+"""Your own functions in the training step: advantages, a loss, importance weights, an aggregation.
 
     python train.py ... --custom-advantage-function-path examples.own_algorithm:best_of_group
     python train.py ... --rollout-data-postprocess-path examples.own_algorithm:at_most_three
@@ -8,9 +8,8 @@
     python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
     python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
 
-They are called on every training rank. What they are given is the whole batch (the first two) or one micro-batch: a
-loss must carry the denominators of the step, as `sum_of_sample_mean` does; what a reducer sums is divided by the
-step's executions.
+They are called on every training rank. The first two get the whole batch, the others one micro-batch. A loss must use
+the denominators of the step, as `sum_of_sample_mean` does; the sum of a reducer is divided by the step's executions.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def best_of_group(args: Any, rollout_data: dict[str, Any]) -> None:
 
 
 def at_most_three(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Advantages of any estimator, at most three from the first step on."""
+    """Clamps the advantages of any estimator to ±3."""
     rollout_data["advantages"] = [advantage.clamp(-3.0, 3.0) for advantage in rollout_data["advantages"]]
 
 
 def reinforce(
     args: Any, batch: dict[str, Any], log_probs: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p, without a ratio or a clip."""
+    """-A log p, without ratio or clip."""
     loss = sum_of_sample_mean(-batch["advantages"] * log_probs)
     return loss, {"mean_log_prob": sum_of_sample_mean(log_probs.detach())}
 
@@ -73,7 +72,7 @@ def soft_weights(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
-    """2 w / (1 + w): one where trainer and engine agree, at most two."""
+    """2 w / (1 + w): 1 if trainer and engine agree, at most 2."""
     log_ratio = torch.cat([a - b for a, b in zip(train_log_probs, rollout_log_probs, strict=True)])
     weight = 2 * torch.sigmoid(torch.where(torch.cat(list(loss_masks)) > 0, log_ratio, torch.zeros_like(log_ratio)))
     return pg_loss * weight, loss_masks, {"soft_weight": weight}

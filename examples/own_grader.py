@@ -1,10 +1,10 @@
-"""A grader of your own in the registry: a class, named by its path, with settings as its fields.
+"""Your own grader in the registry: a class, named by its path, whose fields are settings.
 
     python train.py ... --rm-type examples.own_grader --num-words 50
 
-Its field `num_words` is a setting, with a flag of its own. It runs where the built-in ones do: without network, where
-the kernel permits, and without the settings of the run. A function with `--custom-rm-path`
-(`examples/brief_reward.py`) is less to write; it sees all settings of the run.
+The field `num_words` becomes the flag `--num-words`. The grader runs like the built-in ones: without the settings of
+the run, and without network if the kernel permits. A function with `--custom-rm-path` (`examples/brief_reward.py`) is
+shorter, and sees all settings of the run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from slime.rewards.graders import GRADERS, Grader
 @GRADERS.register("right_length")
 @dataclass(frozen=True, kw_only=True)
 class RightLength(Grader):
-    """1.0 for an answer of exactly `num_words` words, less the further it is from that."""
+    """1.0 for an answer of exactly `num_words` words, less for other lengths."""
 
     num_words: int = 20
-    """How many words are wanted."""
+    """Number of words that an answer should have."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns a number from 0.0 to 1.0."""

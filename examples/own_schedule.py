@@ -1,11 +1,11 @@
-"""A rollout schedule of your own: every group that a step starts is finished, and the batch is the first of them.
+"""Your own rollout schedule: a step finishes every group that it starts, and trains the first of them.
 
     python train.py ... --rollout-schedule examples.own_schedule --over-sampling-batch-size 48
 
-The built-in schedule `step` aborts what still runs when the batch is full; this one waits, so that no token is thrown
-away or continued under other weights. Finished groups beyond the batch go back to the Data Buffer: with
-`--max-weight-staleness` the next step trains them. It is a policy over the loop that the built-in schedules use, which
-retries, filters and accounts for every group; a schedule with other needs may do without.
+The built-in schedule `step` aborts running groups when the batch is full. This one waits, so no token is discarded or
+continued under other weights. Surplus finished groups go back to the Data Buffer; with `--max-weight-staleness` the
+next step trains them. This schedule is a policy for the loop of the built-in schedules, which retries, filters and
+accounts for every group. A schedule may also do without that loop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class WaitForAll(BatchPolicy):
     waits_for_all = True
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Whoever interrupted a group, it was not this schedule."""
+        """Never: this schedule interrupts no group."""
         return False
 
 
 @SCHEDULES.register("whole_rounds")
 class WholeRounds(RolloutSchedule):
-    """Waits for all that it starts."""
+    """Waits for all groups that it starts."""
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         """The batch of one step."""

@@ -1,7 +1,8 @@
-"""Runs an example on this machine: `python -m examples.run agent_search`, with further flags for the loop behind it.
+"""Runs an example on this machine: `python -m examples.run agent_search`. Further flags go to the loop.
 
 It writes the example's `rows()` as a dataset, unpacks the model of the demo (SmolLM2-135M-Instruct) and starts
-train.py. That model was never trained to call tools; `tools.jinja` says how. `--hf-checkpoint DIR` takes another one.
+train.py. That model was never trained to call tools; `tools.jinja` tells it how. `--hf-checkpoint DIR` uses another
+model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FLAGS = """
 
 
 def main(name: str, flags: list[str]) -> None:
-    """Becomes the run of one example. Flags of the user come last and win."""
+    """Replaces this process by the run of one example. The user's flags take precedence."""
     example = importlib.import_module(f"examples.{name}")
     data = ROOT / "assets" / "examples" / f"{name}.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""A custom generate function: the model answers; if its answer holds no number, it is told so and tries once more.
+"""A custom generate function: if the model's answer has no number, it gets a hint and tries once more.
 
     python train.py ... --custom-generate-function-path examples.second_try:generate
 
-What the environment says is appended without log-probs, so it is context and never trained. What the model says is
-appended by the default `generate`, with the ids, log-probs and weight version of the engine.
+The hint is appended without log-probs, so it is context and not trained. The default `generate` appends the model's
+answers with the engine's ids, log-probs and weight versions.
 """
 
 from __future__ import annotations

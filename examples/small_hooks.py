@@ -1,4 +1,4 @@
-"""The other hooks, each as small as it can be. Name any of them by its flag, as in `docs/customization.md`.
+"""Minimal examples of the other hooks, each named by its flag (`docs/customization.md`).
 
 python train.py ... --rollout-sample-filter-path examples.small_hooks:drop_truncated
 """
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def team_reward(args: Any, samples: list[Sample]) -> list[float]:
-    """`--custom-rm-path` with `--group-rm`: all samples of a prompt at once; here the shortest answer wins."""
+    """`--custom-rm-path` with `--group-rm`: grades all samples of a prompt at once; here the shortest answer wins."""
     shortest = min(len(s.response) for s in samples)
     return [float(len(s.response) == shortest) for s in samples]
 
@@ -27,52 +27,52 @@ def team_reward(args: Any, samples: list[Sample]) -> list[float]:
 def rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`--rollout-function-path` or `--eval-function-path`: something around the built-in one."""
+    """`--rollout-function-path` or `--eval-function-path`: wraps the built-in rollout."""
     output = generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
     output.metrics["rollout/from_example"] = 1.0
     return output
 
 
 def no_empty_answers(args: Any, sample: Sample, evaluation: bool = False) -> Sample | None:
-    """`--rollout-sample-hook-path`: sees each finished sample before its reward; None keeps it as it is now."""
+    """`--rollout-sample-hook-path`: sees each finished sample before its reward; None keeps the sample."""
     if not sample.response.strip():
-        sample.reward = 0.0  # no grader is asked
+        sample.reward = 0.0  # so no grader is called
         sample.remove_sample = not evaluation
     return None
 
 
 def newest_first(args: Any, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """`--buffer-filter-path`: at most `num_samples` groups, taken out of `buffer` in place."""
+    """`--buffer-filter-path`: removes at most `num_samples` groups from `buffer` and returns them."""
     return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
 
 def drop_truncated(args: Any, groups: list[list[Sample]]) -> None:
-    """`--rollout-sample-filter-path`: such samples train nothing and still count in their group's mean."""
+    """`--rollout-sample-filter-path`: these samples are not trained, but count in their group's mean."""
     for group in groups:
         for sample in group:
             sample.remove_sample = sample.status is Status.TRUNCATED
 
 
 def log_longest(args: Any, all_groups: list[list[Sample]], data_source: Any) -> None:
-    """`--rollout-all-samples-process-path`: everything that was finished, groups that the filter dropped included."""
+    """`--rollout-all-samples-process-path`: sees all finished groups, including those that the filter dropped."""
     longest = max((s for group in all_groups for s in group), key=lambda s: s.response_length)
     logger.info("the longest answer has %d tokens and reward %s", longest.response_length, longest.reward)
 
 
 def clip_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: raw rewards, and those to train on as they are (no normalisation)."""
+    """`--custom-reward-post-process-path`: returns raw rewards, and the rewards to train on (without normalisation)."""
     raw = [s.get_reward_value(args.reward_key) or 0.0 for s in samples]
     return raw, [max(-1.0, min(1.0, r)) for r in raw]
 
 
 def convert(args: Any, samples: list[Sample]) -> list[TrainSample]:
-    """`--custom-convert-samples-to-train-data-path`: the records that are trained."""
-    rewards = [(s, s.get_reward_value(args.reward_key)) for s in samples]  # None: unscored, it trains nothing
+    """`--custom-convert-samples-to-train-data-path`: makes the records that are trained."""
+    rewards = [(s, s.get_reward_value(args.reward_key)) for s in samples]  # None: unscored, and not trained
     return [TrainSample.from_sample(s, reward=math.nan if r is None else r) for s, r in rewards]
 
 
 def log_step(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
-    """`--custom-rollout-log-function-path`: False logs the usual metrics too."""
+    """`--custom-rollout-log-function-path`: returns False to log the usual metrics as well."""
     logger.info("step %d: %d samples in %.1f s", rollout_id, len(samples), seconds)
     return False
 
@@ -84,18 +84,18 @@ def log_eval(rollout_id: int, args: Any, data: dict[str, dict[str, Any]], metric
 
 
 def log_version(args: Any, version_dir: str, rollout_engines: list[str]) -> None:
-    """`--custom-update-weight-post-write-path`: a weight version is whole on disk; engines have not been told yet."""
+    """`--custom-update-weight-post-write-path`: a weight version is complete on disk; engines will load it."""
     size = sum(file.stat().st_size for file in Path(version_dir).iterdir())
     logger.info("%s has %d bytes for %d engines", version_dir, size, len(rollout_engines))
 
 
 def log_read(source_dir: str, target_version: int) -> None:
-    """`--custom-pull-weights-pre-read-path`: beside an engine, before its agent reads a weight version."""
+    """`--custom-pull-weights-pre-read-path`: called beside an engine, before its agent reads a weight version."""
     logger.info("version %d is about to be read from %s", target_version, source_dir)
 
 
 class CountingSource:
-    """`--data-source-path`: prompts from anywhere. What is given back is served again before anything new."""
+    """`--data-source-path`: prompts from anywhere. Returned groups are served again before new ones."""
 
     def __init__(self, args: Any) -> None:
         self.n_samples_per_prompt: int = args.n_samples_per_prompt
@@ -103,7 +103,7 @@ class CountingSource:
         self.returned: list[list[Sample]] = []
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Exactly so many groups; slime gives the ids."""
+        """Exactly `num_samples` groups; slime assigns the ids."""
         again, self.returned = self.returned[:num_samples], self.returned[num_samples:]
         return again + [self._new() for _ in range(num_samples - len(again))]
 
@@ -116,7 +116,7 @@ class CountingSource:
         self.returned += samples
 
     def save(self, rollout_id: int) -> None:
-        """This source keeps nothing; one that does files it by step."""
+        """This source has no state; one with state saves it by step."""
 
     def load(self, rollout_id: int | None = None) -> None:
         """See `save`."""

@@ -1,9 +1,9 @@
-"""A custom generate function that reads what the model says while it says it, and ends the answer where it sees fit.
+"""A custom generate function that reads the model's answer as it is sampled, and can end it early.
 
     python train.py ... --custom-generate-function-path examples.stop_early:generate
 
-Here an answer ends with a closed tool call; `--rollout-stop` does as much for a fixed string, while your own function
-may parse. Leaving the stream ends the request in the engine. An interrupted answer goes on where it was.
+Here an answer ends with a closed tool call. For a fixed string `--rollout-stop` is enough; your own function can parse.
+Leaving the stream ends the request in the engine. An interrupted answer continues where it stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ END = "</tool>"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One answer, not beyond `END`."""
+    """One answer, at most up to `END`."""
     sample.tokens = prompt_ids(sample, current().tokenizer)
     budget = remaining_tokens(args, sample, sampling_params["max_new_tokens"])
     if budget == 0:

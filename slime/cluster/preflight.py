@@ -93,7 +93,7 @@ FILES = ("save_debug_rollout_data", "save_debug_train_data")
 def _of_folders(args: Args) -> Iterator[str]:
     """Folders that cannot be written: found now, and not when the first step is to be saved."""
     for name in WRITTEN:
-        if getattr(args, name) is None:
+        if getattr(args, name, None) is None:  # off, or of a component that the run does not have
             continue
         path = Path(getattr(args, name)).absolute()
         tried = [path.parent] if name in FILES else [path]

@@ -32,7 +32,7 @@ SLIME = Path(__file__).parents[1] / "__init__.py"
 OUTPUTS = frozenset(
     (
         *("run_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details"),
-        *("memory_snapshot_dir", "tensorboard_dir", "wandb_dir"),
+        *("memory_snapshot_dir", "tensorboard_dir", "wandb_dir", "update_weight_disk_dir"),
     )
 )
 """Settings that name what a run writes."""

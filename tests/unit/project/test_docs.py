@@ -141,15 +141,16 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         ),
         "--load": lambda: str(checkpoints),
         "--custom-config-path": lambda: str(config),
+        "--model-family": lambda: "slime.models.qwen3",
     }
     out: list[str] = []
     for word in words:
-        if word in ("...", "$DTYPE"):
-            continue
         flag = out[-1] if out else ""
         if flag in made:
             out.append(made[flag]())
-        elif word.partition("@[")[0].endswith((".jsonl", ".parquet")):
+        elif word in ("...", "$DTYPE"):
+            continue
+        elif word.partition("@")[0].endswith((".jsonl", ".parquet")):
             out.append(own["--prompt-data"])
         else:
             out.append("1" if word in ("N", "K", "$SEED") else word)
