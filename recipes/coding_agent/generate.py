@@ -1,15 +1,15 @@
-"""`--custom-generate-function-path`: a coding agent that knows nothing of training mends a repository.
+"""`--custom-generate-function-path`: a coding agent, independent of training, mends a repository.
 
-    a sandbox   ── the repository; the agent's program, which reaches the adapter and nothing else
-    another one ── the files that it left, and the calls of the hidden tests
+    first sandbox  ── the repository; the agent's program, which reaches only the adapter
+    second sandbox ── the resulting files, and the calls of the hidden tests
 
 Consumes: a row of `tasks.py`. Produces: the samples of one execution with their reward, and in
 `metadata["coding"]` how the agent ended. Waits for: a free place among `coding_max_sandboxes`, then the agent, at most
-`coding_time_limit_s`. Is ended by cancellation, which ends the sandboxes, too.
+`coding_time_limit_s`. Ended by: cancellation, which also ends the sandboxes.
 
 Invariants
-1. An agent out of time gives what there is: its files are graded, and its samples are TRUNCATED.
-2. What fails outside of the agent (no sandbox, no program, no answer at all) is FAILED and never a reward.
+1. If an agent runs out of time, its files are graded as they are, and its samples are TRUNCATED.
+2. A failure outside the agent (no sandbox, no program, no answer at all) is FAILED and never a reward.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from . import grading
 SMALL_AGENT = "small_agent"
 PROGRAMS: dict[str, Harness] = {h.name: h for h in (ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness())}
 NEEDS = {"memory_bytes": 8 << 30, "processes": 512}
-"""Of those in a sandbox, unless the settings say otherwise: their runtimes reserve more addresses than they use."""
+"""Defaults for their sandbox: their runtimes reserve more addresses than they use."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 SAID = 2000
-"""Characters of what the program printed that are kept."""
+"""Characters kept of the program's output."""
 _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def places(args: Any) -> asyncio.Semaphore:
-    """Sandboxes that may still begin on this event loop."""
+    """The free places for sandboxes on this event loop."""
     return _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(int(args.coding_max_sandboxes)))
 
 
 def sandbox_of(args: Any, **more: Any) -> Sandbox:
-    """A sandbox of the kind and with the settings of the run, which come before `more`; not begun."""
+    """A sandbox of the run's kind, not started. The run's settings take precedence over `more`."""
     kind: Any = SANDBOXES.get(args.coding_sandbox)
     try:
         made: Sandbox = kind(**{**more, **args.coding_sandbox_settings})
     except TypeError as error:
-        raise ConfigError(f"got coding_sandbox_settings that {args.coding_sandbox} does not take: {error}") from error
+        raise ConfigError(f"coding_sandbox_settings do not fit the sandbox {args.coding_sandbox}: {error}") from error
     return made
 
 
 def program_folder(args: Any, name: str) -> Path:
-    """Where npm put a program; `prepare` does it."""
+    """The folder in which `prepare` installed a program of npm."""
     folder = Path(args.coding_programs, name).absolute()
     if not folder.is_dir():
-        raise ConfigError(f"got harness {name}, which is not in {folder}; do: prepare the recipe with HARNESS={name}")
+        raise ConfigError(f"harness {name} is not in {folder}; prepare the recipe with HARNESS={name}")
     return folder
 
 
 async def work(args: Any, sample: Sample, agent: Execution) -> tuple[HarnessResult, dict[str, bytes]]:
-    """The agent at work: how it ended, and the files that it left."""
+    """Runs the agent: how it ended, and the resulting files."""
     name, issue = str(sample.metadata["harness"]), _issue(sample)
     reach = urlsplit(agent.url)
     more: dict[str, Any] = {"reach": (reach.hostname, reach.port)}
@@ -96,7 +96,7 @@ def _issue(sample: Sample) -> str:
 
 
 def failed(sample: Sample, why: str) -> Sample:
-    """The execution is tried again, and counts for nothing."""
+    """Marks the execution as failed, so that it is tried again."""
     sample.status, sample.failure = Status.FAILED, why
     return sample
 

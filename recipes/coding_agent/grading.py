@@ -1,12 +1,12 @@
-"""What an agent made of a repository, and what it is worth: hidden tests in a sandbox that the agent never saw.
+"""Grades a repository that an agent changed, with hidden tests in a sandbox that the agent never saw.
 
-A hidden test is a call and the value that is to come back. The second sandbox gets the agent's files and the calls,
-not the values: they are compared out here. So code that looks for the tests, replaces them, prints what it likes or
-ends its process has nothing to win.
+A hidden test is a call and its expected value. The second sandbox gets the agent's files and the calls, but not the
+values, which are compared outside. So code gains nothing by looking for the tests, replacing them, printing anything or
+ending its process.
 
 Invariants
 1. Nothing of a task's hidden tests is written to a sandbox in which an agent ran.
-2. Of a sandbox in which an agent ran, files are taken over and nothing else; each is bounded, and so is their number.
+2. From a sandbox in which an agent ran, only files are copied; their sizes and their number are limited.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from slime.agent.sandbox import Sandbox
 from slime.rewards.graders.program_tests import same_value
 
 MAX_FILES, MAX_FILE_BYTES = 200, 256 << 10
-"""Of a repository; what is more is left behind."""
+"""Of a repository; the rest is ignored."""
 CALL_S = 10.0
-"""Of one hidden test."""
+"""Time limit of one hidden test."""
 REPOSITORY = "repository"
 """Folder below the sandbox's own."""
 ASK = """\
@@ -43,7 +43,7 @@ async def lay_out(sandbox: Sandbox, files: Mapping[str, str | bytes]) -> str:
 
 
 async def files_of(sandbox: Sandbox) -> dict[str, bytes]:
-    """The repository as the agent left it: path -> content. Links, hidden folders and what Python compiled stay."""
+    """The repository as the agent left it: path -> content, without links, hidden folders and compiled Python."""
     size = f"-size -{MAX_FILE_BYTES // 1024 + 1}k"
     leave = r"\( -name '.?*' -o -name __pycache__ \) -prune"
     listing = f"cd {sandbox.folder}/{REPOSITORY} && find . {leave} -o -type f {size} -print0"
@@ -69,7 +69,7 @@ async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected
 
 
 async def grade(sandbox: Sandbox, files: Mapping[str, bytes], hidden: Mapping[str, Any]) -> float:
-    """The share of `fixes` that pass, from 0 to 1; 0 if one of `keeps` fails. `sandbox`: a fresh one."""
+    """The fraction of `fixes` that pass; 0 if one of `keeps` fails. `sandbox` must be fresh."""
     await lay_out(sandbox, files)
     await sandbox.write_file(f"{sandbox.folder}/ask.py", ASK)
     function, fixes = str(hidden["function"]), hidden["fixes"]

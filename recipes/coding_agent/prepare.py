@@ -1,4 +1,4 @@
-"""Prepares the recipe: model, repositories, and a program of npm. A second call does nothing twice.
+"""Prepares the recipe: model, repositories, and an npm program. A second call only does what is missing.
 
 python -m recipes.coding_agent.prepare --harness small_agent
 """
@@ -19,15 +19,15 @@ from .tasks import write_rows
 
 
 def install(name: str, programs: Path) -> Path:
-    """A program of npm, below `programs`. Raises `ConfigError`."""
+    """Installs a program of npm below `programs`. Raises `ConfigError`."""
     folder = programs / name
     if not (folder / "node_modules" / ".bin").is_dir():
         if shutil.which("npm") is None:
-            raise ConfigError(f"got harness {name}, which comes from npm, which is not here; do: install Node.js")
+            raise ConfigError(f"harness {name} comes from npm, which is not installed; install Node.js")
         command = ["npm", "install", "--silent", "--prefix", str(folder), str(PROGRAMS[name].package)]
         if subprocess.run(command, check=False).returncode:
             shutil.rmtree(folder, ignore_errors=True)
-            raise ConfigError(f"got an error of npm for harness {name}; do: look at its output above")
+            raise ConfigError(f"npm failed to install harness {name}; see its output above")
     return folder
 
 

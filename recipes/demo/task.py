@@ -1,15 +1,15 @@
 """The demo's task: small additions from reasoning-gym, in four phrasings, scored by its numeric scorer.
 
 `basic_arithmetic` asks "What is 3 + 4?", "Solve 3 + 4.", "Compute 3 + 4." and "Evaluate: 3 + 4." for terms from 0 to
-10. A model of 135M parameters answers a part of them from the start and far from all, which is what policy gradients
-need: groups in which some samples are right and some are wrong.
+10. A model of 135M parameters answers some of them from the start, but far from all. Policy gradients need that: groups
+in which some samples are right and some are wrong.
 
 Invariants
 1. No sum of the held-out file occurs in the training file, in any phrasing or order of its terms; every question occurs
    once in its file.
-2. The files depend on the seed and the version of reasoning-gym alone.
-3. A score is 1.0 or 0.0. The scorer gives part of the credit to an answer that merely contains the right one ("15" for
-   "5"); entries carry the answer as "5.0", equal in value, which no such answer contains.
+2. The files depend only on the seed and the version of reasoning-gym.
+3. A score is 1.0 or 0.0. The scorer gives partial credit to an answer that contains the right one ("15" for "5"), so
+   entries have the answer as "5.0", which is equal in value, but which no such answer contains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.core.errors import DataError
 
 TASK = "basic_arithmetic"
 SCORER = "chain_sum"
-"""Task whose scorer compares numbers; that of `basic_arithmetic` compares text."""
+"""The task whose scorer compares numbers; that of `basic_arithmetic` compares text."""
 SETTINGS: dict[str, Any] = {
     "min_terms": 2,
     "max_terms": 2,
@@ -36,16 +36,16 @@ SETTINGS: dict[str, Any] = {
     "format_style": "natural",
 }
 NUM_HELD_OUT_PAIRS = 30
-"""Unordered pairs of terms that only the held-out file asks for."""
+"""Unordered pairs of terms that occur only in the held-out file."""
 NUM_HELD_OUT = 200
 MIN_TRAIN = 96
-"""Prompts of one run of the demo: none is asked twice."""
+"""Prompts of one run of the demo, each used once."""
 DRAWS = 20_000
-"""Entries drawn; most repeat an earlier one."""
+"""Number of entries drawn; most repeat an earlier one."""
 
 
 def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Distinct entries to train on and held-out ones, each in random order."""
+    """Distinct training and held-out entries, each in random order."""
     import reasoning_gym
 
     found: dict[str, dict[str, Any]] = {}
@@ -60,8 +60,8 @@ def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     held_out = [entry for entry in entries if _terms(entry) in kept_back][:NUM_HELD_OUT]
     if len(held_out) != NUM_HELD_OUT or len(train) < MIN_TRAIN:
         raise DataError(
-            f"got {len(train)} problems to train on and {len(held_out)} held-out ones of {TASK}, because this version "
-            "of reasoning-gym draws others; do: install the version that requirements/ pins"
+            f"this version of reasoning-gym draws {len(train)} training and {len(held_out)} held-out problems of {TASK}, "
+            "which are too few; install the version that requirements/ pins"
         )
     return train, held_out
 
@@ -83,7 +83,7 @@ def to_row(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Writes one row per line, whole or not at all; returns how many."""
+    """Writes one row per line, atomically; returns the number of rows."""
     partial = path.with_name(path.name + ".partial")
     num_rows = 0
     with partial.open("w") as file:

@@ -1,1 +1,1 @@
-"""The game: sums in several turns, with the environment's hints, played by an agent that knows nothing of training."""
+"""The game: sums in several turns with hints from the environment, played by an ordinary agent."""

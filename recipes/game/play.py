@@ -1,4 +1,4 @@
-"""One game, as anybody would write it with OpenAI's SDK: ask, score with reasoning-gym, give a hint, ask again.
+"""One game, written with OpenAI's SDK: ask, score with reasoning-gym, give a hint, ask again.
 
 --custom-generate-function-path recipes.game.play:generate --reward-key solved
 
@@ -21,7 +21,7 @@ TURNS = 3
 
 
 def hint(guess: str, answer: str) -> str:
-    """What the environment says to a miss."""
+    """The environment's reply to a miss."""
     try:
         said = float(guess)
     except ValueError:
@@ -32,7 +32,7 @@ def hint(guess: str, answer: str) -> str:
 
 
 async def play(client: AsyncOpenAI, sample: Sample) -> int:
-    """The turn that answered right, from 1; 0: none did."""
+    """The turn with the right answer, from 1; 0 if there was none."""
     dataset, entry = task_entry(sample)
     score = score_function(dataset)
     messages: list[Any] = [{"role": "system", "content": RULE}, *sample.prompt]
@@ -48,7 +48,7 @@ async def play(client: AsyncOpenAI, sample: Sample) -> int:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """`--custom-generate-function-path`: one game. Its reward: 1.0 if any turn solved it."""
+    """`--custom-generate-function-path`: one game, with reward 1.0 if any turn solved it."""
     async with execution(sampling_params) as agent:
         async with AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0) as client:
             solved_in = await play(client, sample)
@@ -56,7 +56,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def log_eval(rollout_id: int, args: Any, data: dict[str, dict[str, Any]], metrics: dict[str, float]) -> bool:
-    """`--custom-eval-rollout-log-function-path`: adds the share of games that were solved by each turn."""
+    """`--custom-eval-rollout-log-function-path`: adds the fraction of games solved by each turn."""
     for name, found in data.items():
         games = {sample.index: sample.reward["solved_in"] for sample in found["samples"]}
         for turn in range(1, TURNS + 1):

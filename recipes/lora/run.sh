@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The demo with adapters: LoRA of SmolLM2-135M-Instruct on small sums, on two CPU cores. Further flags are for train.py;
-# environment as in recipes/demo/run.sh.
+# The demo with adapters: LoRA of SmolLM2-135M-Instruct on small sums, on two CPU cores. Further flags go to the loop.
+# Environment as in recipes/demo/run.sh.
 set -euo pipefail
 RUN_DIR=${RUN_DIR:-runs/lora-$(date +%Y%m%d-%H%M%S)} exec bash "$(dirname "$0")/../demo/run.sh" \
   --lora-rank 16 --lr 5e-4 --override "$@"

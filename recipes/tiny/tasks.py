@@ -1,10 +1,10 @@
 """Two toy tasks for a tiny model in which every character is a token.
 
-*Digits* starts from random weights: the prompt names nothing but a letter, and the reward is the part of the response
-that is digits. It is dense (each character counts), so a random model improves within ten GRPO steps.
+*Digits* starts from random weights: the prompt is a short random word, and the reward is the fraction of the response's
+characters that are digits. Each character counts, so a random model improves within ten GRPO steps.
 
-*Sums* needs a cold start: `sums_sft.jsonl` teaches "3+4=" -> "7" by supervised training, `sums_rl.jsonl` asks the same
-sums for exact-match reinforcement learning.
+*Sums* needs a cold start: `sums_sft.jsonl` teaches "3+4=" -> "7" by supervised training, and `sums_rl.jsonl` has the
+same sums for reinforcement learning with exact match.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIGITS_FILE, SFT_FILE, RL_FILE = "digits.jsonl", "sums_sft.jsonl", "sums_rl.json
 
 
 def digit_fraction(args: Any, sample: Sample, **_: Any) -> float:
-    """Part of the response's characters that are digits; 0.0 for an empty response. For `--custom-rm-path`."""
+    """`--custom-rm-path`: the fraction of the response's characters that are digits; 0.0 for an empty response."""
     text = sample.response
     return sum(c in string.digits for c in text) / len(text) if text else 0.0
 
