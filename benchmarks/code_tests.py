@@ -1,9 +1,9 @@
-"""What the number of tests costs a right answer: the code grader through its pool, with the limits that a run has.
+"""Time of the code grader by number of tests, for a right answer, through its pool and with the limits of a run.
 
     python -m benchmarks.code_tests [--json FILE]
 
-A program that adds two numbers, on 1 to 1,000 tests, once for each number; the process of the grader is warm. Prints
-seconds, seconds per test, and the score or why there is none. `benchmarks/results/code_tests.json` holds two such runs.
+A program that adds two numbers runs on 1 to 1,000 tests, once for each number, in a warm grader process. Prints
+seconds, seconds per test, and the score or why there is none. `benchmarks/results/code_tests.json` has two such runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def measure(num_tests: list[int], timeout_s: float) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Measures, prints, and keeps the result if asked."""
+    """Measures, prints, and optionally writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=int, nargs="+", default=[1, 10, 100, 200, 300, 1000])
     parser.add_argument("--timeout", type=float, default=30.0, help="--reward-timeout-s")

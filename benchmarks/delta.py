@@ -1,16 +1,16 @@
-"""What deltas of real GRPO steps weigh, next to how much of the weights changed and to the entropy of that.
+"""Size of deltas of real GRPO steps, compared with the changed fraction of the weights and its entropy.
 
     RUN_DIR=runs/delta bash recipes/demo/run.sh --bf16 --num-rollout 4 --update-weight-mode delta \\
         --update-weight-disk-dir runs/delta-versions --update-weight-local-checkpoint-dir runs/delta-local \\
         --update-weight-disk-keep-files
     python -m benchmarks.delta --versions runs/delta-versions --json benchmarks/results/delta.json
 
-The first command trains SmolLM2-135M as the demo does, with a weight sync after each step, and keeps the versions; the
-second one reads them. Each delta is undone into the tensors before and after it. The bound is the sum over tensors of
-two entropies, each as if its parts were independent: which elements changed (n times the binary entropy of the density
-of that tensor), and by what (the number of changed elements times the entropy of the distribution of their XOR in that
-tensor, whose table costs nothing). A code that knows more, such as in which rows changes lie, may go below it.
-`bytes` are all files of a version, the manifest among them. `encode_s` is of all patches in one encoding.
+The first command trains SmolLM2-135M like the demo, with a weight sync after each step, and keeps the versions. The
+second one reads them, and reconstructs the tensors before and after each delta. The bound is the sum over tensors of
+two entropies, assuming independence: of the positions of changed elements (n times the binary entropy of the tensor's
+density), and of their changes (the number of changed elements times the entropy of the distribution of their XOR in
+that tensor, whose table is not counted). A code that knows more, such as the rows with changes, may be smaller.
+`bytes` are all files of a version, including the manifest. `encode_s` covers all patches in one encoding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime.weights.delta.folder import Base, Manifest, folder_of, places, versio
 from slime.weights.delta.local_checkpoint import LocalCheckpoint
 
 Tensors = dict[str, tuple[np.ndarray, int]]
-"""Name -> its bytes, bytes of an element."""
+"""Name -> its bytes, bytes per element."""
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(folder: Path, versions: list[int]) -> list[dict[str, Any]]:
-    """Figures of each delta."""
+    """Results of each delta."""
     steps: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         local = LocalCheckpoint(Path(scratch), folder)
@@ -66,7 +66,7 @@ def measure(folder: Path, versions: list[int]) -> list[dict[str, Any]]:
 
 
 def tensors_in(model: Path) -> Tensors:
-    """Copies of all tensors."""
+    """All tensors, copied."""
     found: Tensors = {}
     for file in model.glob("*.safetensors"):
         data = np.fromfile(file, np.uint8)
@@ -76,7 +76,7 @@ def tensors_in(model: Path) -> Tensors:
 
 
 def figures(folder: Path, manifest: Manifest, before: Tensors, after: Tensors) -> dict[str, Any]:
-    """Of one delta."""
+    """Results of one delta."""
     total = changed = 0
     where = what = 0.0
     for name, (new, width) in after.items():
@@ -111,7 +111,7 @@ def encoded(name: str, before: Tensors, after: Tensors) -> dict[str, float]:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Bits per symbol of a distribution; 0 of an empty one."""
+    """Bits per symbol of a distribution; 0 if it is empty."""
     counts = counts[counts > 0]
     return float(-(counts / counts.sum() * np.log2(counts / counts.sum())).sum()) if len(counts) else 0.0
 

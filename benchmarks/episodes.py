@@ -1,12 +1,12 @@
-"""How many turns of episodes a rollout makes in a second, in one process and in workers; engines answer at once.
+"""Turns of episodes per second in a rollout, in one process and in workers, with engines that answer at once.
 
     python -m benchmarks.episodes --workers 0 2 --json benchmarks/results/episodes.json
 
-64 scripted engines stand in a process of their own (`benchmarks.turns`). Each episode has 8 turns, each of which asks
-with the whole context and brings 32 tokens; contexts begin with 1k and 32k ids. Groups of 8 episodes go through the
-loop that schedules share (`GroupLoop`) and are settled in a Data Buffer; with workers each group travels there and back
-through Ray, as in a run. Told are turns a second, and stalls of the event loops, of the conductor's and of those that
-work on episodes: how late a timer of 5 ms is. All processes share the cores of the machine.
+64 scripted engines run in a separate process (`benchmarks.turns`). Each episode has 8 turns; a turn sends the whole
+context and gets 32 tokens. Contexts begin with 1k and 32k ids. Groups of 8 episodes go through the loop that schedules
+share (`GroupLoop`) and are settled in a Data Buffer. With workers each group travels there and back through Ray, as in
+a run. Results are turns per second and the stalls of the event loops of the conductor and of the processes with
+episodes: how late a 5 ms timer is. All processes share the cores of the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONTEXTS = (1024, 32 * 1024)
 
 
 class Stalls:
-    """How late a timer is, since the last look."""
+    """Delays of a timer since the last look."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -70,7 +70,7 @@ _STALLS: list[Stalls] = []
 
 
 async def episode(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Turn after turn, each with all tokens before it."""
+    """Turns, each with all tokens before it."""
     _STALLS[:] = _STALLS or [Stalls()]
     sample.tokens = list(range(1, int(sample.metadata["context"]) + 1))
     client = current().engine()
@@ -85,7 +85,7 @@ async def episode(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 
 class Endless(Policy):
-    """So many groups at a time; each is settled as soon as it is finished."""
+    """A fixed number of groups at a time, each settled when it is finished."""
 
     def __init__(self, buffer: DataBuffer, context: int, num_groups: int) -> None:
         self.finished: list[Held] = []
@@ -127,7 +127,7 @@ def settings(folder: Path, workers: int) -> Args:
 
 
 async def measure(args: Args, urls: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both contexts, with the workers of the settings."""
+    """Measures both contexts with one number of workers."""
     logs = Path(args.run_dir or ".") / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     fleet = worker_fleet(args, str(logs), None)
@@ -147,7 +147,7 @@ async def measure(args: Args, urls: list[str], options: argparse.Namespace) -> l
 
 
 async def turns(context: RolloutContext, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """For so many seconds."""
+    """Runs turns for a number of seconds."""
     buffer = DataBuffer(None, n_samples_per_prompt=SAMPLES)
     policy = Endless(buffer, length, options.groups)
     loop = GroupLoop(context, RolloutHooks.load(context.args), buffer, policy)

@@ -1,12 +1,12 @@
-"""What engine and trainer make of two cores, by how OpenMP's threads wait, alone and beside other work.
+"""Speed of engine and trainer on two cores, by how OpenMP threads wait, alone and beside other work.
 
     python -m benchmarks.few_cores --model assets/smollm2-135m-instruct        the demo's model; half an hour
 
-Each setting has an engine (16 prompts of 34 tokens, 8 tokens each) and a trainer (one step of 16 samples) of its own;
-they take turns, one at a time, in every round once quiet and once beside two processes that loop. So other work of the
-machine falls on all settings alike: compare the ratios to the first setting, which are medians of those of a round.
-With `--first` (as root) what is measured, and the two loops, go before all other work of the machine.
-Prints a table and a JSON line, with the load average of each round.
+Each setting has an engine (16 prompts of 34 tokens, 8 tokens each) and a trainer (one step of 16 samples). They run
+one at a time, in every round once alone and once beside two looping processes. So other work of the machine affects all
+settings alike. Compare the ratios to the first setting, which are medians over rounds. With `--first` (as root) the
+measured processes and the two loops have priority over all other work. Prints a table and a JSON line, with the load
+average of each round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "2 threads, passive": (2, {"OMP_WAIT_POLICY": "PASSIVE"}),
     "1 thread": (1, {}),
 }
-"""Threads of a process, and its further environment; the first is how libgomp waits by itself."""
+"""Threads of a process, and additional environment; the first is libgomp's default."""
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 34, 8
 LOOP = "import os\nfrom slime.core.processes import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
 NUM_LOOPS = 2
@@ -38,7 +38,7 @@ NUM_LOOPS = 2
 
 @contextlib.contextmanager
 def environment(more: dict[str, str]) -> Iterator[None]:
-    """For what is started in the block."""
+    """Environment of the processes that are started in the block."""
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
     try:
@@ -50,7 +50,7 @@ def environment(more: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine(model: str, threads: int, more: dict[str, str], folder: Path) -> Iterator[Callable[[], float]]:
-    """An engine; calls of what is yielded take the seconds that are returned."""
+    """An engine; calling the yielded function measures one request batch, in seconds."""
     from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 
@@ -78,7 +78,7 @@ def engine(model: str, threads: int, more: dict[str, str], folder: Path) -> Iter
 
 @contextlib.contextmanager
 def trainer(threads: int, more: dict[str, str]) -> Iterator[Callable[[], float]]:
-    """A trainer of the same shape; calls of what is yielded take the seconds that are returned."""
+    """A trainer of the same shape; calling the yielded function measures one step, in seconds."""
     env = {**os.environ, **more, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "benchmarks.few_cores", "--train"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
@@ -97,7 +97,7 @@ def trainer(threads: int, more: dict[str, str]) -> Iterator[Callable[[], float]]
 
 
 def train() -> None:
-    """A trainer: a step for each line."""
+    """The trainer process: one step per line of input."""
     import torch
 
     from benchmarks.micro_batches import SIZES, batch, write_model
@@ -117,7 +117,7 @@ def train() -> None:
 
 
 def go_first(pids: list[int]) -> None:
-    """All threads of these processes go before those of others."""
+    """Gives all threads of these processes priority over others."""
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), -10)
@@ -125,7 +125,7 @@ def go_first(pids: list[int]) -> None:
 
 @contextlib.contextmanager
 def busy(first: bool) -> Iterator[None]:
-    """The cores have other work during the block."""
+    """Keeps the cores busy during the block."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(NUM_LOOPS)]
     try:
         go_first([loop.pid for loop in loops] if first else [])
@@ -137,7 +137,7 @@ def busy(first: bool) -> Iterator[None]:
 
 
 def measure(model: str, rounds: int, kinds: list[str], *, first: bool) -> dict[str, Any]:
-    """Seconds of each setting by kind of work and company, and the load average of each round."""
+    """Seconds of each setting, by kind of work, alone and beside loops, and the load average of each round."""
     from tests.support.engines import descendants
 
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

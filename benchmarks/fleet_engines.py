@@ -1,14 +1,14 @@
-"""Fake engines for `benchmarks.fleet_requests`, in a process of their own: it prints their ports and serves until EOF.
+"""Fake engines for `benchmarks.fleet_requests`, in a separate process that prints their ports and serves until EOF.
 
     python -m benchmarks.fleet_engines --engines 32 --every-s 30
 
-What a client needs of SGLang 0.5.16, and no more: `/generate` is a stream of events of 32 tokens, one every
-`--every-s`, and `/abort_request` ends the requests whose id begins with the one that is sent, if that is the id of a
-request itself. The id of a token is its place in the sequence, so that a reader sees whether one is lost.
+They have only what a client needs of SGLang 0.5.16: `/generate` is a stream of events of 32 tokens, one every
+`--every-s`, and `/abort_request` ends the requests whose id begins with the given one, if that is itself the id of a
+request. The id of a token is its position in the sequence, so a reader notices lost tokens.
 
-HTTP is read and written by hand, because a server that costs as much as the client would take its processor from it.
-Behind the first port stands a second way in, for more streams than a process may have open files: all requests and
-all events of the process over one connection, in frames of (length, stream, engine).
+HTTP is read and written by hand, because a server as costly as the client would take processor time from it. For more
+streams than a process may have open files, the first port also accepts a connection that carries all requests and
+events of the process in frames of (length, stream, engine).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from slime.rollout.client.wire import allow_many_connections
 
 INTERVAL = 32
 FRAME = struct.Struct("<III")
-"""Bytes that follow, number of the stream, number of the engine."""
+"""Number of bytes that follow, of the stream, and of the engine."""
 LAST = 3
-"""Tokens that an abort finds unsent."""
+"""Unsent tokens at an abort."""
 TURNS = 50
-"""Looks at what is due in the time between two events of a request."""
+"""Checks for due events between two events of a request."""
 
 
 def event(num_prompt: int, sent: int, finish: dict[str, Any] | None = None, num: int = INTERVAL) -> bytes:
@@ -51,7 +51,7 @@ def event(num_prompt: int, sent: int, finish: dict[str, Any] | None = None, num:
 
 
 class Request:
-    """One that runs. `send` takes bytes, `end` says that there are no more."""
+    """A running request. `send` takes bytes, `end` ends the stream."""
 
     def __init__(self, num_prompt: int, due: float, send: Callable[[bytes], None], end: Callable[[], None]) -> None:
         self.num_prompt, self.due, self.send, self.end, self.sent = num_prompt, due, send, end, 0
@@ -69,20 +69,20 @@ class Engine:
         self.every_s, self.running, self.num_aborts = every_s, dict[str, Request](), 0
 
     def begin(self, body: dict[str, Any], send: Callable[[bytes], None], end: Callable[[], None]) -> str:
-        """A request; its id."""
+        """Starts a request; returns its id."""
         due = time.monotonic() + random.random() * self.every_s
         self.running[body["rid"]] = Request(len(body["input_ids"]), due, send, end)
         return str(body["rid"])
 
     def work(self, now: float) -> None:
-        """Sends what is due."""
+        """Sends due events."""
         for request in self.running.values():
             if request.due <= now:
                 request.work()
                 request.due += self.every_s
 
     def abort(self, body: dict[str, Any]) -> None:
-        """As SGLang: the id must be known, and ends all that begin with it."""
+        """Like SGLang: the id must be known, and all ids that begin with it are ended."""
         self.num_aborts += 1
         if body["abort_all"] or body["rid"] in self.running:
             for rid in [rid for rid in self.running if body["abort_all"] or rid.startswith(body["rid"])]:
@@ -136,7 +136,7 @@ class Http(asyncio.Protocol):
 
 
 class Frames(asyncio.Protocol):
-    """Many streams in one connection; a frame without bytes says that nobody reads a stream any more, or its end."""
+    """Many streams in one connection; an empty frame closes a stream, in either direction."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self._engines, self._rest, self._rids = engines, bytearray(), dict[int, str]()
@@ -165,7 +165,7 @@ class Frames(asyncio.Protocol):
 
 
 def frames(rest: bytearray, data: bytes) -> list[tuple[bytes, int, int]]:
-    """The whole ones of `rest` and `data`: (bytes, stream, engine); keeps what is left in `rest`."""
+    """The complete frames in `rest` and `data`: (bytes, stream, engine); leaves the remainder in `rest`."""
     rest += data
     out, at = [], 0
     while len(rest) >= at + FRAME.size:
@@ -180,7 +180,7 @@ def frames(rest: bytearray, data: bytes) -> list[tuple[bytes, int, int]]:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Prints the ports as a line of JSON, then works until nobody writes to the standard input any more."""
+    """Prints the ports as a line of JSON, then serves until standard input is closed."""
     loop, engines = asyncio.get_running_loop(), [Engine(options.every_s) for _ in range(options.engines)]
 
     async def port_of(make: Callable[[], asyncio.Protocol]) -> int:

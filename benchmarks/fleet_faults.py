@@ -1,10 +1,10 @@
-"""Faults at random moments in one run: seconds until each is noticed, and until what it hit serves again, verified.
+"""Faults at random moments in one run: seconds until each is noticed, and until the process serves again, verified.
 
     python -m benchmarks.fleet_faults [--moments 10] [--seed 1] [--output FILE]
 
-Every kind (SIGKILL and SIGSTOP of an engine's server, of its scheduler, of the router) as often as `--moments`, in a
-random order, each with at least four requests in flight. The run must lose no group and train none twice; a fault that
-did not happen, or was not mended, ends the benchmark with an error. Needs two cores and no GPU.
+Each kind (SIGKILL and SIGSTOP of an engine's server, of its scheduler, of the router) occurs `--moments` times, in
+random order, with at least four requests in flight. The run must lose no group and train none twice. A fault that did
+not happen, or was not repaired, ends the benchmark with an error. Needs two cores and no GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 SIZES = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "32", "--no-bf16"]
-"""Of the storm's steps: small, so that there are many."""
+"""Small steps, so that there are many."""
 
 
 def _summary(faults: list[Mended]) -> dict[str, float]:

@@ -1,15 +1,15 @@
-"""The client of many engines: what the end of everything costs, what membership changes do to its event loop.
+"""The client of many engines: the cost of ending everything, and stalls of its event loop at membership changes.
 
     python -m benchmarks.fleet_requests --engines 64 --requests 1024 --json benchmarks/results/fleet_requests.json
 
-The engines are fakes in processes of their own (`benchmarks.fleet_engines`). Aborts are HTTP. Streams are HTTP with
-`--sockets`; without, those of a process share one connection, because 65,536 of them are as many open files, more than
-a process may have on a common machine. Each stream brings an event of 32 tokens every `--every-s`.
+The engines are fakes in separate processes (`benchmarks.fleet_engines`). Aborts use HTTP, and so do streams with
+`--sockets`. Without it the streams of a process share one connection, because 65,536 of them would need as many open
+files, more than a process may usually have. Each stream has an event of 32 tokens every `--every-s`.
 
-Measured: the time until all requests run; the longest stall of the event loop while engines are dismissed and
-admitted under them; the time of `abort_scope` until the last request has come back with its tokens; the processor time
-of the client's process for each, and for one event. Other work on the machine stretches times and stalls: what compares
-is processor time, and the load average says how busy it was.
+Measured: the time until all requests run; the longest stall of the event loop while engines are dismissed and admitted
+under running requests; the time of `abort_scope` until the last request has returned with its tokens; the client's
+processor time for each, and for one event. Other work on the machine increases times and stalls, so compare processor
+times; the load average shows how busy the machine was.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stream:
         self.begun = asyncio.get_running_loop().create_future()
 
     def feed(self, chunk: bytes) -> None:
-        """A frame without bytes stands for the head of the answer, the next one for its end."""
+        """The first empty frame is the head of the answer, the next one its end."""
         if not chunk:
             self._ended = self.begun.done()
             if not self._ended:
@@ -78,14 +78,14 @@ class Stream:
         return True
 
     def release(self) -> None:
-        """Nobody reads it any more."""
+        """Ends the stream: nobody reads it any more."""
         self._link.leave(self._number, ended=self._ended)
 
     close = release
 
 
 class Link(asyncio.Protocol):
-    """All streams of a process of engines."""
+    """All streams of one process with engines."""
 
     def __init__(self) -> None:
         self._streams, self._rest, self._next = dict[int, tuple[Stream, int]](), bytearray(), 0
@@ -100,7 +100,7 @@ class Link(asyncio.Protocol):
                 self._streams[number][0].feed(chunk)
 
     async def post(self, engine: int, body: bytes) -> Stream:
-        """A request of the engine with this number in its process."""
+        """Sends a request to the engine with this number in its process."""
         number, self._next = self._next, self._next + 1
         stream = Stream(number, self)
         self._streams[number] = stream, engine
@@ -113,7 +113,7 @@ class Link(asyncio.Protocol):
         return stream
 
     def leave(self, number: int, *, ended: bool) -> None:
-        """Has the engine forget a stream that has not ended."""
+        """Tells the engine to forget an unfinished stream."""
         _, engine = self._streams.pop(number, (None, 0))
         if not ended:
             self._transport.write(FRAME.pack(0, number, engine))
@@ -121,7 +121,7 @@ class Link(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def engines_of(options: argparse.Namespace) -> AsyncIterator[dict[str, tuple[Link, int]]]:
-    """Address of each engine -> the shared connection of its process, and its number there."""
+    """Address of an engine -> the shared connection of its process, and its number there."""
     loop, out, running = asyncio.get_running_loop(), dict[str, tuple[Link, int]](), []
     each = [options.engines // PROCESSES + (i < options.engines % PROCESSES) for i in range(PROCESSES)]
     try:
@@ -139,14 +139,14 @@ async def engines_of(options: argparse.Namespace) -> AsyncIterator[dict[str, tup
 
 
 async def asked(urls: list[str]) -> tuple[int, int]:
-    """Requests that run at all engines, and the aborts that they were sent."""
+    """Running requests at all engines, and aborts sent to them."""
     async with aiohttp.ClientSession() as session:
         found = [await (await session.get(f"{url}/state")).json(content_type=None) for url in urls]
     return sum(one["running"] for one in found), sum(one["num_aborts"] for one in found)
 
 
 class Stalls:
-    """How late the event loop is, and for how long it worked meanwhile; looked at all the time."""
+    """Records how late the event loop is, and its processor time meanwhile."""
 
     def __init__(self) -> None:
         self.worst_s = self.worst_cpu_s = 0.0
@@ -160,7 +160,7 @@ class Stalls:
             self.worst_cpu_s = max(self.worst_cpu_s, time.thread_time() - cpu_s)
 
     def take(self) -> tuple[float, float]:
-        """The worst since the last call: by the clock, and in processor time."""
+        """The worst since the last call, in clock time and in processor time."""
         worst = self.worst_s, self.worst_cpu_s
         self.worst_s = self.worst_cpu_s = 0.0
         return worst
@@ -186,7 +186,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def walk(client: EngineClient, urls: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Start, a quiet time, changes of membership, the end of everything."""
+    """Start, a quiet phase, membership changes, the end of everything."""
     scope, stalls, total = RequestScope(), Stalls(), options.engines * options.requests
     REQUEST_SCOPE.set(scope)
     params = {"temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS}
@@ -225,13 +225,13 @@ async def walk(client: EngineClient, urls: list[str], options: argparse.Namespac
 
 
 async def until_running(urls: list[str], total: int) -> None:
-    """Until engines have so many requests."""
+    """Waits until the engines run this many requests."""
     while (await asked(urls))[0] != total:
         await asyncio.sleep(0.25)
 
 
 async def change(client: EngineClient, urls: list[str], stalls: Stalls, num: int) -> dict[str, Any]:
-    """Dismisses engines under their requests and admits them again, one every second."""
+    """Dismisses engines with running requests and admits them again, one every second."""
     worst, rng, cpu_s = [], random.Random(0), time.process_time()
     for _ in range(num):
         url = rng.choice(urls)
@@ -251,7 +251,7 @@ async def change(client: EngineClient, urls: list[str], stalls: Stalls, num: int
 
 
 def event_cost(tokens: int, number: int = 2000) -> float:
-    """Microseconds of processor time that the client spends on an event of so many tokens, reading aside."""
+    """Microseconds of the client's processor time per event of this many tokens, without reading."""
     call = Call([1] * PROMPT_TOKENS, {"max_new_tokens": 10**9})
     call.payload("r", tokens)
     pieces = [event(PROMPT_TOKENS, i * tokens, num=tokens)[6:-2] for i in range(number)]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.fleet_soak [--syncs 500] [--restarts 50] [--output FILE]
 
-A tiny model trains on two engines, one of which is killed again and again while the other serves. Every ten steps the
-processes that live as long as the run are looked at: resident memory, open descriptors, threads, and the bytes in
-/dev/shm. What the last tenth of the looks shows stands beside what the second tenth showed, when all is warm. Growth
+A tiny model trains on two engines, one of which is killed repeatedly while the other serves. Every ten steps the
+benchmark records resident memory, open descriptors and threads of all processes that live as long as the run, and the
+bytes in /dev/shm. It compares the last tenth of these records with the second tenth, when everything is warm. Growth
 beyond `MOST_GROWTH` is an error. Needs two cores and no GPU.
 """
 
@@ -31,20 +31,20 @@ from tests.support.faults import SERVER, hit, victim_of
 from tests.support.tiny import write_tiny_model
 
 LIVE_LONG = ("ray::TrainActor", "ray::RolloutActor", "sglang::router", "raylet", "gcs_server")
-"""Names of processes that are there from the start to the end, beside the driver."""
+"""Names of the processes that live as long as the run, besides the driver."""
 MOST_GROWTH = {"resident_mb": 0.05, "descriptors": 0.05, "threads": 0.05, "shared_mb": 0.05}
-"""Of the second tenth."""
+"""Allowed growth as a fraction of the second tenth."""
 LEAST_GROWTH = {"resident_mb": 20.0, "descriptors": 8.0, "threads": 4.0, "shared_mb": 4.0}
-"""What is no growth, however small the beginning was."""
+"""Allowed growth in any case, however small the start."""
 FLAGS = "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8 --rollout-num-gpus 2 --lr 1e-3"
 MORE = "--lr-decay-style constant --num-rollout 100000 --no-bf16"
 EVERY = 10
-"""Steps between two looks."""
+"""Steps between two records."""
 RESTART_LIMIT_S = 900.0
 
 
 def looked(run: RealRun, driver: int) -> dict[str, dict[str, float]]:
-    """Role -> what its process has now."""
+    """Role -> present measures of its process."""
     found: dict[str, dict[str, float]] = {}
     for pid, stat in all_processes().items():
         if stat.id not in run.traces.members:
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def compared(looks: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Role -> measure -> medians of the second tenth of the looks, and of the last."""
+    """Role -> measure -> medians of the second and the last tenth of the records."""
     tenth = max(len(looks) // 10, 1)
     out: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for role in looks[-1]:
@@ -150,7 +150,7 @@ def compared(looks: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, li
 
 
 def grown_in(table: dict[str, dict[str, list[float]]]) -> list[str]:
-    """What grew beyond its limit, in words."""
+    """Messages about measures that grew beyond their limits."""
     return [
         f"{measure} of {role}: {then} -> {now}"
         for role, measures in table.items()

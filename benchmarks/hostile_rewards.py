@@ -1,10 +1,10 @@
-"""What a fifth of misbehaving rewards costs: a hostile step beside a clean one, of one manager with warm graders.
+"""Cost of a fifth of misbehaving rewards: a hostile step and a clean one, with one manager and warm graders.
 
 python -m benchmarks.hostile_rewards [--repeats 3]
 
-256 samples of a fake engine, which takes 0.15 s a token, so that generation and not this machine sets the pace. The
-rewards of the hostile step hang, raise, answer nothing, NaN or 1 GB (`tests/contract/rollout/hostile_rewards.py`).
-Prints a JSON line per repeat: seconds of both steps, and the throughput that is left.
+256 samples of a fake engine that takes 0.15 s per token, so that generation sets the pace. The rewards of the hostile
+step hang, raise, or return nothing, NaN or 1 GB (`tests/contract/rollout/hostile_rewards.py`). Prints a JSON line per
+repeat: seconds of both steps, and the remaining throughput.
 """
 
 from __future__ import annotations

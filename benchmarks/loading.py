@@ -3,13 +3,12 @@
 python -m benchmarks.loading            writes 1.2 GB of random weights to a temporary folder; 1 minute on two cores
 
 The checkpoint has the shape of Qwen3-0.6B (bfloat16, tied embedding) in files of at most 300 MB. Each row is a child
-process with the parameters of one rank and `hf_weights.fill`, which is what the trainer runs. Memory is the increase
-from before the parameters were made to the peak while they are filled, divided by the size of the parameters, which are
-part of it:
-  anonymous   the process's own memory, which only it can give back (RssAnon, read every millisecond)
-  file        pages of mapped files in the process, which the kernel may take at any time (RssFile, the same)
-  resident    both at their common peak, as the kernel counts it (VmHWM): the 1.3 of the promise
-The row "whole tensors" reads each tensor whole through `safetensors.safe_open`, cuts and copies it, for comparison.
+process with the parameters of one rank and `hf_weights.fill`, as in the trainer. Memory is the increase from before the
+parameters exist to the peak while they are filled, divided by the size of the parameters (included):
+  anonymous   the process's own memory (RssAnon, read every millisecond)
+  file        pages of mapped files in the process, which the kernel may take back at any time (RssFile, the same)
+  resident    both at their common peak, as the kernel counts it (VmHWM); its limit is 1.3
+For comparison, the row "whole tensors" reads each tensor whole through `safetensors.safe_open`, slices and copies it.
 Times are with a warm page cache. Prints a table and a JSON line.
 """
 
@@ -55,7 +54,7 @@ RANKS = {
 
 
 def write(folder: Path) -> None:
-    """Writes the checkpoint, and its FP8 version beside it."""
+    """Writes the checkpoint and an FP8 version of it."""
     import torch
 
     from slime.cli.conversion import convert
@@ -118,7 +117,7 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
         shapes[e.megatron] = load_shard(table, e.megatron, whole.__getitem__, **cut).shape
     source = folder / ("fp8" if "fp8" in rank else "bf16")
     torch.zeros(1).to(torch.bfloat16)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = memory()
     dtype = getattr(torch, rank.get("dtype", "bfloat16"))
     parameters = {n: torch.empty(shape, dtype=dtype) for n, shape in shapes.items()}
@@ -181,7 +180,7 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Prints the table; returns 1 if a rank of ours needs more than `LIMIT`."""
+    """Prints the table; returns 1 if a rank of slime needs more than `LIMIT`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is; default: written to a temporary folder")
     parser.add_argument("--rank", choices=RANKS, help=argparse.SUPPRESS)

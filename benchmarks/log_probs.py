@@ -1,12 +1,12 @@
-"""Log-probs and entropy, forward and backward: slime's chunked version beside the naive one, in one process.
+"""Log-probs and entropy, forward and backward: slime's chunked version and the naive one, in one process.
 
 python -m benchmarks.log_probs            needs torch and this repository only; a GPU is used if there is one
 
-The naive version holds the logits of all tokens in float32: log_softmax, gather, entropy = -(p * log p).sum, autograd.
-Peak memory is the increase over the inputs (hidden states, output weight, targets) and holds the gradients of both:
-on a GPU by `torch.cuda.max_memory_allocated`, on a CPU the peak resident size of a child process. Times are medians;
-the JSON line of a CPU has processor time, too, which other processes disturb less.
-Prints a table and a JSON line. On a GPU it takes under two minutes; most of that is `torch.compile`.
+The naive version keeps the logits of all tokens in float32: log_softmax, gather, entropy = -(p * log p).sum, autograd.
+Peak memory is the increase over the inputs (hidden states, output weight, targets), including the gradients of both: on
+a GPU from `torch.cuda.max_memory_allocated`, on a CPU the peak resident size of a child process. Times are medians. On
+a CPU the JSON line also has processor time, which other processes disturb less. Prints a table and a JSON line. On a
+GPU it takes less than two minutes, most of it `torch.compile`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def on_gpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def child(shape: Shape, name: str, repeats: int) -> dict[str, float]:
-    """One measurement on a CPU, in this process. Peak: the largest resident size less that before the first call."""
+    """One measurement on a CPU, in this process. Peak: the largest resident size minus that before the first call."""
     kind, _, mode = name.partition(": ")
     data = inputs(shape, "cpu")
     small = inputs(Shape(8, 64, 16, shape.dtype), "cpu")
@@ -180,7 +180,7 @@ def child(shape: Shape, name: str, repeats: int) -> dict[str, float]:
 
 
 def on_cpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
-    """All measurements, each in a process of its own."""
+    """All measurements, each in a separate process."""
     out = {}
     sizes = [f"--{key}={value}" for key, value in vars(shape).items()]
     for mode in MODES:

@@ -1,11 +1,11 @@
-"""What micro-batches of one sample cost beside micro-batches filled by tokens: the same training step, in turns.
+"""Cost of micro-batches of one sample compared with micro-batches filled by tokens, for the same training step.
 
 python -m benchmarks.micro_batches            one rank on a CPU, float32; minutes
 
-One process trains the same 16 samples over and over, its micro-batches by one setting, then by the other. Settings and
-model do not change, so that only the passes differ: how many there are, and how many tokens each has. Reported are
-wall and processor seconds of a step, as medians, and the median of the ratios pair by pair, which a machine with other
-work disturbs least. The two gradients are compared, too. Prints a table and a JSON line.
+One process trains the same 16 samples repeatedly, alternating between the two settings. Everything else stays the same,
+so only the number of passes and their tokens differ. Prints a table and a JSON line: wall and processor seconds of a
+step (medians), and the median of the ratios of pairs, which other work on the machine disturbs least. Also compares the
+two gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "micro_batch_size 1": {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None},
     "filled by tokens": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 2048},
 }
-"""The default of `--micro-batch-size`, and what is derived without it for short samples."""
+"""Micro-batches of one sample, and the default without `--micro-batch-size`."""
 NUM_SAMPLES = 16
 SIZES: dict[str, dict[str, int]] = {
     "135M": {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49152},
@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def write_model(folder: Path, size: str) -> Path:
-    """Random weights with 64 numbers per head."""
+    """Random weights with head size 64."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -77,7 +77,7 @@ def batch(vocab_size: int, *, shortest: int, longest: int) -> Any:
 
 
 def measure(size: str, rounds: int, shortest: int, longest: int) -> dict[str, Any]:
-    """Figures of both settings, and the ratio of the first to the second."""
+    """Results of both settings, and the ratio of the first to the second."""
     from tests.support.engine_parity import one_rank
 
     samples = batch(SIZES[size]["vocab_size"], shortest=shortest, longest=longest)

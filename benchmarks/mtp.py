@@ -2,17 +2,17 @@
 
 python -m benchmarks.mtp --out mtp.json --folder /tmp/mtp
 
-For a tiny DeepSeek-V3 and a tiny Qwen3-Next with random weights, side by side on one GPU: `train.py`, colocated, with
-SGLang's speculative decoding and --enable-mtp-training. The vocabulary is small and the output layer wide, so a token
-nearly says which one follows it, and the layer, which starts from noise, can learn to foresee it. Per step: its loss,
-tokens per pass of the model (`rollout/spec_accept_length`), the log-prob difference of trainer and engine; every
-weight sync compared the digests of model and draft.
+Runs `train.py`, colocated, with SGLang's speculative decoding and --enable-mtp-training, for a tiny DeepSeek-V3 and a
+tiny Qwen3-Next with random weights, side by side on one GPU. The vocabulary is small and the output layer has large
+weights, so a token nearly determines the next one, and the layer, which starts from noise, can learn to predict it. Per
+step: its loss, tokens per pass of the model (`rollout/spec_accept_length`), the log-prob difference of trainer and
+engine. Every weight sync compares the digests of model and draft.
 
-Behind it two engines, one after the other, sample a prompt's continuation many times from a checkpoint of the middle of
-the run, whose draft is trained and whose answers still differ: one with the draft, one without. How often each second
-token followed the most frequent first one with the draft is compared with the probabilities that the engine without it
-told (chi-square). The exit status is 1 unless the acceptance length rose, the loss fell, and the statistic, of at least
-five tokens, is within ten standard deviations of its mean.
+Then two engines, first one with the draft and then one without, sample continuations of a prompt many times from a
+checkpoint from the middle of the run, whose draft is trained and whose answers still differ. The frequencies of the
+second token after the most frequent first one, with the draft, are compared with the probabilities reported by the
+engine without it (chi-square). The exit status is 1 unless the acceptance length rose, the loss fell, and the
+statistic, over at least five tokens, is within ten standard deviations of its mean.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 WIDTHS = {"embed_tokens": 1.0, "lm_head": 0.18}
-"""What is wider than 0.02: a token's embedding outweighs what layers add, and its successors are few."""
+"""Standard deviations above 0.02: a token's embedding outweighs what layers add, so it has few successors."""
 NARROW, NARROW_HEAD = 0.005, 0.002
-"""Of the layer of multi-token prediction, and of its projection: noise that learning soon outgrows."""
+"""For the MTP layer and its projection: noise that learning soon outgrows."""
 
 
 def tensors_of(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Any]]:
-    """(HF name, bfloat16 tensor) of everything, multi-token prediction included."""
+    """(HF name, bfloat16 tensor) of all weights, including multi-token prediction."""
     import torch
 
     from slime.models import table_for
@@ -140,7 +140,7 @@ def tensors_of(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Any]
 
 
 def write(folder: Path, family: str, seed: int) -> Path:
-    """A checkpoint with a tokenizer."""
+    """Writes a checkpoint with a tokenizer."""
     from safetensors.torch import save_file
 
     from tests.support.tiny import write_tokenizer
@@ -154,7 +154,7 @@ def write(folder: Path, family: str, seed: int) -> Path:
 
 
 def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the loop; its metrics by step, and the end of its output where it failed."""
+    """Runs the loop; returns its metrics by step, and the end of its output if it failed."""
     folder = options.folder / family
     checkpoint, prompts = folder / "model", folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"{i * 7919 % 9973} {i * 104729 % 8191}", "label": ""}) for i in range(512)]
@@ -178,7 +178,7 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampled(checkpoint: Path, options: argparse.Namespace, name: str, extra: Mapping[str, Any]) -> list[Any]:
-    """Many answers to one prompt, of an engine that is started for it."""
+    """Starts an engine and samples many answers to one prompt."""
     from slime.rollout.client.client import EngineClient
     from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
@@ -205,7 +205,7 @@ def sampled(checkpoint: Path, options: argparse.Namespace, name: str, extra: Map
 
 
 def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Second tokens behind the most frequent first one with the draft, against the probabilities without it."""
+    """Second tokens after the most frequent first one with the draft, and the probabilities without it."""
     plain = ENGINE | options.more.get(family, {})
     without = sampled(checkpoint, options, f"{family}-plain", plain)
     drafted = sampled(checkpoint, options, family, plain | SPECULATION)
@@ -219,7 +219,7 @@ def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dic
 
 
 def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> dict[str, Any]:
-    """The statistic of tokens that are expected at least 20 times; all others are one."""
+    """The statistic over tokens that are expected at least 20 times; all others count as one."""
     often = {token: p for token, p in told.items() if p * num >= 20}
     cells = [(seen[token], p * num) for token, p in often.items()]
     rest = 1.0 - sum(often.values())
@@ -235,7 +235,7 @@ def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> 
 
 
 def judged(record: Mapping[str, Any]) -> bool:
-    """Whether a family's draft learned, and leaves the distribution alone."""
+    """Whether a family's draft learned, and does not change the distribution."""
     lengths = [s["rollout/spec_accept_length"] for s in record["steps"] if "rollout/spec_accept_length" in s]
     losses = [s["train/mtp_loss"] for s in record["steps"] if "train/mtp_loss" in s]
     if record["exit_status"] or len(lengths) < 4 or len(losses) < 4:

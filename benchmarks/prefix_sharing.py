@@ -1,15 +1,15 @@
-"""What `--use-prefix-sharing` saves: training calls with and without it, in turns, in one process on one GPU.
+"""Gain of `--use-prefix-sharing`: training calls with and without it, alternating in one process on one GPU.
 
 python -m benchmarks.prefix_sharing --device cuda --out prefix_sharing.json      Qwen3-0.6B's shape, 8 x (4,096 + 256)
 python -m benchmarks.prefix_sharing --device cpu --shape tiny --prompt 256 --own 32     seconds, anywhere
 
-The call is `train` of the backend that a train actor holds, on one group: samples of one prompt, all of whose own
-tokens are trained. Weights are random, in the shape of the model. Every round has a batch of its own, which is trained
-with shared prefixes and without, the two taking turns at going first; the first round warms up. So for each
-`--max-tokens`: by default with room for one whole sample in a micro-batch, and with room for all of them.
+The call is the backend's `train`, as a train actor makes it, on one group: samples of one prompt, all of whose own
+tokens are trained. Weights are random, in the shape of the model. Every round has another batch, which is trained with
+and without shared prefixes; the two alternate in going first, and the first round warms up. This is repeated for each
+`--max-tokens`: by default with room for one whole sample in a micro-batch, and with room for all.
 
-Prints a line per setting and round, the medians, and one JSON record with everything; `--out` writes that, too. The
-ratio is that of a pair: seconds without, divided by seconds with.
+Prints a line per setting and round, the medians, and one JSON record with everything, which `--out` writes to a file.
+The ratio is that of a pair: seconds without sharing divided by seconds with it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def backend_of(tree: Any, options: argparse.Namespace, max_tokens: int) -> Itera
                 yield backend
                 del backend
         finally:
-            destroy_process_groups()  # also of one that was refused half built
+            destroy_process_groups()  # also if the backend was refused while it was built
             gc.collect()
 
 
@@ -125,7 +125,7 @@ def timed(backend: Any, batch: Any, *, shares: bool) -> dict[str, float]:
 
 
 def measured(tree: Any, options: argparse.Namespace, max_tokens: int) -> dict[str, Any]:
-    """All rounds with micro-batches of one size."""
+    """All rounds with one size of micro-batches."""
     from benchmarks.training import measure
 
     rounds: list[dict[str, dict[str, float]]] = []
@@ -159,7 +159,7 @@ def measured(tree: Any, options: argparse.Namespace, max_tokens: int) -> dict[st
 
 
 def told(calls: dict[str, dict[str, float]]) -> str:
-    """A round in words."""
+    """One line about a round."""
     shared, whole = calls["shared"], calls["whole"]
     return (
         f"shared {shared['seconds']:.4f} s ({shared['micro_batches']} micro-batches, {shared['shared_tokens']:.1%} of "
@@ -170,7 +170,7 @@ def told(calls: dict[str, dict[str, float]]) -> str:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every size of micro-batches; what failed for want of memory has an `error`."""
+    """All sizes of micro-batches; one that ran out of memory has an `error`."""
     import torch
 
     from benchmarks.training.tree import load
@@ -223,7 +223,7 @@ def options_of(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints lines for a person, then the record."""
+    """Prints readable lines, then the record."""
     import os
 
     os.environ.update(NCCL | dict(os.environ))

@@ -2,10 +2,10 @@
 
 python -m benchmarks.quantised --out results.json [--cases "0.6b fp8" ...]
 
-For each case two engines of random weights start side by side: one from other weights, which is then synced, and one
-from a folder that holds what the sync sends. Asked of them: the same digests, the same answers to the last bit of their
-log-probs; every flipped bit found on the way; how far log-probs are from those of the plain weights, and of the
-fake-quantised ones, in bfloat16.
+For each case two engines with random weights start side by side: one from other weights, which is then synced, and one
+from a folder with the tensors that the sync sends. They must have the same digests and the same answers, to the last
+bit of their log-probs, and every flipped bit must be found. Also measures how far log-probs are from those of the plain
+and of the fake-quantised weights, in bfloat16.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ FLAGS: dict[str, Any] = {
     "cuda_graph_max_bs": 4,
     "disable_prefill_cuda_graph": True,
 }
-"""Graphs of prefills, 58 sizes of them, take a minute and a half to compile."""
+"""Prefill graphs, in 58 sizes, take a minute and a half to compile."""
 START_LIMIT_S = 280.0
 PROMPTS, LENGTH, ANSWER = 8, 128, 32
 SHARPER = 5.0
-"""Factor of the embedding: log-probs of a model, not of a uniform choice."""
+"""Factor of the embedding, so that log-probs are not those of a uniform choice."""
 CASES: dict[str, tuple[str, str, int]] = {
     "0.6b int4": ("0.6b", "int4", 4),
     "30b-a3b-6l int4": ("30b-a3b-6l", "int4", 2),
@@ -66,12 +66,12 @@ CASES: dict[str, tuple[str, str, int]] = {
     "0.6b fp8": ("0.6b", "fp8", 25),
     "30b-a3b-6l fp8": ("30b-a3b-6l", "fp8", 5),
 }
-"""Name -> shape, format, number of flipped bits. What compiles for long starts first."""
+"""Name -> shape, format, number of flipped bits. Cases that compile for long start first."""
 State = dict[str, torch.Tensor]
 
 
 def weights_of(config: dict[str, Any], seed: int) -> State:
-    """Random weights in bfloat16 on the GPU."""
+    """Random bfloat16 weights on the GPU."""
     state = {n: t.cuda() for n, t in tensors_of(config, seed=seed)}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in state:
@@ -130,7 +130,7 @@ class Case:
                 tensors[name + "_shape"] = torch.tensor(state[name].shape)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.config))
-        write_tokenizer(folder)  # nothing is decoded
+        write_tokenizer(folder)  # no text is decoded
 
     def stop(self) -> None:
         for server in self.servers.values():
@@ -138,7 +138,7 @@ class Case:
 
 
 class Trainer:
-    """What a training rank on this GPU does of a weight sync."""
+    """A training rank's part of a weight sync, on this GPU."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.gpu = case, str(torch.cuda.get_device_properties(0).uuid)
@@ -185,7 +185,7 @@ def flipped(name: str, bit: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def caught(trainer: Trainer, state: State, number: int) -> Iterator[dict[str, Any]]:
-    """Syncs with a flipped bit: which tensor, and whether it was refused by its name."""
+    """Syncs with a flipped bit: the tensor, and whether it was refused by name."""
     generator = torch.Generator().manual_seed(3)
     sizes = {n: t.nbytes for n, t in quantised_stream(state.items(), trainer.case.format)}
     names, residents = list(sizes), trainer.case.table.resident_of
@@ -206,7 +206,7 @@ def prompts(vocab: int) -> torch.Tensor:
 
 
 def served(url: str, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-    """[prompts, T-1] log-probs of prompts, and what the engine answers greedily, with log-probs."""
+    """[prompts, T-1] log-probs of prompts, and the engine's greedy answers with log-probs."""
     rows, answers = [], []
     for prompt in tokens.tolist():
         body = {
@@ -222,7 +222,7 @@ def served(url: str, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
 
 
 def reference(config: dict[str, Any], state: State, tokens: torch.Tensor) -> torch.Tensor:
-    """The same of transformers in bfloat16."""
+    """The same from transformers in bfloat16."""
     import transformers
 
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
@@ -243,7 +243,7 @@ def differences(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
 
 
 def alone(case: Case, state: State) -> dict[str, float]:
-    """Seconds and peak GB of quantising all of it, without sending any."""
+    """Seconds and peak GB of quantising all weights, without sending."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -257,7 +257,7 @@ def alone(case: Case, state: State) -> dict[str, float]:
 
 
 def measure(case: Case, folder: Path) -> Iterator[tuple[str, Any]]:
-    """What one case has to say, as soon as it is known."""
+    """Yields the results of one case as they become known."""
     for server in case.servers.values():
         server.wait_ready(timeout_s=START_LIMIT_S)
     yield "ready_s", time.monotonic() - case.started

@@ -1,4 +1,4 @@
-"""A checkpoint of a published shape with random weights and a borrowed tokenizer: speed and memory without a download.
+"""A checkpoint in a released shape with random weights and another tokenizer: speed and memory without a download.
 
 python -m benchmarks.random_checkpoint --shape 30b-a3b-6l --out /tmp/moe --tokenizer assets/smollm2-135m-instruct
 """
@@ -16,7 +16,7 @@ from benchmarks.training.shapes import SHAPES
 
 
 def tensors_of(config: dict[str, Any], *, seed: int) -> Iterator[tuple[str, Any]]:
-    """(HF name, bfloat16 tensor) of every parameter, drawn on a GPU where there is one: norms 1, else N(0, 0.02)."""
+    """(HF name, bfloat16 tensor) of every parameter, drawn on a GPU if there is one: norms 1, others N(0, 0.02)."""
     import torch
 
     from slime.models import table_for
@@ -33,8 +33,8 @@ def tensors_of(config: dict[str, Any], *, seed: int) -> Iterator[tuple[str, Any]
 
 
 def write(out: Path, shape: str, tokenizer: Path | None, *, seed: int = 0) -> None:
-    """Writes a folder in Hugging Face format, in place of an earlier one. Raises `CheckpointError` for any other folder
-    that is there.
+    """Writes a folder in Hugging Face format, replacing an earlier one of its own. Raises `CheckpointError` for other
+    existing folders.
     """
     from slime.training.state.hf_files import begin_export, commit_export, copy_assets, write_hf
 

@@ -1,4 +1,4 @@
-"""Rewards for benchmarks of random models: cheap, and different within a group, so that there is a gradient."""
+"""Rewards for benchmarks of random models: cheap, and different within a group, so there is a gradient."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Router replay (R3) with a real engine: does the trainer use the engine's experts, and how much nearer does it come?
+"""Router replay (R3) with a real engine: does the trainer use the engine's experts, and how much closer is it?
 
 python -m benchmarks.routing_replay --shape 30b-a3b-6l --dtype bfloat16 --out r3.json       on a GPU
 python -m benchmarks.routing_replay --shape tiny-moe --device cpu --responses 64            a minute, anywhere
 
-An engine with random weights answers through the client; the trainer then evaluates the same weights on these tokens,
+An engine with random weights answers through the client. The trainer then evaluates these tokens with the same weights,
 with its own choice of experts and with the engine's. Every choice of every router is compared with the engine's record.
-Prints one JSON record: tokens sampled, choices compared and equal (a choice: the set of experts of a token in a layer),
-the share in which the trainer's router alone would choose another set, the log-prob difference both ways, and what the
-record takes per token. The exit status is 1 if a replayed choice differs.
+Prints one JSON record: sampled tokens, compared and equal choices (a choice is the set of experts of a token in a
+layer), the fraction in which the trainer's router alone would choose another set, both log-prob differences, and the
+record's bytes per token. The exit status is 1 if a replayed choice differs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def compared(batch: Any, seen: dict[int, list[Any]]) -> tuple[int, int]:
 
 
 def trained(checkpoint: Path, batch: Any, options: argparse.Namespace, folder: Path, *, replay: bool) -> dict[str, Any]:
-    """Metrics of one training call without a learning rate, and how many choices were the engine's."""
+    """Metrics of one training call with learning rate 0, and the number of choices equal to the engine's."""
     from slime.settings import parse_args
     from slime.training.backend import MegatronBackend
     from slime.weights.rendezvous import listen_on

@@ -1,12 +1,12 @@
-"""Where the start of a run goes: seconds of each phase, CPU seconds and memory of each process.
+"""The start of a run: seconds of each phase, CPU seconds and memory of each process.
 
     python -m benchmarks.startup                      one step of the digits task on a tiny model, trainer and engine
     python -m benchmarks.startup -- --hf-checkpoint ...        flags of train.py in its place
 
-Prints one JSON line. The start ends with the first verified weight sync, from which on engines serve. `wall_s` is
-from the start of the command; `phases` are the driver's own (`startup/*` of `metrics.jsonl`) and its first weight sync
-and evaluation. `cpu_s` (user and system) and `rss_mib` are by process, looked up in /proc until the start is over, so
-that work which a step does is not in them. On a machine with other work compare CPU seconds, not wall time.
+Prints one JSON line. The start ends with the first verified weight sync, after which engines serve. `wall_s` counts
+from the start of the command. `phases` are the driver's (`startup/*` of `metrics.jsonl`), its first weight sync and its
+evaluation. `cpu_s` (user and system) and `rss_mib` are per process, read from /proc until the start is over, so they
+exclude the work of a step. On a busy machine compare CPU seconds, not wall time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ROLES = {
     "train.py": "driver",
     "/ray/": "Ray itself",
 }
-"""Part of a command line -> what the process is; the first that fits."""
+"""Part of a command line -> role of the process; the first match counts."""
 END_OF_START = "update_weights"
 
 
 def role_of(pid: int) -> str:
-    """What a process is, by its command line."""
+    """The role of a process, by its command line."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -61,7 +61,7 @@ def role_of(pid: int) -> str:
 
 
 def used_by(pid: int) -> tuple[float, float] | None:
-    """(CPU seconds, resident MiB) of a process so far; None if it is gone."""
+    """(CPU seconds, resident MiB) of a process so far; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -89,7 +89,7 @@ def spans_of(run_dir: Path, name: str) -> Iterator[float]:
 
 
 def measure(flags: list[str], run_dir: Path) -> dict[str, Any]:
-    """Runs train.py to its end and looks at it until its start is over. Raises `CalledProcessError` if it fails."""
+    """Runs train.py and measures it until its start is over. Raises `CalledProcessError` if it fails."""
     token = secrets.token_hex(8)
     began_s = time.monotonic()
     command = [sys.executable, "train.py", *flags, "--run-dir", str(run_dir)]

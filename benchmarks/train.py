@@ -5,15 +5,15 @@ python -m benchmarks.train --shape 30b-a3b-6l --layout ep2 --layout tp2         
 python -m benchmarks.train --shape 0.6b --tree . --tree old=/path/to/another/checkout    both, one after the other
 python -m benchmarks.train --shape tiny --device cpu                                  ten seconds, anywhere
 
-The call is `train` of the backend that a train actor holds, with settings that come from a command line as those of a
-run do; there is no Ray and no engine. Weights are random, in the shape of the model; samples have lengths as rollouts
-have them, with the mean that was asked for, other ones in every call. Each combination of shape, layout, round and
-tree is measured in processes of its own, one per GPU.
+The call is the backend's `train`, as a train actor makes it, with settings from a command line like those of a run,
+without Ray and engine. Weights are random, in the shape of the model. Samples have lengths like those of rollouts, with
+the given mean, and differ in every call. Each combination of shape, layout, round and tree is measured in separate
+processes, one per GPU.
 
-Prints one JSON line per combination, for a person a line per length on stderr, and writes all records to `--out`. FLOPs
-are those that slime's formula counts (`slime.models.common.flops`: matrix products and causal attention, three forward
-passes, nothing recomputed), per GPU; `share_of_matrix` is their rate divided by that of plain bf16 products of
-8192 x 8192 matrices before and after, in the same process; `mfu` divides by the data sheet's peak.
+Prints one JSON line per combination, and a readable line per length on stderr, and writes all records to `--out`. FLOPs
+are per GPU and follow slime's formula (`slime.models.common.flops`: matrix products and causal attention, three forward
+passes, without recomputation). `share_of_matrix` is their rate divided by that of plain bf16 products of 8192 x 8192
+matrices before and after, in the same process; `mfu` divides by the data sheet's peak.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLL_S = 0.2
 
 
 def layout_of(text: str) -> tuple[int, list[str]]:
-    """(GPUs, flags) of a layout such as "tp2", "pp2", "ep2", "dp2" or "tp2-cp2"; "one" is a single GPU."""
+    """(number of GPUs, flags) of a layout such as "tp2", "pp2", "ep2", "dp2" or "tp2-cp2"; "one" is a single GPU."""
     sizes: dict[str, int] = {}
     for part in [] if text == "one" else text.split("-"):
         found = re.fullmatch(r"(tp|cp|pp|ep|dp)(\d+)", part)
@@ -69,7 +69,7 @@ def tree_of(text: str) -> tuple[str, Path]:
 
 
 def commit_of(tree: Path) -> str | None:
-    """The commit of a checkout, with a + if files differ; None where git does not know."""
+    """The commit of a checkout, with a + if files differ; None without git."""
     command = ["git", "-C", str(tree), "describe", "--always", "--abbrev=9", "--dirty=+", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     top = subprocess.run([*command[:3], "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
@@ -77,7 +77,7 @@ def commit_of(tree: Path) -> str | None:
 
 
 def combinations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Specs in the order in which they are measured: trees alternate."""
+    """Specs in the order of measurement: trees alternate."""
     trees = [tree_of(text) for text in options.tree or [str(HERE)]]
     for shape in options.shape or ["0.6b"]:
         for layout in options.layout or ["one"]:
@@ -135,7 +135,7 @@ def measure(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def _run_ranks(spec: Path, world_size: int, fd: int, limit_s: float) -> str | None:
-    """Starts the ranks and waits for them; if one fails, or at the limit, ends the others and says why."""
+    """Starts the ranks and waits for them. If one fails, or at the limit, ends the others and returns the reason."""
     command = [sys.executable, "-m", "benchmarks.training.rank", str(spec)]
     environment = NCCL | dict(os.environ)
     ranks = [
@@ -152,7 +152,7 @@ def _run_ranks(spec: Path, world_size: int, fd: int, limit_s: float) -> str | No
     try:
         while (codes := [rank.poll() for rank in ranks]).count(None):
             if any(codes):
-                time.sleep(2.0)  # the others may have something to say, too
+                time.sleep(2.0)  # the others may have errors, too
                 return f"a rank ended with code {next(code for code in codes if code)}"
             if time.monotonic() > deadline:
                 return f"not done after {limit_s:.0f} s"
@@ -166,7 +166,7 @@ def _run_ranks(spec: Path, world_size: int, fd: int, limit_s: float) -> str | No
 
 
 def lines_of(record: dict[str, Any]) -> Iterator[str]:
-    """What a person wants to know first: a line per length, and what failed."""
+    """The most important results: a line per length, and failures."""
     name = f"{record['label']} {record['shape']} {record['layout']}"
     for length in record["lengths"]:
         peak, profile = length["memory_gb"].get("peak_reserved"), length.get("profile") or {}

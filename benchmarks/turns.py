@@ -1,11 +1,11 @@
-"""How many turns a second one process of the rollout side can make, with engines that answer at once.
+"""Turns per second of one process of the rollout side, with engines that answer at once.
 
     python -m benchmarks.turns --json benchmarks/results/turns.json
 
-64 scripted engines stand in a process of their own, which sends a prepared answer to whatever is asked: 32 tokens with
-their log-probs in one event. The client asks with contexts of 1k and 32k ids, 256 requests at a time. Told are turns a
-second, the processor time of each turn in the client and in the engines, and stalls of the client's event loop (how
-late a timer of 5 ms is). Both processes share two cores, so the engines cost some of the turns.
+64 scripted engines run in a separate process, which sends the same prepared answer to every request: 32 tokens with
+their log-probs in one event. The client sends contexts of 1k and 32k ids, 256 requests at a time. Results are turns per
+second, the processor time of a turn in the client and in the engines, and stalls of the client's event loop (how late a
+5 ms timer is). Both processes share two cores, so the engines cost some of the turns.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def engines(num: int) -> None:
 
 
 async def measure(client: EngineClient, context: int, seconds: float, at_once: int) -> dict[str, Any]:
-    """Turns for so long."""
+    """Makes turns for a number of seconds."""
     ids = list(range(1, context + 1))
     num, late, over = 0, list[float](), False
 

@@ -1,14 +1,14 @@
-"""Weight syncs of a model that is cut over ranks: memory beside the shards, time, and what hundreds of them leave.
+"""Weight syncs of a model that is split over ranks: memory beside the shards, time, and leaks after hundreds of them.
 
     python -m benchmarks.weight_sync [--syncs 500] [--transports tensor ...] [--output FILE]
 
-Four training ranks (tensor, pipeline and expert parallel 2 each) send a Mixture-of-Experts model of random weights to
-two SGLang servers, all on the CPU, by the code that a run uses. Asked of each rank: the largest resident memory in its
-second weight sync (the first one makes threads and connections), beyond what it had before it without buckets, next to
-its shard and two buckets; and after many weight syncs memory, descriptors and threads of each rank and of every process
-of the engines, and files and bytes in /dev/shm, next to those after the first twenty, with the course of memory after
-every hundred. Every weight sync is verified. Needs 12 GB of memory. glibc is asked to give freed memory back at once
-(`ALLOCATOR`): else what is kept for later use counts as resident, a quarter of two buckets here.
+Four training ranks (tensor, pipeline and expert parallel 2 each) send a Mixture-of-Experts model with random weights to
+two SGLang servers, all on the CPU, with the code of a run. Results for each rank: the largest increase of resident
+memory in its second weight sync (the first one makes threads and connections), its shard, and two buckets. After many
+weight syncs: memory, descriptors and threads of each rank and of every process of the engines, and files and bytes in
+/dev/shm, compared with those after the first twenty, and memory after every hundred. Every weight sync is verified.
+Needs 12 GB of memory. glibc is set to return freed memory at once (`ALLOCATOR`); otherwise retained memory counts as
+resident, here a quarter of two buckets.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str
 
 
 def status(name: str, pid: int | str = "self") -> int:
-    """A figure of /proc/PID/status: bytes of what is given in kB, else a number."""
+    """A value from /proc/PID/status; kB are converted to bytes."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
     number = int(line.split()[1])
     return number * 1024 if line.endswith("kB") else number
 
 
 def looked(pid: int | str = "self") -> dict[str, int]:
-    """What a process has."""
+    """Memory, descriptors and threads of a process."""
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     return {"resident_bytes": status("VmRSS:", pid), "descriptors": descriptors, "threads": status("Threads:", pid)}
 
 
 def shared() -> dict[str, int]:
-    """What the host has in shared memory."""
+    """Files and bytes in the host's shared memory."""
     sizes = [file.stat().st_size for file in os.scandir("/dev/shm") if file.is_file()]
     return {"shared_files": len(sizes), "shared_bytes": sum(sizes)}
 
@@ -73,7 +73,7 @@ def around(pids: Sequence[int]) -> dict[str, Any]:
 def send(
     seat: Seat, model: str, folder: str, urls: list[str], pids: list[int], transport: str, bucket: int, syncs: int
 ) -> dict[str, Any]:
-    """One rank, with buckets of so many bytes; the first one looks at the processes of the engines, too."""
+    """One rank with a bucket size; the first rank also measures the processes of the engines."""
     seen = pids if seat.rank == 0 else []
     from slime.cluster.engines import EngineInfo
     from slime.cluster.rank_weight_sync import RankWeightSync
@@ -97,7 +97,7 @@ def send(
         backend.weight_version = number
         if number == 2:
             weight_sync.free()
-            Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory is that of now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present memory
             before = status("VmRSS:")
         began = time.monotonic()
         weight_sync.sync_weights(engines)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4, "B200": 2250.0, "A100": 312.0}
-"""Part of a device's name -> dense bf16 10^12 FLOP/s of its data sheet: what model FLOPs utilisation is a share of."""
+"""Part of a device's name -> dense bf16 10^12 FLOP/s of its data sheet, the base of model FLOPs utilisation."""
 PACKAGES = ("torch", "triton", "megatron-core", "liger-kernel", "transformers", "numpy")
 
 
@@ -69,7 +69,7 @@ def timed_call(backend: Any, batch: Any) -> dict[str, float]:
 
 @contextlib.contextmanager
 def counted_passes(backend: Any) -> Iterator[dict[str, int]]:
-    """How often the first chunk of this rank is called in the block: with gradients, and without."""
+    """Calls of this rank's first chunk in the block: with gradients, and without."""
     counts = {"with_gradients": 0, "without": 0}
 
     def note(*_given: Any) -> None:
@@ -83,7 +83,7 @@ def counted_passes(backend: Any) -> Iterator[dict[str, int]]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Memory peaks begin anew."""
+    """Resets memory peaks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -101,19 +101,19 @@ def memory_gb(device: torch.device) -> dict[str, float]:
 
 
 def over_ranks(value: Any) -> list[Any]:
-    """What every rank has, by rank. Collective."""
+    """The value of every rank, by rank. Collective."""
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
 
 
 def largest(records: list[dict[str, float]]) -> dict[str, float]:
-    """The largest of each number over ranks."""
+    """The maximum of each number over ranks."""
     return {name: max(record[name] for record in records) for name in (records[0] if records else {})}
 
 
 def summary(calls: list[dict[str, float]], matrix: list[float], device: torch.device) -> dict[str, Any]:
-    """The median call beside the matrix products of the same process, per GPU."""
+    """The median call relative to matrix products of the same process, per GPU."""
     peak = peak_tflops(device)
     rate = statistics.median(call["tflops"] for call in calls)
     return {
@@ -128,7 +128,7 @@ def summary(calls: list[dict[str, float]], matrix: list[float], device: torch.de
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Of the data sheet; None for a device that is not listed."""
+    """From the data sheet; None for an unlisted device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -136,7 +136,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Of what computes."""
+    """Versions of the packages that compute."""
     out: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:

@@ -1,9 +1,9 @@
 """Where a training call spends its time: parts of the call, kernels, copies, waits of the host, idle time of the GPU.
 
-Each figure comes from a call of its own, because measuring one disturbs the others:
-1. undisturbed calls, whose median time the idle share is a share of;
-2. a call with the parts timed, the device waited for at the ends of each;
-3. on a GPU, a call in which torch reports every operation that makes the host wait, by the line that asks for it;
+Each value comes from a separate call, because measuring one disturbs the others:
+1. undisturbed calls, whose median time is the base of the idle share;
+2. a call with timed parts, synchronising the device at the ends of each;
+3. on a GPU, a call in which torch reports every operation that makes the host wait, with its line;
 4. a call under `torch.profiler`.
 """
 
@@ -25,14 +25,14 @@ from benchmarks.training.measure import counted_passes, settle, timed_call
 from benchmarks.training.tree import PHASES, WITHOUT_SYNC, functions
 
 ROWS = 40
-"""Of each table."""
+"""Rows of each table."""
 HOST_CALLS = (
     *("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"),
     *("cudaMemsetAsync", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMalloc"),
     *("cudaFree", "cudaHostAlloc", "aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::copy_"),
     *("aten::to", "aten::cat", "aten::mm", "aten::_grouped_mm"),
 )
-"""Operations and driver calls whose number says how a call is made."""
+"""Operations and driver calls that are counted."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
     ("communication", r"nccl"),
@@ -49,10 +49,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 
 def profile(backend: Any, make_batch: Callable[[], Any], folder: Path | None, name: str) -> dict[str, Any]:
-    """Profiles calls on batches of `make_batch`. All ranks; those with a `folder` write NAME.txt there.
-
-    Returns the figures.
-    """
+    """Profiles calls on batches of `make_batch` and returns the results. All ranks; those with a `folder` write NAME.txt."""
     plain = [timed_call(backend, make_batch()) for _ in range(3)][1:]
     call_s = statistics.median(call["seconds"] for call in plain)
     parts = time_parts(backend, make_batch())
@@ -75,7 +72,7 @@ def profile(backend: Any, make_batch: Callable[[], Any], folder: Path | None, na
 
 
 def time_parts(backend: Any, batch: Any) -> dict[str, dict[str, float]]:
-    """Seconds and number of the parts of one call, nested ones counted in both."""
+    """Seconds and number of the parts of one call; nested parts count in both."""
     spent: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         for part, names in PHASES.items():
@@ -137,7 +134,7 @@ def _short(file: str, line: int) -> str:
 
 
 def trace(backend: Any, batch: Any) -> tuple[dict[str, Any], str]:
-    """(figures of one call under `torch.profiler`, its tables)."""
+    """(results of one call under `torch.profiler`, its tables)."""
     on_gpu = backend.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -180,7 +177,7 @@ def _device_work(profiler: Any) -> list[tuple[str, int, int]]:
     """(name, start ns, end ns) of everything that ran on the device."""
     out = []
     for event in profiler.profiler.kineto_results.events():
-        # Ranges that the host has marked appear among the device's events, too.
+        # Ranges marked by the host also appear among the device's events.
         marks = (getattr(event, name, bool)() for name in ("is_user_annotation", "is_hidden_event"))
         if not str(event.device_type()).endswith("CUDA") or any(marks):
             continue

@@ -1,8 +1,8 @@
 """One rank of a measurement: `python -m benchmarks.training.rank SPEC.json RANK`, started by `benchmarks/train.py`.
 
 Consumes: a spec, made by `benchmarks.train.combinations`. Produces: `result.json` beside it, written by rank 0 after
-every length, so that what was measured before an error is kept; `error_RANK.json` if it fails. Waits for: the other
-ranks, in collectives, with the limit of the process group. Is woken by: nothing else.
+every length, so results before an error are kept; `error_RANK.json` if it fails. Waits for: the other ranks, in
+collectives, with the limit of the process group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 
 def settings_of(tree: Tree, spec: dict[str, Any]) -> Any:
-    """The settings as a run's command line makes them: GRPO, one optimizer step, dynamic batches."""
+    """Settings as from a run's command line: GRPO, one optimizer step, dynamic batches."""
     folder = Path(spec["folder"])
     words = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "prompts.jsonl")]
     words += ["--device", spec["device"], "--colocate", "--actor-num-gpus-per-node", str(spec["world_size"])]
@@ -41,7 +41,7 @@ def settings_of(tree: Tree, spec: dict[str, Any]) -> Any:
 
 
 class Rank:
-    """A backend and what is measured with it."""
+    """A backend and its measurements."""
 
     def __init__(self, tree: Tree, spec: dict[str, Any], rank: int) -> None:
         self.tree, self.spec, self.rank = tree, spec, rank
@@ -101,7 +101,7 @@ class Rank:
         few = min(num_samples, spec["profile_samples"] or max(shapes.GROUP_SIZE, 4 * spec["max_tokens"] // mean))
         before = measure.matrix_tflops(device)
         measure.reset_peak(device)
-        with measure.counted_passes(backend) as passes:  # a later length needs no whole batch to be warm
+        with measure.counted_passes(backend) as passes:  # a later length needs less than a whole batch to warm up
             warm_up = measure.timed_call(backend, self.batch(num_samples if first else few, mean))
         measured = [measure.timed_call(backend, self.batch(num_samples, mean)) for _ in range(spec["calls"])]
         memory = measure.largest(measure.over_ranks(measure.memory_gb(device)))

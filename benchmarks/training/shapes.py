@@ -1,4 +1,4 @@
-"""Shapes of models, and batches with lengths as rollouts have them. Imports nothing heavy and nothing of slime."""
+"""Shapes of models, and batches with lengths like those of rollouts. Imports nothing heavy and nothing of slime."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 """Name -> config.json: Qwen3-0.6B, -4B and -8B, Qwen3-30B-A3B with 6 of its 48 layers, and two for a CPU."""
 
 GROUP_SIZE = 8
-"""Samples of one prompt."""
+"""Samples per prompt."""
 
 
 def lengths(num_samples: int, mean: int, *, longest: int, seed: int) -> npt.NDArray[np.int64]:
-    """[S] tokens of each sample, prompt included: their mean is `mean` exactly, none is longer than `longest`.
+    """[S] tokens of each sample, including the prompt: their mean is exactly `mean`, none is longer than `longest`.
 
-    Log-normal with a spread of 0.6, as answers of one model to one kind of prompt have: the longest tenth holds a
-    quarter of the tokens.
+    Log-normal with a spread of 0.6, as for answers of one model to one kind of prompt: the longest tenth has a quarter
+    of the tokens.
     """
     assert 16 <= mean <= longest, f"a mean of {mean} tokens with at most {longest}"
     raw = np.random.default_rng(seed).lognormal(0.0, 0.6, num_samples)
     low, high = 0.0, 16.0 * mean
-    for _ in range(60):  # the scale at which the clipped lengths have the mean
+    for _ in range(60):  # the scale at which the clipped lengths have that mean
         scale = (low + high) / 2
         below = np.clip(raw * scale, 16, longest).mean() < mean
         low, high = (scale, high) if below else (low, scale)
     out = np.clip(raw * high, 16, longest).astype(np.int64)
     missing = num_samples * mean - int(out.sum())
-    for i in np.argsort(out):  # what rounding left out, to the shortest first
+    for i in np.argsort(out):  # distributes the rounding remainder, shortest first
         step = int(np.clip(missing, 16 - out[i], longest - out[i]))
         out[i] += step
         missing -= step

@@ -1,6 +1,6 @@
-"""A checkout of slime, its own or another, as the benchmark uses it. Where checkouts differ, they differ here.
+"""A checkout of slime, this or another. All differences between checkouts are handled here.
 
-Invariant: `enter` comes before anything of `slime` is imported in the process.
+Invariant: `enter` runs before anything of `slime` is imported in the process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "train-inference mismatch": ("_finish_mismatch", "_finish_gap"),
     "optimizer": ("apply_update",),
 }
-"""Part of a training call -> its function, by the names that checkouts give it; the later ones are older."""
+"""Part of a training call -> its function, under the names in different checkouts, newest first."""
 PHASE_MODULES = ("slime.training.backend", "slime.training.step.train_step")
 WITHOUT_SYNC = ("pack and copy micro-batches",)
-"""Parts inside a step, whose host time is measured as it is: the device goes on with what it has."""
+"""Parts inside a step, whose host time is measured without synchronising the device."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tree:
 
 
 def enter(root: Path) -> Tree:
-    """Puts the checkout first on the path and imports it. Raises `RuntimeError` if another one is imported already."""
+    """Puts the checkout first on the path and imports it. Raises `RuntimeError` if another is already imported."""
     sys.path.insert(0, str(root))
     return load(root)
 
@@ -79,7 +79,7 @@ def _settings() -> Any:
 
 @contextlib.contextmanager
 def random_weights(seed: int) -> Iterator[None]:
-    """In the block a backend fills its parameters with random numbers instead of reading a checkpoint.
+    """In the block, a backend fills its parameters with random numbers instead of reading a checkpoint.
 
     Drawn on the device, from a generator per name, so that ranks which hold the same parameter hold the same numbers.
     """
@@ -106,12 +106,12 @@ def random_weights(seed: int) -> Iterator[None]:
 
 
 def num_parameters(backend: Any) -> int:
-    """Of one rank."""
+    """Parameters of one rank."""
     shards = backend._parameters if hasattr(backend, "_parameters") else backend.model.shards
     return sum(p.numel() for p in shards.values())
 
 
 def functions(names: Sequence[str]) -> list[tuple[Any, str]]:
-    """(module, name) wherever a checkout looks one of these functions up."""
+    """(module, name) of every place where a checkout looks up one of these functions."""
     modules = [import_module(name) for name in PHASE_MODULES]
     return [(module, name) for module in modules for name in names if hasattr(module, name)]

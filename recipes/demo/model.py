@@ -75,7 +75,7 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
     stops = [tokenizer.convert_tokens_to_ids(t) for t in STOP_TOKENS]
     if None in stops or len(set(stops)) != len(stops):
         raise CheckpointError(
-            f"the tokenizer in the file has the ids {stops} for {STOP_TOKENS}, which should be different ids"
+            f"the tokenizer in {gguf.name} has the ids {stops} for {STOP_TOKENS}; get another package"
         )
     model.config.tie_word_embeddings = True
     model.config.eos_token_id = stops[0]

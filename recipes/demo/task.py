@@ -60,8 +60,8 @@ def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     held_out = [entry for entry in entries if _terms(entry) in kept_back][:NUM_HELD_OUT]
     if len(held_out) != NUM_HELD_OUT or len(train) < MIN_TRAIN:
         raise DataError(
-            f"this version of reasoning-gym draws {len(train)} training and {len(held_out)} held-out problems of {TASK}, "
-            "which are too few; install the version that requirements/ pins"
+            f"this version of reasoning-gym has {len(train)} training and {len(held_out)} held-out problems of {TASK}, "
+            "too few; install the version that requirements/ pins"
         )
     return train, held_out
 
