@@ -49,7 +49,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 
 def profile(backend: Any, make_batch: Callable[[], Any], folder: Path | None, name: str) -> dict[str, Any]:
-    """Profiles calls on batches of `make_batch` and returns the results. All ranks; those with a `folder` write NAME.txt."""
+    """Profiles calls on batches of `make_batch` on all ranks; those with a `folder` write NAME.txt there."""
     plain = [timed_call(backend, make_batch()) for _ in range(3)][1:]
     call_s = statistics.median(call["seconds"] for call in plain)
     parts = time_parts(backend, make_batch())
