@@ -1,19 +1,19 @@
-# Every target brings up .venv first; once it is up that costs nothing.
+# Every target sets up .venv first, once.
 #   PYTHON        interpreter to build .venv with (3.11 or newer)
-#   TORCH_INDEX   package index with CPU builds of torch, where the default index serves CUDA builds:
+#   TORCH_INDEX   package index with CPU builds of torch, if the default index serves CUDA builds:
 #                 make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
 PYTHON      ?= $(shell command -v python3.11 || command -v python3)
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 VENV        ?= .venv
 PY          := $(VENV)/bin/python
-# pip would compile 30,000 files on one core, which is most of the installation: all cores do it at the end.
+# pip would compile 30,000 files on one core, most of the installation time; all cores do it at the end.
 PIP         := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 COMPILE     := $(PY) -m compileall -qq -j 0 -x 'site-packages/.*/(tests?|multimodal_gen)/'
 STAMP       := $(VENV)/.complete
 PINS        := requirements/cpu-engines.txt requirements/cpu-engines-no-deps.txt requirements/constraints.txt
 PYTEST      := $(PY) -m pytest
-# Two threads leave room for the engine beside the trainer on a small machine.
+# Two threads leave room for engine and trainer on a small machine.
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -40,8 +40,8 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
-# Two sessions side by side, one thread each: what starts engines, ranks or runs waits much and computes little. The
-# output of the pure tests comes at the end.
+# Two sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The output of
+# the pure tests comes at the end.
 PURE := $(wildcard tests/unit tests/mutation tests/project)
 define TWO_SESSIONS
 @export OMP_NUM_THREADS=1; log=$$(mktemp); $(PYTEST) $(SELECT) -p no:cacheprovider $(PURE) >$$log 2>&1 & pid=$$!; \
@@ -51,11 +51,11 @@ wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
 endef
 
 test: SELECT := -m "not slow"
-test: $(STAMP) ## everything but the slow tests, real engines included
+test: $(STAMP) ## all tests but the slow ones, real engines included
 	$(TWO_SESSIONS)
 
 test-all: SELECT := --hypothesis-profile=explore
-test-all: $(STAMP) ## every test, and new examples for the properties
+test-all: $(STAMP) ## all tests, and new examples for property tests
 	$(TWO_SESSIONS)
 
 test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real step on this machine

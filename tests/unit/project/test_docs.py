@@ -141,7 +141,7 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         ),
         "--load": lambda: str(checkpoints),
         "--custom-config-path": lambda: str(config),
-        "--model-family": lambda: "slime.models.qwen3",
+        "--model-family": lambda: "slime.models.qwen3:Qwen3",
     }
     out: list[str] = []
     for word in words:
