@@ -37,7 +37,8 @@ MOST_GROWTH = {"resident_mb": 0.05, "descriptors": 0.05, "threads": 0.05, "share
 LEAST_GROWTH = {"resident_mb": 20.0, "descriptors": 8.0, "threads": 4.0, "shared_mb": 4.0}
 """Allowed growth in any case, however small the start."""
 FLAGS = "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8 --rollout-num-gpus 2 --lr 1e-3"
-MORE = "--lr-decay-style constant --num-rollout 100000 --no-bf16"
+MORE = "--lr-decay-style constant --num-rollout 100000 --no-bf16 --router-log-level warn"
+"""Any flag of the router starts one."""
 EVERY = 10
 """Steps between two records."""
 RESTART_LIMIT_S = 900.0

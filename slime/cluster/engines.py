@@ -1,11 +1,8 @@
-"""The engines of a run, as the driver deals with them: who serves, who wants weights, who sends requests.
+"""The engines of a run as the driver sees them: which ones serve, which ones want weights, which ones get requests.
 
-Membership, its supervisor and the actors behind them, together with those who follow: the router and the clients (on
-the rollout side) send requests to engines that are ready and to no other; calls go to those that answer; the weight
-sync takes those that answer, and the driver's waits call `tend`, which looks after the guardians of the hosts, too.
-
-Consumes: calls of the driver's thread. Produces: engines that serve. Waits for: calls to actors, with a limit, and for
-one engine to answer where there is none. Is woken by nothing.
+`Engines` holds the membership, its supervisor and the actors. Router and clients (on the rollout side) send requests
+only to engines that are ready. Actor calls and weight syncs go to engines that answer. The driver's waits call `tend`,
+which also checks the guardians of the hosts. Only the driver's thread calls this module.
 """
 
 from __future__ import annotations
@@ -22,49 +19,44 @@ from slime.cluster.hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
-from slime.core.silence import WORKING, Silence, load
+from slime.core.silence import WORKING, Silence
 from slime.core.topology import EngineLayout
 from slime.fleet.supervisor import FROZEN, POLICY, Engine, EnginePort, Membership, State, Supervisor
 from slime.settings import Args
 
-# The actors of a run as the driver calls them: every call waits for all of them, with a name and a limit.
-
 WEIGHT_VERSION = "perf/weight_version"
 """Metric of a weight sync: the version that engines serve after it."""
 TRAINERS_LIMIT_S = 24 * 3600.0
-"""Limit of one call to the training ranks, a training step or what takes as long: far above any sane one. What they
-wait for in it, each other or an engine, has a limit of its own (--distributed-timeout-minutes,
---weight-sync-timeout-s)."""
+"""Limit of a call to the training ranks, far above any training step. Inside it, waits for other ranks and for engines
+have limits of their own (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
 MEMORY_LIMIT_S = 3600.0
-"""Limit of one that moves memory of a GPU."""
+"""Limit of a call that moves GPU memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the weight sync needs to know of an engine."""
+    """What the weight sync needs to know about an engine."""
 
     index: int
     url: str
     layout: EngineLayout
-    """How its ranks divide the model."""
     slots: tuple[int, ...]
     """Placement slots of its ranks, stage by stage; a training rank on the same slot can share memory with it."""
     control_key: str | None = field(default=None, repr=False)
-    """What its control routes ask for."""
     incarnation: int = 0
-    """How often its processes have been replaced: another one may answer at the same address."""
+    """How often its processes were replaced: a new engine may answer at the same address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """Handles of every actor. Those of Ray are not typed."""
+    """The actors of a run. Each call waits for all answers, with a name and a limit. Ray's handles are untyped."""
 
     trainers: tuple[Any, ...]
-    """By rank (`TrainActor`); none with --debug-rollout-only."""
+    """`TrainActor`s by rank; none with --debug-rollout-only."""
     engines: Engines
-    """All of them, whatever becomes of each; none with --debug-train-only."""
+    """Empty with --debug-train-only."""
     rollout: Any
-    """The one `RolloutActor`."""
+    """The `RolloutActor`."""
 
     def on_trainers(
         self,
@@ -74,13 +66,13 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> list[Any]:
-        """Calls a method of every training rank; their answers in rank order. `flag`: raises the limit."""
+        """Answers of all training ranks, in rank order. `flag`: the setting that raises the limit, for the error."""
         refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
     def give_up(self, engine: EngineInfo) -> None:
-        """Tells the training ranks, of which several send, that an engine is lost. No answer is waited for."""
+        """Tells all training ranks, of which several may send weights, that an engine is lost. Does not wait."""
         for trainer in self.trainers:
             trainer.give_up.remote(engine.url, engine.incarnation)
 
@@ -97,78 +89,79 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> Any:
-        """Calls a method of the rollout side; its answer. `flag`: raises the limit."""
+        """The answer of the rollout side. `flag`: the setting that raises the limit, for the error."""
         answers = [getattr(self.rollout, method).remote(*arguments)]
         return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll, flag=flag)[0]
 
 
 LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
-"""How long it may take until the end of an engine is noticed that a call to it failed of: more than its owner may be
-silent, because the host may be gone without a word."""
+"""After a call to an engine failed, how long until its end is noticed. Longer than its owner may be silent, because the
+host may be gone without a word."""
 LONGEST_REFUSAL_S = 3600.0
-"""Between two weight syncs to an engine of somebody else that all fail at it: each costs the others one, too."""
+"""Longest pause between failing weight syncs to an external engine: each costs the other engines a sync, too."""
 STALLS_EVERY_S = 5.0
-"""Between two questions whether engines bring tokens."""
+"""Between two checks whether engines bring tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
-"""Those that answer."""
+"""States in which an engine answers."""
 
 
 class EnginesOfRun(EnginePort, Protocol):
-    """Where the engines of a run are: `RayEngines` starts them, `ExternalEngines` were started by somebody else."""
+    """Where the engines of a run are: `RayEngines` starts them; somebody else started `ExternalEngines`."""
 
     may_take_memory: Callable[[], bool]
-    """Whether the trainer lends its memory now; set here."""
+    """Whether the trainer lends its memory now; `Engines` sets it."""
     dismissed: Callable[[Engine], None]
-    """Called with an engine that nothing may be sent to; set here."""
+    """Called with an engine that gets no more requests; `Engines` sets it."""
 
     @property
     def takes_memory(self) -> bool:
-        """Whether an engine that starts again may be taking memory now."""
+        """Whether a restarting engine may be taking memory now."""
         ...
 
     def engines(self) -> list[Engine]:
-        """The first ones, before it is known that they answer."""
+        """The engines at the start of the run, before they answer."""
         ...
 
     def watch(self, engine: Engine) -> None:
-        """Looks at an engine from now on, in the state that it is in."""
+        """Watches an engine from now on, as its state requires."""
         ...
 
     def heard(self, index: int) -> None:
-        """An engine lives: it has brought tokens."""
+        """The engine has brought tokens, so it lives."""
         ...
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        """A reference to the answer of the actor of an engine that lends its memory."""
+        """Calls the actor of an engine that lends its memory; returns a reference to the answer."""
         ...
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks the actors of these engines, if there are any, to end; references to their answers."""
+        """Asks the actors of these engines, if any, to end; returns references to their answers."""
         ...
 
     def close(self) -> None:
-        """Looks at nothing any more."""
+        """Stops watching."""
         ...
 
 
 class Engines:
-    """All engines of a run; none with --debug-train-only."""
+    """All engines of a run; empty with --debug-train-only."""
 
     def __init__(
         self, args: Args, port: EnginesOfRun, rollout: Any, control_key: str | None, hosts: GuardedHosts
     ) -> None:
-        """`rollout`: the actor that holds the routers; `control_key`: what a weight sync sends."""
+        """`rollout`: the `RolloutActor`; `control_key`: the key of the engines' control routes."""
         self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts
         self._control_key = control_key
         self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
-        """By address, the answers of the rollout side, which was asked to send to an engine."""
+        """Engine address -> the rollout side's answer to `admit`."""
         self._stalled: Any = None
-        """The answers of the rollout side, which was asked for engines that bring no tokens, and that bring some."""
+        """The rollout side's answers to `stalled` and `bringing`."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
-        """`_served_at`: end of the last weight sync; what was seen before it says nothing of what serves now."""
+        """`_served_at`: end of the last weight sync. Older observations say nothing about the engines as they are now.
+        """
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
 
@@ -176,15 +169,15 @@ class Engines:
         return bool(self.members.engines)
 
     def may_take_memory(self, says: Callable[[], bool]) -> None:
-        """`says` whether engines that start again may take the memory of their GPUs."""
+        """`says`: whether restarting engines may take the memory of their GPUs."""
         self._port.may_take_memory = says
 
     def up(self, index: int, url: str) -> None:
-        """An engine of the start of the run answers."""
+        """A first engine answers."""
         self._supervisor.up(index, url)
 
     def tend(self) -> None:
-        """Looks after them and all hosts once, without waiting. Raises `EngineError` if one cannot be kept alive."""
+        """Checks engines and hosts once, without waiting. Raises `EngineError` if an engine cannot be kept alive."""
         self._hosts.tend()
         if self:
             self._supervisor.tend()
@@ -192,16 +185,16 @@ class Engines:
             self._admit()
 
     def tended(self) -> str:
-        """`tend` while something else is waited for; which of them do not serve, as its progress."""
+        """`tend` during another wait; returns the engines that do not serve, as its progress."""
         self.tend()
         return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
 
     def call_lenders(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every engine that answers and lends its memory. One may be lost meanwhile."""
+        """See `Actors.on_lenders`. Engines that are lost during the call are skipped."""
         self._call([engine for engine in self.members.of(*ASKED) if engine.lends], method, *arguments)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
-        """Every engine that serves traces its next forward passes into `directory`. One may be lost meanwhile."""
+        """Every serving engine traces its next forward passes into `directory`. Lost engines are skipped."""
         self._call(self.members.of(State.READY), "start_profile", directory, rollout_id)
 
     def _call(self, engines: Sequence[Engine], method: str, *arguments: Any) -> None:
@@ -215,7 +208,7 @@ class Engines:
                     raise
 
     def _wait_for_all(self, engines: Sequence[Engine], calls: Sequence[Any], method: str) -> None:
-        """Raises what a call raises, or `EngineError` once one of these is lost: its answer may never come."""
+        """Raises what a call raises, or `EngineError` once an engine is lost: its answer may never come."""
         what = f"{method} on {len(engines)} engines"
 
         def none_lost() -> str:
@@ -228,7 +221,7 @@ class Engines:
 
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
-        """Requests to frozen models that lend their memory wait during the block, as for a lost engine."""
+        """Requests to frozen models that lend their memory wait during the block, as they do for a lost engine."""
         aside = [e for e in self.members.of(State.READY) if e.role == FROZEN and e.lends]
         for engine in aside:
             self._dismiss(engine)
@@ -240,7 +233,7 @@ class Engines:
         self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
-        """Those that take weights now: `engines`, or all that answer. Waits until there is one."""
+        """Begins a weight sync to `engines`, or to all that answer, and returns them. Waits until there is one."""
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: bool(self._still(engines)), limit_s):
             raise DeadlineExceeded.waiting(
@@ -255,20 +248,20 @@ class Engines:
         return tuple(self.members[engine.index] for engine in takers)
 
     def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
-        """These serve a version now, and get requests."""
+        """These engines serve `version` now and get requests."""
         self._stalled, self._served_at = None, time.monotonic()
         self._ask_for_stalls_at = self._served_at + STALLS_EVERY_S
         self._supervisor.synced(engines, version)
         self._admit()
 
     def failed_sync(self, engines: Sequence[Engine], error: SlimeError) -> bool:
-        """A weight sync to these failed. Whether another one may succeed, because one of them was lost.
+        """Handles a failed weight sync. Returns whether an engine was lost, so that another sync may succeed.
 
-        Where it failed at some engines alone (`SlimeError.engines`) and others are left, those are lost now. After a
-        wait that ran out, one that hangs has the time to show it.
+        If the sync failed at some engines only (`SlimeError.engines`) and others are left, the failed ones are given
+        up. After a timeout, waits long enough for a hanging engine to be noticed.
         """
         failed = [engine for engine in engines if engine.url in error.engines]
-        if len(failed) != 1 and self.lost_any(engines):  # of several, one that died may have taken others with it
+        if len(failed) != 1 and self.lost_any(engines):  # one that died may have made the others fail
             return True
         if failed and len(failed) < len(self._still(None)):
             for engine in self._still(failed):
@@ -277,46 +270,46 @@ class Engines:
         if self.lost_any(engines):
             return True
         self._supervisor.tainted(engines, str(error))
-        return isinstance(error, DeadlineExceeded) and self.lost_any(engines, more_s=self._silence_s)
-
-    def lost_any(self, engines: Sequence[Engine], *, more_s: float = 0.0) -> bool:
-        """Whether one of these is not any more what it was; waits a little for that to show, and `more_s`.
-
-        The little is by the clock: the process table says what has ended at once, however busy the machine is.
-        """
-        return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S / load() + more_s)
-
-    def gone(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Of these, those that are not any more what they were."""
-        still = {engine.index for engine in self._still(engines)}
-        return [engine for engine in engines if engine.index not in still]
+        if not isinstance(error, DeadlineExceeded):
+            return False
+        return self._tend_until(lambda: bool(self.gone(engines)), self._silence_s) or self.lost_any(engines)
 
     @property
     def _silence_s(self) -> float:
-        """After how long an engine that answers nothing counts as lost."""
+        """Limit after which an engine that answers nothing counts as lost."""
         return float(self._args.rollout_health_check_timeout + self._args.rollout_health_check_interval)
 
+    def lost_any(self, engines: Sequence[Engine]) -> bool:
+        """Waits at most `NOTICE_S` for one of these to be lost or replaced. By the wall clock: the process table shows
+        at once what has ended, however busy the machine is.
+        """
+        return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S, wall_clock=True)
+
+    def gone(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those of `engines` that were lost or replaced."""
+        still = {engine.index for engine in self._still(engines)}
+        return [engine for engine in engines if engine.index not in still]
+
     def joiners(self) -> tuple[Engine, ...]:
-        """Those of the policy's that answer and serve no version."""
+        """Policy engines that answer and serve no version."""
         return tuple(engine for engine in self._supervisor.wants_weights() if engine.role == POLICY)
 
     @property
     def take_weights(self) -> bool:
-        """Whether any of them is the policy's."""
+        """Whether any engine serves the policy."""
         return any(engine.role == POLICY for engine in self.members.engines)
 
     @property
     def can_answer(self) -> bool:
-        """Whether those of the policy's that serve can answer a request: of pairs one of each kind."""
+        """Whether the serving policy engines can answer a request. Pairs need one engine of each kind."""
         kinds = {engine.worker for engine in self.members.engines if engine.role == POLICY}
         return {engine.worker for engine in self.members.of(State.READY) if engine.role == POLICY} == kinds
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
-        """What the weight sync needs to know of these."""
         return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._control_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
-        """Waits until no engine is taking memory that a trainer is about to take."""
+        """Waits until no restarting engine is taking memory that a trainer wants."""
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
             raise DeadlineExceeded.waiting(
@@ -327,15 +320,14 @@ class Engines:
             )
 
     def stop(self) -> list[Any]:
-        """Asks all that are not dead to end; references to their answers."""
+        """Asks all living engines to end; returns references to their answers."""
         return self._port.stop([engine.index for engine in self.members.engines if engine.state is not State.DEAD])
 
     def close(self) -> None:
-        """Looks at none of them any more."""
         self._port.close()
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
-        """Of these, or of all of the policy's, those that answer and are of the same incarnation."""
+        """Those of `engines` that answer and were not replaced. None: all policy engines that answer."""
         now = self.members.of(*ASKED)
         if engines is None:
             return tuple(engine for engine in now if engine.role == POLICY)
@@ -343,7 +335,7 @@ class Engines:
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 
     def _admit(self) -> None:
-        """Requests may go to every engine that is ready. Raises what the rollout side said to earlier ones."""
+        """Lets requests go to every engine that is ready. Raises what earlier admissions raised."""
         if asked := list(self._admissions.values()):
             answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
             wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)
@@ -352,9 +344,8 @@ class Engines:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
 
     def _look_for_stalls(self) -> None:
-        """Gives up engines that bring no tokens, as their clients see: a scheduler may answer though nothing that it
-        samples comes out. Those that bring some live, even if they answer nothing else. Asks again a while after each
-        answer.
+        """Gives up engines that bring their clients no tokens: a scheduler may answer health checks without sampling.
+        An engine that brings tokens lives, even if it answers nothing else.
         """
         if self._stalled is None:
             if (now := time.monotonic()) >= self._ask_for_stalls_at:
@@ -375,20 +366,22 @@ class Engines:
                     )
 
     def _lost(self, engine: Engine) -> None:
-        """The supervisor has given it up: with its host, or of its own. One of somebody else may just have left."""
+        """The supervisor has given up an engine. It died, unless its host was lost or an external one left."""
         self._dismiss(engine, died=not engine.external and self._port.has_host(engine.index))
 
     def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
-        """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""
+        """Stops requests to an engine. Does not wait: requests in flight fail by themselves."""
         if engine.url in self._admissions:
             del self._admissions[engine.url]
             self._rollout.dismiss.remote(engine.model, [engine.url], died)
 
-    def _tend_until(self, holds: Callable[[], bool], limit_s: float) -> bool:
-        """Looks after them until something holds; False if it does not within the limit."""
-        silence = Silence()
+    def _tend_until(self, holds: Callable[[], bool], limit_s: float, *, wall_clock: bool = False) -> bool:
+        """Tends until something holds; False if it does not within the limit. A loaded machine extends the limit, as
+        `Silence` does, unless it is by the `wall_clock`.
+        """
+        silence, end = Silence(), time.monotonic() + limit_s
         while not holds():
-            if silence.exceeds(limit_s):
+            if time.monotonic() > end if wall_clock else silence.exceeds(limit_s):
                 return False
             self.tend()
             time.sleep(LOOK_AGAIN_S)

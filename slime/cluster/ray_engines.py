@@ -49,7 +49,7 @@ from slime.settings.topology_yaml import layout_of_group, topology_of
 
 # One inference engine as an actor: it owns the server process and nothing else.
 #
-# Requests never pass through here: the rollout talks HTTP to the router, the weight sync HTTP to the server.
+# Requests never pass through here: rollout and weight sync talk HTTP to the server.
 #
 # Consumes: calls of the driver, one at a time, and beside them `problem`. Produces: a server that answers, its URL,
 # what is wrong with it, and its end. Waits for: training ranks that lend their GPU at the start, the server's health,

@@ -1,16 +1,17 @@
-"""The rollout side as one actor: `RolloutManager` and the routers in front of the engines.
+"""The rollout side as one actor: `RolloutManager`, its workers, and the routers, if anybody needs them.
 
-An asyncio actor: generation, evaluation, saving and progress run side by side, so that a save never waits for a
-generation to end. Consumes: calls of the driver. Produces: batches, metrics, and the Data Buffer's part of checkpoints.
-Waits for: what the manager's schedule waits for, and for the routers at the start. Is woken by: the driver's calls, and
-on its event loop by the end of requests and gradings.
+`RolloutActor` is an asyncio actor: generation, evaluation, saving and progress run side by side, so a save never waits
+for a generation. The driver's calls produce batches, metrics, and the Data Buffer's part of checkpoints. They wait for
+what the manager's schedule waits for; finished requests and gradings wake them on the event loop.
+
+`EpisodeActor` is one rollout worker (`--rollout-num-workers`) in a process of its own; `RayWorker` is how the rollout
+calls it. Calls are numbered and begin in that order, because Ray may begin a later one first. The worker ends with the
+rollout's process.
 
 Invariants
-1. Requests go to an engine only after `admit` (its first verified weight sync), and never after `dismiss`. Ours go
-   there directly, because the router neither says nor lets choose which engine has a request, and hands on no abort;
-   it is for others.
-2. The router asks for a key, which is the engines' own: with none it would take anybody's servers, and hand them the
-   key and the requests.
+1. Requests go to an engine only after `admit` (its first verified weight sync), and never after `dismiss`.
+2. The run's own requests go to engines directly: a router neither reports nor lets a client choose the engine of a
+   request, and forwards no aborts. Routers run only if somebody else may ask them (`needs_routers`).
 """
 
 from __future__ import annotations
@@ -46,17 +47,11 @@ from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
 from slime.rollout.workers.fleet import WorkerFleet
 from slime.serving.router import AnyRouter, ExistingRouter, Router, Routers
 from slime.settings import Args
+from slime.settings.hooks import runs_user_code
 from slime.settings.topology_yaml import topology_of
 
-# A worker of the rollout as an actor: `EpisodeWorker` in a process of its own, and how the rollout calls it.
-#
-# Consumes: calls of the rollout's process, any number side by side; they are numbered, because Ray may begin a later
-# one first, and begin in that order (`in_order`). Produces: groups that have been worked on. Waits for: what their
-# episodes wait for. Is woken by: the rollout's calls, and on its event loop by the ends of requests and gradings. It
-# ends with the rollout's process, whose actor it is.
-
 MOST_CALLS = 100_000
-"""Calls of a worker that run side by side; each group is one."""
+"""Calls of a worker that run side by side, one per group."""
 
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=MOST_CALLS)
@@ -73,30 +68,28 @@ class EpisodeActor:
         collect_garbage_rarely()
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """Of `EpisodeWorker`; the first number is 0."""
+        """Calls a method of `EpisodeWorker`; numbers start at 0."""
         return await self._calls.call(number, method, *arguments)
 
 
 def stall_file(log_dir: str, number: int) -> Path:
-    """Where a worker writes what kept its event loop from turning until it had to end."""
+    """Where a worker writes what blocked its event loop until it had to end."""
     return Path(log_dir) / f"rollout_worker_{number}_stall.txt"
 
 
 class RayWorker:
-    """An `EpisodeActor` as `WorkerFleet` calls it."""
+    """A `WorkerPort` on an `EpisodeActor`."""
 
     def __init__(self, actor: Any, number: int, stall: Path) -> None:
         self._actor, self._number, self._stall = actor, number, stall
         self._num_calls = 0
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """See `WorkerPort`."""
         answer = self._actor.call.remote(self._num_calls, method, *arguments)
         self._num_calls += 1
         return self._answer(answer, method)
 
     def kill(self) -> None:
-        """See `WorkerPort`."""
         ray.kill(self._actor)
 
     async def _answer(self, answer: Any, method: str) -> Any:
@@ -109,7 +102,7 @@ class RayWorker:
 
 
 def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | None:
-    """The workers of `--rollout-num-workers`, on this host, where the data and the user's modules are; None for 0."""
+    """The rollout workers, on this host, where the data and the user's modules are. None for no workers."""
     if not args.rollout_num_workers:
         return None
     here = on_node(ray.get_runtime_context().get_node_id())
@@ -124,24 +117,28 @@ def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | No
 
 
 KEY_FILE = "router_key"
-"""In the run folder, for its owner's eyes: what others send to the router as their bearer token."""
-
-
+"""In the run folder, readable by its owner only: the bearer token for engines and routers."""
 SETTLE_LIMIT_S = 30.0
-"""How long a question where routers listen waits until they send to the engines that they are to."""
+"""How long `urls` waits for routers to have the admitted engines."""
 
 
 def write_key(path: Path, key: str) -> None:
-    """Writes the key where only this user can read it."""
+    """Only this user can read the file."""
     path.unlink(missing_ok=True)
     with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(key)
 
 
-def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None) -> Routers:
-    """One for each model, started; the one that rollouts ask has the port that the user chose, if any, or runs
-    already.
+def needs_routers(args: Args) -> bool:
+    """Whether anybody may ask a router: clients of a run that only serves, the user, who gave a router flag, or user
+    code, which finds the address in `args.sglang_router_ip` and `args.sglang_router_port`.
     """
+    given = any(args.was_given(name) for name in ("router_host", "router_port", "sglang_router_ip"))
+    return args.num_rollout == 0 or given or bool(args.router) or runs_user_code(args)
+
+
+def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None) -> Routers:
+    """Starts a router for each model. That of the main model is on --router-port, or is --sglang-router-ip's."""
     key, main = args.router.get("api_key") or engine_key, topology.main
 
     def made(model: ServedModel) -> AnyRouter:
@@ -171,7 +168,7 @@ class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
-        """`num_engines`: those of the start, of all models; `keys`: what they ask for."""
+        """`num_engines`: at the start, of all models."""
         setup_logging(Path(log_dir) / "rollout.log", crashes=True)
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
@@ -180,7 +177,9 @@ class RolloutActor:
         self._spans = start_recording("rollout", Path(log_dir).parent / "traces")
         self._routers: Routers | None = None
         self._has_settled = False
-        if num_engines:
+        if num_engines and (key := args.router.get("api_key") or keys.use):
+            write_key(Path(log_dir).parent / KEY_FILE, key)
+        if num_engines and needs_routers(args):
             topology = topology_of(args)
             self._routers = _routers(args, topology, Path(log_dir), keys.use)
             addresses = {model.name: _address(self._routers[model.name]) for model in topology.models}
@@ -188,7 +187,6 @@ class RolloutActor:
             assert main is not None, "engines serve a model"
             others = [model.name for model in topology.models if model != main]
             self._model_names = [main.name, *others]
-            write_key(Path(log_dir).parent / KEY_FILE, self._routers[main.name].api_key)
             ip, port = addresses[main.name]
             args = args.replace(sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=addresses)
         allow_many_connections()
@@ -198,8 +196,8 @@ class RolloutActor:
         collect_garbage_rarely()
 
     async def ready(self) -> int:
-        """Number of prompts in the training data; answers when the data is loaded and the workers are made. From now on
-        the loop is watched.
+        """Number of prompts in the training data. Answers when data and workers are ready; then the watchdog of the
+        event loop starts.
         """
         loop = asyncio.get_running_loop()
         self._watchdog = self._watchdog or Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
@@ -208,38 +206,36 @@ class RolloutActor:
         return self._manager.num_prompts
 
     async def ray_asks_for_token(self) -> bool:
-        """Whether the cluster, whose daemons' environment this process has, answers only those who have its token."""
+        """Whether the Ray cluster, whose daemons' environment this process inherits, asks for a token."""
         return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
-        """Lets traffic reach these engines, our own at once, others when the router follows. Known ones stay."""
+        """Lets requests reach these engines: the run's own at once, a router's soon after. Known ones stay."""
         self._manager.admit(model, urls, worker)
         if self._routers is not None:
             self._routers.admit(model, urls, worker)
 
     async def dismiss(self, model: str, urls: list[str], died: bool = False) -> None:
-        """These engines are dead (`died`), or go: no traffic reaches them. Requests that run there go on at another.
-
-        Without one they wait (`--engine-wait-s`). Ones that are not known are not an error.
+        """Stops requests to engines that leave, or have died. Running requests move to another engine, or wait for one
+        (`--engine-wait-s`). Unknown engines are ignored.
         """
         self._manager.dismiss(model, urls, died)
         if self._routers is not None:
             self._routers.dismiss(model, urls)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Engines that have brought none of their requests a token for `--request-timeout-s`, as was seen in the last
-        `within_s` seconds.
+        """Engines seen, in the last `within_s` seconds, to bring none of their requests a token for
+        `--request-timeout-s`.
         """
         return await self._manager.stalled(within_s)
 
     async def bringing(self, within_s: float) -> list[str]:
-        """Engines that have brought a token in the last `within_s` seconds."""
+        """Engines that brought a token in the last `within_s` seconds."""
         return await self._manager.bringing(within_s)
 
     async def urls(self) -> dict[str, str]:
-        """By model, its router; the one that rollouts ask comes first. Empty without engines.
-
-        Answers when they send to the engines that were admitted, or after `SETTLE_LIMIT_S`.
+        """Model -> its router, the main model first; empty if no router runs. Answers when the routers have the
+        admitted engines, or after `SETTLE_LIMIT_S`.
         """
         if self._routers is None:
             return {}
@@ -247,7 +243,7 @@ class RolloutActor:
         return {name: self._routers.url(name) for name in self._model_names}
 
     async def require_alive(self) -> None:
-        """Raises `EngineError` if a router has ended for good."""
+        """Raises `EngineError` if a router stays dead."""
         if self._routers is not None:
             self._routers.require_alive()
 
@@ -273,14 +269,14 @@ class RolloutActor:
         return set_apart(await self._manager.probe(), compared=self._compares_experts)
 
     async def pause(self, hand_back: bool = True) -> None:
-        """Ends requests before a weight sync; no other is sent until `resume`. `hand_back`: a save follows."""
+        """Ends requests before a weight sync; none are sent until `resume`. `hand_back`: a save follows."""
         await self._manager.pause(hand_back=hand_back)
 
     async def resume(self) -> None:
         self._manager.resume()
 
     async def commit(self, rollout_id: int) -> dict[str, float]:
-        """The batch of this step is trained; returns the ledger."""
+        """Books the step's batch as trained; returns the ledger."""
         return self._manager.commit(rollout_id)
 
     async def save(self, directory: str) -> None:
@@ -291,7 +287,7 @@ class RolloutActor:
 
     @ray.method(concurrency_group="watch")
     async def progress(self) -> str:
-        """One line: what the rollout is doing now, or what keeps it. Answers on an event loop of its own."""
+        """One line: what the rollout is doing, or what blocks its event loop. Answers on an event loop of its own."""
         return (self._watchdog.stall if self._watchdog is not None else "") or self._manager.progress()
 
     async def stop(self) -> None:
@@ -303,7 +299,7 @@ class RolloutActor:
         self._spans.close()
 
     async def _settle_once(self) -> None:
-        """Before the first requests: those of a user's function may go through routers."""
+        """Before the first requests: a user's function may send its own through routers."""
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
             await beside(self._routers.settled, SETTLE_LIMIT_S)

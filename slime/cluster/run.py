@@ -124,7 +124,7 @@ class Run:
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
-        """Logs where engines and routers are reached, and with which key, one line for each kind."""
+        """Logs where engines and routers are reached, and with which key."""
         if not self._actors.on_rollout("ray_asks_for_token", for_what="the rollout side", limit_s=ROUTER_LIMIT_S):
             logger.warning(
                 "the Ray cluster at %s asks for no token, so whoever reaches it can run code as you: start its daemons "
@@ -136,9 +136,12 @@ class Run:
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         engines = [engine.url for engine in self._actors.engines.members.engines if engine.url is not None]
         key = "their own key, if they ask for one" if self.args.rollout_external_engine_addrs else "the key of the run"
-        logger.info("engines are at %s, and answer whoever has %s", ", ".join(engines) or "no address", key)
-        routers = ", ".join(f"{url} ({model})" for model, url in urls.items())
-        logger.info("routers are at %s, and answer whoever has the key in %s", routers, self._key_file)
+        logger.info("engines are at %s; requests need %s", ", ".join(engines) or "no address", key)
+        if urls:
+            routers = ", ".join(f"{url} ({model})" for model, url in urls.items())
+            logger.info("routers are at %s; requests need the key in %s", routers, self._key_file)
+        else:
+            logger.info("no router runs, because nothing in this run needs one; --router-port PORT starts it")
 
     # --- generation -------------------------------------------------------------------------------------------------
 

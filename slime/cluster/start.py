@@ -135,7 +135,7 @@ def start(
             startup,
             [
                 Waiting("engines", ready, f"engines are up ({len(ready)})"),
-                Waiting("data", data, "data and router are ready"),
+                Waiting("data", data, "the data is ready"),
                 Waiting("trainers", [*building, *lent], f"training ranks hold the model ({len(trainers)})"),
             ],
             began_s=began_s,

@@ -5,7 +5,7 @@
     3. weights    training ranks send, engines are verified and serve              `RankWeightSync`
     4. requests   go on
     5. memory     the trainer gives those away, engines take room for the cache    `MemoryHandOver`
-    6. traffic    the router takes engines that it does not have yet              `Engines`
+    6. traffic    clients and routers may use the engines                         `Engines`
 
 An engine that is lost on the way, or fails where others do not, is left out and step 3 repeated; one that was started
 again later gets the weights by itself, or with the next weight sync (`join`).
@@ -14,7 +14,7 @@ Consumes the trainer's weights. Produces engines that serve them, and the metric
 thread; waits for training ranks, engines and the rollout side, each with a limit; nobody wakes it.
 
 Invariants
-1. The router knows no engine that has not been verified.
+1. No client and no router knows an engine that has not been verified.
 2. After an error the sequence stops: requests that were ended stay so, engines stay paused, and the run ends.
 """
 

@@ -109,7 +109,7 @@ class Sample:
     remove_sample: bool = False
     """True: trains nothing (mask zeroed at conversion) but still counts in its group's statistics."""
     session_id: str | None = None
-    """Router affinity for multi-turn work."""
+    """Requests with one session id go to one engine."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `turn_counts`
     (`slime.rollout.sample_metrics`)."""

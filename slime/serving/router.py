@@ -1,13 +1,26 @@
-"""sglang-router 0.3.2 in front of the servers of a run: one process, on loopback unless another host is given.
+"""sglang-router 0.3.2 in front of a run's servers: one router per model, each looked after by its own thread.
 
-The owner adds a server once its weights are verified and removes it before it is stopped or replaced; the router sends
-`/generate` and the OpenAI routes to the servers it has.
+The run's own requests go to engines directly. Routers serve everybody else: user code, clients of `slime serve`. A
+failing router never stops or delays a change of the engines.
+
+`Router` is one that the run starts; if it ends or hangs, its `KeptRouter` restarts it on the same port with the same
+servers, so clients see refused connections for a few seconds. `ExistingRouter` was started by somebody else: the run
+neither restarts nor ends it. While it does not answer, the log says so; when it answers again, it gets the servers it
+should have. At the end the run removes its servers from it.
+
+Any thread produces changes (`Routers.admit`, `dismiss`) and returns at once. Each router's thread applies them; it is
+woken by a change, by `begin_to_close`, and every `LOOK_EVERY_S`. Every question to a router has a limit.
 
 Invariants
-1. The router's metrics port is leased like its own, and on loopback: its default would collide between two runs.
-2. The router always has a key, and answers nobody without it, on any route but its health checks: else any user of the
-   host could register a server of his own, and would be sent requests with the engines' key. The key is the engines',
-   because the router hands on what a client sends. It travels in the environment, and is in no log.
+1. A router always has a key and answers nobody without it, except on its health checks. Otherwise any user of the host
+   could register a server, and would receive requests with the engines' key. The router's key is the engines', because
+   it forwards what a client sends. The key travels in the environment and is in no log.
+2. The metrics port is leased and on loopback: two runs would collide on the default one.
+3. The wanted servers are notes under a lock that nobody holds while a router is asked, so taking notes never waits.
+   They apply in the order of the calls.
+4. Servers are added one by one, without waiting. One that is missing at a later look is added again.
+5. Only servers that were admitted here are ever removed.
+6. A router that fails `MAX_FAILURES` restarts in a row, or refuses the run's key, stays dead; `require_alive` says so.
 """
 
 from __future__ import annotations
@@ -27,14 +40,16 @@ from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, SlimeE
 from slime.core.processes import http_url, in_brackets
 from slime.core.silence import Silence
 from slime.core.topology import Worker, bootstrap_of
-from slime.core.topology import Worker as Kind
 from slime.serving.child_process import ChildProcess, python_module
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased_ports import LeasedServer, lease_port, lease_ports, request
 from slime.serving.server import without_secrets
 
-# The servers of a router, over sglang-router 0.3.2's own routes: `Router` is one that the run starts, `ExistingRouter`
-# one that runs already. It does what it is asked in its own time: `workers` says what it has.
+logger = logging.getLogger(__name__)
+
+
+class KeyRefused(EngineError):
+    """A router answers, but not to the run's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +62,26 @@ class RouterWorker:
 
 
 class RouterWorkers:
-    """What can be asked of a router, whoever started it."""
+    """The servers of a router, whoever started it. It adds and removes them some time after it was asked."""
 
     api_key: str
-    """What every request carries as its bearer token."""
+    """Bearer token of every request."""
     _worker_api_key: str | None
-    """What the servers ask for."""
+    """The servers' key."""
 
     @property
     def url(self) -> str:
-        """Where this host reaches the router."""
         raise NotImplementedError
 
     @property
     def alive(self) -> bool:
-        """Whether there is somebody to ask."""
         raise NotImplementedError
 
     def workers(self) -> list[RouterWorker]:
-        """The servers that the router knows. Raises `EngineError` if it does not answer."""
+        """The servers that the router knows. Raises `KeyRefused`, or `EngineError` if it does not answer."""
         status, text = request("GET", f"{self.url}/workers", api_key=self.api_key)
+        if status in (401, 403):
+            raise KeyRefused(f"the router at {self.url} refuses the run's key with status {status}: {text[:500]}")
         if status != 200:
             raise EngineError(f"got status {status} from {self.url}/workers: {text[:500]}")
         return [
@@ -74,19 +89,19 @@ class RouterWorkers:
             for w in json.loads(text)["workers"]
         ]
 
-    def ask_to_add(self, url: str, timeout_s: float, kind: Kind) -> None:
-        """Has the router add a server as soon as that answers. Raises `EngineError` if it refuses, or is silent."""
+    def ask_to_add(self, url: str, timeout_s: float, kind: Worker) -> None:
+        """The router will add the server once that answers. Raises `EngineError` if it refuses or does not answer."""
         body: dict[str, Any] = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
-        if kind is not Kind.REGULAR:
+        if kind is not Worker.REGULAR:
             body["worker_type"] = kind.value
-        if kind is Kind.PREFILL:
+        if kind is Worker.PREFILL:
             body["bootstrap_port"] = bootstrap_of(url)[1]
         status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300:
             raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")
 
     def ask_to_remove(self, worker: RouterWorker, timeout_s: float) -> None:
-        """Has the router remove a server. Raises `EngineError` if it refuses, or is silent."""
+        """Raises `EngineError` if the router refuses or does not answer."""
         address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
         status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300 and status != 404:
@@ -94,8 +109,6 @@ class RouterWorkers:
 
 
 class ExistingRouter(RouterWorkers):
-    """A router that runs already: it is neither started nor ended."""
-
     def __init__(self, host: str, port: int, *, api_key: str, worker_api_key: str | None) -> None:
         self.host, self.port, self.api_key, self._worker_api_key = host, port, api_key, worker_api_key
 
@@ -105,8 +118,7 @@ class ExistingRouter(RouterWorkers):
 
     @property
     def alive(self) -> bool:
-        """True: whether it answers shows when it is asked."""
-        return True
+        return True  # asking shows whether it answers
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -114,22 +126,22 @@ DEFAULTS: Mapping[str, Any] = {
     "shutdown_grace_period_secs": 1,
     "health_check_interval_secs": 10,
     "log_level": "warn",
-    # A request that was sent twice is sampled twice; the rollout client decides about retries, and counts them.
+    # A request that is sent twice is sampled twice; the rollout client decides about retries and counts them.
     "disable_retries": True,
-    # A server that pauses for a weight sync is slow, not broken; whether it lives is watched elsewhere.
+    # A server that pauses for a weight sync is slow, not broken; the supervisor watches whether it lives.
     "disable_circuit_breaker": True,
 }
 _OWNED = frozenset({"host", "port", "prometheus_port", "prometheus_host", "worker_urls"})
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""An address that stands for all of this host's -> one of them, to ask."""
+"""Wildcard address -> an address to connect to."""
 NO_PROXIES = {
     name: None for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 }
-"""Variables that the router does not get: all that it reaches are engines of the run, on other hosts as well."""
+"""Removed from the router's environment: it talks only to engines of the run, also on other hosts."""
 
 
 class Router(LeasedServer, RouterWorkers):
-    """One router and its life."""
+    """A router process that the run starts."""
 
     what = "the router"
 
@@ -143,13 +155,13 @@ class Router(LeasedServer, RouterWorkers):
         worker_api_key: str | None = None,
         pairs: bool = False,
     ) -> None:
-        """`port`: None takes a free one. `extra_args`: router arguments by field name (`args.router`); its `api_key` is
-        what the router asks for, else `worker_api_key`, what the servers ask for, else one that is made here. `pairs`:
-        it sends each request to a prefill and a decode server.
+        """`port`: None takes a free one. `extra_args`: router arguments by field name (`args.router`). The router asks
+        for their `api_key`, else for `worker_api_key`, the servers' key, else for a random key. `pairs`: each request
+        goes to a prefill and a decode server.
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
-            raise ConfigError(f"got {clash} among the router arguments, which slime sets itself; leave them out")
+            raise ConfigError(f"got the router arguments {clash}, which slime sets itself; leave them out")
         super().__init__(host=host, log_path=log_path)
         self._fixed_port = port
         self._extra = dict(extra_args or {})
@@ -159,7 +171,7 @@ class Router(LeasedServer, RouterWorkers):
 
     @property
     def url(self) -> str:
-        """Where this host reaches the router. Raises `EngineError` before `start`."""
+        """Raises `EngineError` before `start`."""
         return http_url(_EVERYWHERE.get(self.host, self.host), self.port)
 
     def start(self) -> None:
@@ -180,11 +192,13 @@ class Router(LeasedServer, RouterWorkers):
         self._process.start()
 
     def keep_port(self) -> None:
-        """Every later start takes the port that it has now."""
+        """Later starts take the port of this one."""
         self._fixed_port = self.port
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Waits until the router answers. Raises `EngineError` with its log if it dies, else `DeadlineExceeded`."""
+        """Waits until the router answers. Raises `DeadlineExceeded`, or `EngineError` if it dies (with its log) or
+        refuses the run's key.
+        """
         process = self._process  # another thread may end it meanwhile
         if process is None:
             raise EngineError("wait_ready before start(): there is nothing to wait for")
@@ -193,9 +207,17 @@ class Router(LeasedServer, RouterWorkers):
             what="it was ready",
             timeout_s=timeout_s,
         )
+        try:
+            self.workers()
+        except KeyRefused as error:
+            raise EngineError(
+                f"{error}; leave out the --router-* flags that set its keys and roles, except --router-api-key"
+            ) from error
+        except EngineError:
+            pass  # `KeptRouter` asks again
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """Ends the router. May be called again. Raises `EngineError` if it survives SIGKILL."""
+        """May be called again. Raises `EngineError` if the router survives SIGKILL."""
         if self._process is not None:
             self._process.stop(timeout_s)
             self._process = None
@@ -205,74 +227,54 @@ class Router(LeasedServer, RouterWorkers):
             self._lease = None
 
 
-# `KeptRouter`: one router that is to know certain servers, and the thread that sees to it.
-#
-# A router of ours that ends or hangs is started again on its port and gets the same servers, so who asks it sees a
-# refused connection for a few seconds. One that runs already (`ExistingRouter`) is used and not kept: while it does not
-# answer the log says so, and when it does again it gets the servers that it ought to have. At the end it has none.
-#
-# Consumes: servers to send to, from any thread. Produces: a router that sends to these. Waits for: the router, in its
-# own thread, each time with a limit. Is woken by: `admit`, `dismiss`, `begin_to_close`, and time.
-#
-# Invariants
-# 1. What it is to know is a note under a lock that nobody keeps while a router is asked: notes never wait.
-# 2. Servers are asked for one by one, and none is waited for: what is missing at the next look is asked for again
-#    later.
-# 3. Only servers that were admitted here are ever taken off.
-
-logger = logging.getLogger(__name__)
-
 AnyRouter = Router | ExistingRouter
 
 LOOK_EVERY_S = 1.0
 LOOK_SOON_S = 0.2
-"""While the router does not know yet what it is to know."""
+"""While the router's servers differ from the wanted ones."""
 SILENCE_LIMIT_S, QUESTION_LIMIT_S = 7.5, 4.0
-"""How long a router may leave questions unanswered, and one of them; it does nothing else than answering."""
+"""Limits of all unanswered questions together, and of one. A router does nothing but answer."""
 CHANGE_LIMIT_S = 5.0
-"""For its word that it will add or remove a server."""
+"""For the router to accept a new or removed server."""
 ASK_AGAIN_S = 10.0
-"""How long a server may be missing from the list before the router is asked for it again."""
+"""How long a server may be missing from the list before it is added again."""
 START_LIMIT_S = 60.0
 MAX_FAILURES = 3
-"""After so many starts in a row that failed it is given up."""
+"""Failed restarts in a row."""
 LEAVE_LIMIT_S = 10.0
-"""How long the end waits until a router that is not ours has forgotten the servers."""
+"""For an existing router to remove the run's servers at the end."""
 
 
 class KeptRouter:
-    """One of a run's routers, which runs when this is made. `begin_to_close`, then `close`, at the end."""
+    """A running router and the thread that keeps it alive and up to date. End it with `begin_to_close`, `close`."""
 
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
         self.problem: SlimeError | None = None
-        """Why it has ended for good."""
+        """Why it stays dead."""
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
-        """Guards the next five; is notified when one of them changes."""
-        self._wanted: dict[str, Kind] = {}
-        """Server -> what it does of a request."""
+        """Guards the next five; notified when one of them changes."""
+        self._wanted: dict[str, Worker] = {}
         self._dismissed: set[str] = set()
-        """Those to take off, even if they are wanted again: another engine may have come up at that address."""
+        """Servers to remove, even if they are wanted again: another engine may have come up at that address."""
         self._news, self._is_settled, self._closing = False, True, False
         self._asked: dict[str, float] = {}
-        """Server -> when the router was asked to add it; a minus infinity is a router that has forgotten."""
+        """Server -> when the router was asked to add it; minus infinity if it has forgotten since."""
         self._missing: set[str] = set()
-        """Those of which the log has said that they are missing."""
+        """Servers that were logged as missing."""
         self._failures, self._silent = 0, False
         self._life = threading.Lock()
-        """Of the process: nobody starts it while it is ended for good."""
+        """Held while the process starts or ends, so that `close` is the last to touch it."""
         self._thread = threading.Thread(target=self._keep, name=f"router {model}", daemon=True)
         self._thread.start()
 
-    def admit(self, urls: Iterable[str], kind: Kind = Kind.REGULAR) -> None:
-        """It is to send to these, too."""
+    def admit(self, urls: Iterable[str], kind: Worker = Worker.REGULAR) -> None:
         with self._notes:
             self._wanted.update(dict.fromkeys(urls, kind))
             self._wake()
 
     def dismiss(self, urls: Iterable[str]) -> None:
-        """It is to send nothing to these."""
         with self._notes:
             for url in urls:
                 self._wanted.pop(url, None)
@@ -280,19 +282,19 @@ class KeptRouter:
             self._wake()
 
     def settled(self, limit_s: float) -> bool:
-        """Waits until it sends where it is to. False if it does not within the limit and could."""
+        """Waits until the router has the wanted servers, or cannot get them. False if the limit runs out."""
         with self._notes:
             self._notes.wait_for(lambda: self._is_settled or not self._can_settle(), limit_s)
             return self._is_settled or not self._can_settle()
 
     def begin_to_close(self) -> None:
-        """Nothing is started any more. Returns at once."""
+        """No more restarts. Returns at once."""
         with self._notes:
             self._closing = True
             self._notes.notify_all()
 
     def close(self) -> None:
-        """Ends it if it is ours. The thread's last question ends with the router."""
+        """Ends the router if the run started it, which also answers the thread's last question."""
         self.begin_to_close()
         if isinstance(self.router, Router):
             with self._life:
@@ -310,9 +312,9 @@ class KeptRouter:
         while not self._closing and self.problem is None:
             try:
                 self._look()
-            except Exception as error:  # a router may answer anything, and stays watched
+            except Exception as error:  # whatever it answers, it stays watched
                 if not self._closing:
-                    logger.warning("%s could not be looked after: %s", self._name, error, exc_info=True)
+                    logger.warning("%s could not be checked: %s", self._name, error, exc_info=True)
             with self._notes:
                 pause_s = LOOK_EVERY_S if self._is_settled or self._silent else LOOK_SOON_S
                 self._notes.wait_for(lambda: self._news or self._closing, pause_s)
@@ -331,16 +333,16 @@ class KeptRouter:
             self._follow()
 
     def _note(self, trouble: str | None) -> None:
-        """What became of a router that is not ours."""
+        """Logs when an existing router stops answering, and when it answers again."""
         if trouble and not self._silent:
-            logger.warning("%s %s; requests of the run do without it", self._name, trouble)
+            logger.warning("%s %s; the run's own requests do not need it", self._name, trouble)
         if self._silent and not trouble:
             self._forget_asking()
             logger.info("%s answers again", self._name)
         self._silent = trouble is not None
 
     def _start_again(self, router: Router, trouble: str) -> str | None:
-        """What is wrong afterwards; None if it answers again."""
+        """Returns what is still wrong; None if the router answers again."""
         logger.warning("%s %s; it is started again", self._name, trouble)
         try:
             with self._life:
@@ -375,11 +377,11 @@ class KeptRouter:
                     raise
 
     def _forget_asking(self) -> None:
-        """The router may know nothing of what it was asked to do."""
+        """A router that was away may have lost its servers."""
         self._asked = dict.fromkeys(self._asked, float("-inf"))
 
     def _follow(self) -> None:
-        """Asks the router for what differs between its servers and those that it is to have."""
+        """Adds and removes servers where the router's differ from the wanted ones."""
         try:
             listed = self.router.workers()
         except SlimeError as error:
@@ -387,7 +389,7 @@ class KeptRouter:
             return
         with self._notes:
             known = {worker.url for worker in listed}
-            self._dismissed &= known  # the others are off already
+            self._dismissed &= known
             wanted, dismissed = dict(self._wanted), set(self._dismissed)
             here = {worker.url for worker in listed if worker.healthy} - dismissed
             off = [w for w in listed if w.url in dismissed or (w.url in self._asked and w.url not in self._wanted)]
@@ -404,24 +406,23 @@ class KeptRouter:
         try:
             self.router.ask_to_remove(worker, CHANGE_LIMIT_S)
         except SlimeError as error:
-            logger.warning("%s did not follow: %s", self._name, error)
+            logger.warning("%s did not remove a server: %s", self._name, error)
 
-    def _ask_for(self, url: str, kind: Kind) -> None:
-        """Not too often: it may be on its way."""
+    def _ask_for(self, url: str, kind: Worker) -> None:
         asked, now = self._asked.get(url), time.monotonic()
         if asked is not None and now - asked < ASK_AGAIN_S:
             return
         if asked is not None and asked > float("-inf") and url not in self._missing:
-            logger.warning("%s has not taken %s in %.0f s; it is asked again", self._name, url, ASK_AGAIN_S)
+            logger.warning("%s has not added %s in %.0f s; it is asked again", self._name, url, ASK_AGAIN_S)
             self._missing.add(url)
         self._asked[url] = now
         try:
             self.router.ask_to_add(url, CHANGE_LIMIT_S, kind)
         except SlimeError as error:
-            logger.warning("%s did not follow: %s", self._name, error)
+            logger.warning("%s did not add a server: %s", self._name, error)
 
     def _leave(self, router: ExistingRouter) -> None:
-        """None of the servers that were admitted here stays in a router that goes on."""
+        """Removes all servers that were admitted here."""
         deadline = time.monotonic() + LEAVE_LIMIT_S
         try:
             while left := [worker for worker in router.workers() if worker.url in self._asked]:
@@ -432,11 +433,11 @@ class KeptRouter:
                     self._take_off(worker)
                 time.sleep(LOOK_SOON_S)
         except SlimeError as error:
-            logger.warning("%s was not left without the servers: %s", self._name, error)
+            logger.warning("%s may still have servers of this run: %s", self._name, error)
 
 
 def _trouble(router: AnyRouter) -> str | None:
-    """What is wrong with a router, in words; None if it answers."""
+    """What is wrong with a router; None if it answers."""
     if not router.alive:
         return "has ended"
     silence = Silence()
@@ -446,34 +447,18 @@ def _trouble(router: AnyRouter) -> str | None:
         if status == 200:
             return None
         if status:
-            return f"answers with status {status} when it is asked whether it lives"
+            return f"answers /liveness with status {status}"
         if time.monotonic() - began < QUESTION_LIMIT_S:
             return f"does not answer ({text})"
         if silence.exceeds(SILENCE_LIMIT_S):
             return f"did not answer within {silence.lasts_s:.0f} s"
 
 
-# The routers of a run, one in front of each model's engines, each looked after by a thread of its own (`KeptRouter`).
-#
-# Ours ask engines directly; routers are for others: user code, agents, people. What befalls a router never stops or
-# delays a change of the engines.
-#
-# Consumes: servers to send to (`admit`, `dismiss`), from any thread. Produces: routers that send to these. Waits for:
-# routers at the start and at the end, and for `settled`, each with a limit. Is woken by nothing.
-#
-# Invariants
-# 1. `admit` and `dismiss` write down what a router is to know and return at once, in the order in which they are
-#    called.
-# 2. A router that does not come back in `MAX_FAILURES` tries stays dead, and `require_alive` says so.
-
-
 class Routers:
-    """By model. `close` at the end."""
+    """The routers of a run, by model. `close` at the end."""
 
     def __init__(self, make: Mapping[str, Callable[[], AnyRouter]]) -> None:
-        """Starts those that do not run yet. `make`: makes the one of a model. Raises `EngineError` or
-        `DeadlineExceeded`.
-        """
+        """Starts those that do not run yet. Raises `EngineError` or `DeadlineExceeded`."""
         routers = {model: made() for model, made in make.items()}
         ours = [router for router in routers.values() if isinstance(router, Router)]
         try:
@@ -496,42 +481,41 @@ class Routers:
         return self._kept[model].router
 
     def url(self, model: str) -> str:
-        """Where a model's router listens, also while it is started again."""
+        """Also known while the router restarts."""
         return self._kept[model].url
 
     @property
     def restarts(self) -> int:
-        """How often any of them was started again."""
         return sum(kept.restarts for kept in self._kept.values())
 
     def admit(self, model: str, urls: Iterable[str], kind: Worker = Worker.REGULAR) -> None:
-        """A model's router is to send to these servers, and does soon. Ones that it has stay."""
+        """The model's router soon sends to these servers too."""
         self._kept[model].admit(urls, kind)
 
     def dismiss(self, model: str, urls: Iterable[str]) -> None:
-        """The router is to send nothing there any more. Ones that it does not have are not an error."""
+        """The model's router soon sends nothing to these servers any more. Unknown ones are ignored."""
         self._kept[model].dismiss(urls)
 
     def settled(self, limit_s: float) -> bool:
-        """Waits until each router sends where it is to, and nowhere else. False if one does not within the limit.
+        """Waits until each router has exactly the wanted servers. False if the limit runs out.
 
-        One that has ended for good, or that is not ours and does not answer, is not waited for.
+        Does not wait for a router that stays dead, or for an existing one that does not answer.
         """
         deadline = time.monotonic() + limit_s
         return all([kept.settled(max(0.0, deadline - time.monotonic())) for kept in self._kept.values()])
 
     @property
     def problem(self) -> SlimeError | None:
-        """Why one of them has ended for good; None if none has."""
+        """Why a router stays dead; None if none does."""
         return next((kept.problem for kept in self._kept.values() if kept.problem is not None), None)
 
     def require_alive(self) -> None:
-        """Raises `EngineError` if one has ended for good."""
+        """Raises `EngineError` if a router stays dead."""
         if self.problem is not None:
             raise self.problem
 
     def close(self) -> None:
-        """Ends ours; one that is not ours has none of the servers afterwards. May be called again."""
+        """Ends the run's routers; existing ones lose the run's servers. May be called again."""
         for kept in self._kept.values():
             kept.begin_to_close()
         for kept in self._kept.values():
@@ -539,11 +523,11 @@ class Routers:
 
 
 def _require_ready(router: ExistingRouter) -> None:
-    """Raises `EngineError` if it does not answer, or turns the key down."""
+    """Raises `EngineError` if it does not answer or refuses the key."""
     try:
         router.workers()
     except EngineError as error:
         raise EngineError(
             f"got --sglang-router-ip {router.host} --sglang-router-port {router.port}, where no router answers to the "
-            f"key of --router-api-key: {error}; start it, or leave the flags out and the run starts its own"
+            f"key of --router-api-key: {error}; start one there, or leave the flags out and the run starts its own"
         ) from error

@@ -16,6 +16,7 @@ from slime.core.errors import HookError
 from slime.core.registry import LoadingFailed, load_object
 from slime.settings.args import Args
 from slime.settings.eval_config import eval_datasets
+from slime.settings.flag_table import components, entries_named_in
 
 # The contract of every kind of user hook: its parameters, and whether it may be async.
 
@@ -152,19 +153,31 @@ def is_async(hook: Any) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(call))
 
 
-def check_hooks(args: Args) -> None:
-    """Loads every configured hook once. Raises one `HookError` with all that is wrong."""
-    problems, wanted = [], []
+def _configured(args: Args) -> list[tuple[str, str]]:
+    """(path, kind) of every configured hook."""
+    wanted = []
     for kind, contract in CONTRACTS.items():
         given = getattr(args, contract.flag)
         if contract.flag != "custom_rm_path" or (kind == "group_rm") == args.group_rm:
             wanted += [(path, kind) for path in (given if isinstance(given, tuple) else (given,))]
     for data in eval_datasets(args):
         wanted += [(data.custom_generate_function_path, "generate"), (data.custom_rm_path, "custom_rm")]
-    for path, kind in wanted:
+    return [(path, kind) for path, kind in wanted if path is not None]
+
+
+def runs_user_code(args: Args) -> bool:
+    """Whether a hook or a registry entry is the user's own: anything named by an import path outside slime."""
+    chosen = {c.setting: getattr(args, c.setting) for c in components().choosers}
+    entries = [path for paths in entries_named_in(chosen, components()).values() for path in paths]
+    return any(not path.startswith("slime.") for path in [*entries, *(path for path, _ in _configured(args))])
+
+
+def check_hooks(args: Args) -> None:
+    """Loads every configured hook once. Raises one `HookError` with all that is wrong."""
+    problems = []
+    for path, kind in _configured(args):
         try:
-            if path is not None:
-                load_hook(path, kind)
+            load_hook(path, kind)
         except HookError as error:
             problems.append(str(error))
     if problems:

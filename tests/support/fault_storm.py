@@ -49,6 +49,7 @@ def storm_flags(base: Flags, rollouts: Path) -> Flags:
         *base,
         *("--fully-async", "--rollout-num-gpus", str(NUM_ENGINES), "--num-rollout", "100000"),
         *("--lr", "1e-3", "--lr-decay-style", "constant", "--save-debug-rollout-data", rollouts / "{rollout_id}"),
+        *("--router-log-level", "warn"),  # any flag of the router starts one
     ]
 
 

@@ -195,8 +195,8 @@ def fields_of(pid: int) -> dict[str, str]:
     return {}
 
 
-def processor_s(pids: Iterable[int]) -> float:
-    """Processor time of these processes, and of the children that they waited for, in seconds."""
+def processor_with_children_s(pids: Iterable[int]) -> float:
+    """Processor time of these processes and of the children that they waited for, in seconds."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):

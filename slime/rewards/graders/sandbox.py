@@ -500,7 +500,8 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, libc: Any, *, 
             clock.look()
             fat = clock.several and too_much(keepers, memory_bytes)
     own_s, slow = clock.own_s(), clock.own_s() >= limit_s
-    live_s = view.processor_s(view.descendants_of([os.getpid()]))  # the kernel drops that of what is killed at once
+    # The kernel drops the time of killed children.
+    live_s = view.processor_with_children_s(view.descendants_of([os.getpid()]))
     used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s + live_s
     end_descendants()
     code = status_of(status)

@@ -52,14 +52,15 @@ class ServingSettings:
     it from a file) as their bearer token; without one the run makes a key of its own, and others than loopback are
     refused."""
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
-    """Port of the router. Default: a free one."""
+    """Port of the router. Default: a free one. A router starts with `slime serve`, with any --router-* flag, and with
+    user code, which may ask for its address; the run's own requests go to engines directly."""
     sglang_router_ip: str | None = opt(None, needs=_ENGINES)
     """Host of a router that runs already, which then serves the policy in place of one that the run starts; its key is
-    --router-api-key. Without it set when the policy's router has started."""
+    --router-api-key. Without it set when the policy's router has started, if one starts (--router-port)."""
     sglang_router_port: int | None = opt(None, needs=_ENGINES, within=PORT)
-    """Port of the router of --sglang-router-ip. Without it set when the policy's router has started."""
+    """Port of the router of --sglang-router-ip. Set like that."""
     sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
-    """By model, host and port of its router; set when they have started."""
+    """By model, host and port of its router; set when they have started, None if none runs."""
 
 
 def strangers_need_a_key(args: Args) -> str | None:

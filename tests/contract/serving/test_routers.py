@@ -51,6 +51,17 @@ def test_a_router_serves_on_ipv6(host: str, tmp_path: Path) -> None:
         router.stop()
 
 
+def test_a_router_that_refuses_its_own_run_ends_the_start(tmp_path: Path) -> None:
+    router = Router(log_path=tmp_path / "router.log")
+    router.start()
+    router.api_key = "another"
+    try:
+        with pytest.raises(EngineError, match=r"refuses the run's key with status 401.*--router-"):
+            router.wait_ready()
+    finally:
+        router.stop()
+
+
 def wait_until(what: str, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + BACK_LIMIT_S
     while not holds():

@@ -61,7 +61,7 @@ def told(
 def test_addresses_are_told_as_they_are(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     engines = [Engine(0, (0,), url="http://127.0.0.1:1", state=State.SYNCING), Engine(1, (1,), state=State.DEAD)]
     text = told(caplog, tmp_path, engines, rollout_external_engine_addrs=())
-    assert "engines are at http://127.0.0.1:1, and answer whoever has the key of the run" in text
+    assert "engines are at http://127.0.0.1:1; requests need the key of the run" in text
     assert "None" not in text, "one that was lost meanwhile is nowhere"
     assert "http://10.0.0.9:8000 (default), http://127.0.0.1:8001 (judge)" in text, "a router may be on another host"
 

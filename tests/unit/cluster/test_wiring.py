@@ -22,6 +22,7 @@ from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.cluster.rank_weight_sync import RankWeightSync
 from slime.cluster.ray_engines import Node, RayEngines
+from slime.cluster.rollout_actor import needs_routers
 from slime.core import silence
 from slime.core.errors import WeightSyncError
 from slime.core.text import EngineKeys
@@ -575,6 +576,19 @@ def test_each_router_knows_its_port_its_key_and_whether_engines_are_in_pairs(
     made = rollout_actor._routers(settings, topology_of(settings), tmp_path, "theirs")  # type: ignore[assignment]
     assert made["actor"] == (("10.0.0.9", 81), {"api_key": "theirs", "worker_api_key": "theirs"})
     assert made["judge"]["extra_args"]["api_key"] == "theirs"
+
+
+def test_routers_start_only_if_somebody_may_ask_them(tmp_path: Path) -> None:
+    """Law: the run's own requests go to engines; user code, the user's flags and serving alone need a router."""
+    assert not needs_routers(rollout_args(tmp_path))
+    for flags in (
+        ("--custom-rm-path", "tests.support.judged.generate"),
+        ("--rm-type", "examples/own_grader.py:RightLength"),
+        ("--router-policy", "random"),
+        ("--router-port", "7001"),
+        ("--num-rollout", "0", "--debug-rollout-only"),
+    ):
+        assert needs_routers(rollout_args(tmp_path, *flags)), flags
 
 
 def test_clients_and_routers_hear_of_each_engine_that_comes_and_goes() -> None:
