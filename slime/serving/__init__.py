@@ -1,4 +1,4 @@
-"""SGLang servers, the router in front of them and their control plane. The only room, with compat, that imports SGLang.
+"""SGLang servers, routers and the control plane of engines. Only this room and compat import SGLang.
 
-Importing this package imports nothing heavy: SGLang lives in the processes that `launch` starts.
+Importing this package imports nothing heavy: SGLang runs in the processes that `launch` starts.
 """

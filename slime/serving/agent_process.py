@@ -1,8 +1,4 @@
-"""The weights agent of an engine as a process beside it, which is started again when it ends.
-
-Consumes: looks at the process (`tend`) and its end (`stop`), from any thread. Produces: a process that answers the
-calls for its engine. Waits for nothing but the end of a process; nobody wakes it.
-"""
+"""The weights agent of an engine: a process beside it that `tend` restarts when it ends. For calls from any thread."""
 
 from __future__ import annotations
 
@@ -19,16 +15,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent is started with, beside its engine."""
-
     disk_dir: str
     """The shared folder."""
     local_dir: str
-    """Of this host."""
+    """A folder of this host."""
     pre_read_hook: str | None
-    """Path of a user's function."""
+    """Import path of a user's function."""
     limit_s: float
-    """Of each answer of the engine."""
+    """Limit of each answer of the engine."""
 
 
 class AgentProcess:
@@ -44,7 +38,7 @@ class AgentProcess:
         return self._process.pid
 
     def tend(self) -> None:
-        """Starts it again if it has ended: it takes up the call that it was at."""
+        """Restarts the agent if it has ended; it resumes the call that it was working on."""
         with self._lock:
             if self._over or self._process.alive:
                 return
@@ -53,7 +47,6 @@ class AgentProcess:
             self._process = self._start()
 
     def stop(self) -> None:
-        """Ends it for good."""
         with self._lock:
             self._over = True
             self._process.stop(timeout_s=1.0)

@@ -1,16 +1,23 @@
 """`ChildProcess`: one engine process and everything below it, from start to verified end.
 
-Consumes a command, produces a process, its log and, at last, its verified end. The owner's own thread starts, polls and
-stops, and waits with a limit each time; nobody wakes it. Nothing runs in the background except one thread per owner
-process (`_spawner`), woken by a queue, that does nothing but start children. It exists because Linux delivers a child's
-parent-death signal when the *thread* that started it ends, and callers may be short-lived threads.
+The owner's thread starts, polls and stops it; each wait has a limit. The only background thread (`_spawner`, one per
+owner process) starts children: Linux sends a child its parent-death signal when the *thread* that started it ends, and
+callers may be short-lived threads.
+
+`ProcessFamily` finds and ends processes, and `SharedMemoryFiles` removes the files in /dev/shm that they leave. Both
+use only the standard library, so that the guardian (`slime.cluster.guardian`) stays small and starts fast.
 
 Invariants
-1. The child leads a session of its own: a Ctrl-C in the owner's terminal does not reach it.
-2. The child dies with its owner (`slime.serving.launch` asks for the signal), its own children die with it.
-3. After `stop()` returns, no process that the child started is alive and their files in shared memory are gone;
-   otherwise it raises and names them.
-4. Output goes to a file, never to a pipe that nobody may read.
+1. The child leads its own session: a Ctrl-C in the owner's terminal does not reach it.
+2. The child dies with its owner (`slime.serving.launch` requests the signal), and its children die with it.
+3. After `stop()` returns, no process of the child is alive and its files in shared memory are gone. Otherwise `stop`
+   raises an error that names them.
+4. Output goes to a file, never to a pipe that might not be read.
+5. A pid is signalled only while its start time is the recorded one, so a recycled pid is safe.
+6. The calling process and its ancestors are never members of a family.
+7. A file in /dev/shm is removed only if one of these libraries named it, a member of the family had it mapped or open
+   (or its name has a member's pid), it belongs to our user, and no living process uses it. A checkpoint in /dev/shm
+   stays: its readers map it too, but its name is different.
 """
 
 from __future__ import annotations
@@ -40,26 +47,13 @@ from slime.core.files import tail_of
 from slime.core.processes import OF_LIBRARIES, scratch_prefix, socket_room
 from slime.core.silence import Silence, processor_s
 
-# Who belongs to us: finds and ends processes by a mark in their environment, their ancestry and their session.
-#
-# Standard library only, so that the guardian of `slime.cluster.guardian` stays small and starts at once.
-#
-# A process belongs to a `ProcessFamily` if it is a seed, carries the mark `NAME=value` in the environment it was
-# executed with, descends from a member, or sits in a session or process group that a member leads. Membership is
-# remembered by (pid, start time), because the mark can vanish: `setproctitle` overwrites the memory that
-# /proc/<pid>/environ shows (`SPT_NOENV=1` asks it not to), and ancestry vanishes when a parent dies.
-#
-# Invariants
-# 1. A pid is signalled only while its start time is the one that was recorded: a recycled pid is never touched.
-# 2. The calling process and its ancestors are never members, whatever their environment says.
-
 KEEP_ENVIRON_ENV = "SPT_NOENV"
-"""setproctitle leaves /proc/<pid>/environ alone where this is set."""
+"""Set, it keeps setproctitle from overwriting /proc/<pid>/environ."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process of this boot: a pid alone may be recycled."""
+    """Identifies one process of this boot; a pid alone may be recycled."""
 
     pid: int
     start_ticks: int
@@ -68,7 +62,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """The fields of /proc/<pid>/stat that matter here."""
+    """The fields of /proc/<pid>/stat that are used here."""
 
     id: ProcessId
     name: str
@@ -80,7 +74,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """What /proc says of `pid`; None if it is gone."""
+    """None if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")
@@ -99,18 +93,18 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def all_processes() -> dict[int, ProcessStat]:
-    """Every process that this one can see, by pid."""
+    """All visible processes, by pid."""
     stats = (read_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
     return {s.id.pid: s for s in stats if s is not None}
 
 
 def has_mark(pid: int, mark: bytes) -> bool:
-    """Whether the environment that `pid` was executed with holds the entry `mark` (`NAME=value`)."""
+    """Whether `pid` was executed with the environment entry `mark` (`NAME=value`)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
     except OSError:
-        return False  # gone, or somebody else's
+        return False  # gone, or another user's
 
 
 def ancestors(pid: int) -> set[int]:
@@ -124,10 +118,15 @@ def ancestors(pid: int) -> set[int]:
 
 
 class ProcessFamily:
-    """Remembers who belongs to us; `refresh` looks again, `end` ends them all."""
+    """Processes that belong together: seeds, carriers of the mark `NAME=value` in their environment, descendants of
+    members, and all in a session or process group that a member leads.
+
+    Members are remembered by (pid, start time), because the signs can vanish: `setproctitle` overwrites the memory that
+    /proc/<pid>/environ shows (`SPT_NOENV=1` prevents that), and ancestry is lost when a parent dies.
+    """
 
     def __init__(self, env_name: str, value: str, *, seeds: Iterable[int] = (), spare: Iterable[int] = ()) -> None:
-        """`seeds`: pids that belong from the start; `spare`: never do, like this process and its ancestors."""
+        """`seeds`: first members; `spare`: pids that never become members."""
         self._mark = f"{env_name}={value}".encode()
         self._spare = ancestors(os.getpid()) | set(spare)
         self._members: dict[int, ProcessStat] = {}
@@ -138,12 +137,11 @@ class ProcessFamily:
                 self._members[pid] = stat
 
     def refresh(self) -> list[ProcessStat]:
-        """Looks at all processes once (milliseconds) and returns the living members, zombies excluded."""
+        """Scans all processes (milliseconds) and returns the living members, without zombies."""
         processes = all_processes()
         known = {m.id for m in self._members.values()}
         members = {pid: s for pid, s in processes.items() if s.id in known}
-        # A dead leader's number names its session (and is not given out again) for as long as that has a process; once
-        # it has none, the number means nothing to us any more.
+        # The kernel does not reuse a dead leader's number while its session has processes; later it means nothing.
         in_use = {n for s in processes.values() for n in (s.group, s.session)}
         leaders = {pid for pid in self._leaders | self._members.keys() if pid in in_use and pid not in processes}
         members |= {pid: s for pid, s in processes.items() if pid not in self._spare and has_mark(pid, self._mark)}
@@ -160,7 +158,7 @@ class ProcessFamily:
         return [s for s in members.values() if s.state not in "ZX"]
 
     def signal(self, signum: int, members: Iterable[ProcessStat]) -> None:
-        """Sends `signum` to those of `members` that are still the same process."""
+        """Sends `signum` to the members whose pid is still the same process."""
         for member in members:
             now = read_stat(member.id.pid)
             if now is not None and now.id == member.id:
@@ -174,10 +172,8 @@ class ProcessFamily:
         limit_s: float = 60.0,
         before_kill: Callable[[list[ProcessStat]], None] | None = None,
     ) -> list[ProcessStat]:
-        """SIGTERM to all, `grace_s` later SIGKILL to the rest; returns who is left after `limit_s` more: normally none.
-
-        `before_kill` sees the living members each time before they are signalled. New members found on the way are
-        ended too, so a process that forks while it is being ended does not escape.
+        """SIGTERM to all, after `grace_s` SIGKILL to the rest. Returns the survivors after another `limit_s`, normally
+        none. `before_kill` sees the living members before each signal. Processes forked meanwhile are ended too.
         """
         living = self.refresh()
         if before_kill:
@@ -196,15 +192,6 @@ class ProcessFamily:
         return living
 
 
-# Shared-memory files that killed processes leave in /dev/shm, found through the processes that had them.
-#
-# SGLang leaves its load snapshot and its semaphores behind even after SIGTERM; torch's file_system sharing, Python's
-# `SharedMemory` and NCCL leave theirs after SIGKILL. Standard library only.
-#
-# Invariant: a file is removed only if its name is one of those that these libraries make up, a member of the family had
-# it mapped or open (or its name carries a member's pid), it belongs to our user, and no living process has it mapped or
-# open. A checkpoint that somebody keeps in /dev/shm is mapped by its readers too, and stays.
-
 SHM = "/dev/shm"
 _MAPPED = re.compile(rb" (\d+) +/dev/shm/[^\n]+$", re.MULTILINE)
 _MADE_UP = re.compile(r"^(torch_|psm_|sem\.mp-|sglang_loads_|sgl_shm_mq_|nccl-)")
@@ -213,9 +200,9 @@ _NAMED_BY_PID = re.compile(r"^(?:torch_|sgl_shm_mq_)(\d+)_")
 
 
 def shm_inodes_of(pid: int) -> set[int]:
-    """Inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or somebody else's.
+    """Inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or another user's.
 
-    Not paths: glibc makes a semaphore under another name and links it, so /proc shows the name that is gone.
+    Not paths: glibc creates a semaphore under another name and links it, so /proc shows the old name.
     """
     inodes: set[int] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
@@ -229,7 +216,7 @@ def shm_inodes_of(pid: int) -> set[int]:
 
 
 def library_files() -> dict[str, int]:
-    """Our user's files in /dev/shm whose names these libraries make up: name -> inode."""
+    """Name -> inode of our user's files in /dev/shm that these libraries named."""
     files: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(SHM):
@@ -240,14 +227,16 @@ def library_files() -> dict[str, int]:
 
 
 class SharedMemoryFiles:
-    """Collects what a family of processes has in /dev/shm, and removes it once they are gone."""
+    """Files of a process family in /dev/shm, to remove once the processes are gone. Killed processes leave them: SGLang
+    its load snapshot and semaphores, even after SIGTERM; torch's file_system sharing, Python's `SharedMemory`, NCCL.
+    """
 
     def __init__(self) -> None:
         self._files: set[tuple[str, int]] = set()
         self._pids: set[int] = set()
 
     def observe(self, members: Iterable[ProcessStat]) -> None:
-        """Notes the files of these living processes. Call it before they are ended (milliseconds per process)."""
+        """Notes the files of these living processes (milliseconds each). Call it before they are ended."""
         pids = {member.id.pid for member in members}
         inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
         self._pids |= pids
@@ -275,14 +264,14 @@ class SharedMemoryFiles:
 FAMILY_ENV = "SLIME_CHILD_ID"
 """Marks a child and everything below it."""
 OWNER_ENV = "SLIME_OWNER_PID"
-"""Pid of the owner, so that a child that starts after its owner died can notice."""
+"""Pid of the owner, so that a child notices an owner that died before it started."""
 LOG_TAIL_BYTES = 4000
 OWN_NAMES = "sglang::"
-"""How SGLang calls its schedulers and its detokenizer. Other children (compilers) come and go."""
+"""Prefix of SGLang's schedulers and detokenizer. Other children (compilers) come and go."""
 STOPPED = "tT"
-"""States of a process in /proc that somebody stopped."""
+"""States in /proc of a stopped process."""
 STOPPED_LIMIT_S = 4.0
-"""How long one may be stopped: a debugger that looks at it does so for less than a second."""
+"""A debugger or profiler stops a process for less than a second."""
 LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
@@ -304,7 +293,7 @@ def _spawn_loop() -> None:
 
 
 def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Runs `job` in the one thread of this process that lives as long as the process."""
+    """Runs `job` in a thread that lives as long as the process."""
     global _spawner, _spawner_pid
     with _spawner_lock:
         if _spawner is None or _spawner_pid != os.getpid():  # threads do not survive a fork
@@ -322,7 +311,7 @@ class ChildProcess:
     def __init__(
         self, name: str, command: Sequence[str], *, log_path: Path, env: Mapping[str, str | None] | None = None
     ) -> None:
-        """`name` appears in errors; `env`: additions to this process's environment (None removes)."""
+        """`name`: for errors; `env`: additions to this process's environment (None removes a variable)."""
         self.name = name
         self.command = list(command)
         self.log_path = Path(log_path)
@@ -334,9 +323,9 @@ class ChildProcess:
         self._scratch: Path | None = None
         self._named: dict[int, str] = {}
         self._pids: list[int] = []
-        """Of its family, as they were last seen."""
+        """The family when it was last seen."""
         self._stopped_at: float | None = None
-        """Since when one of its own is seen to be stopped."""
+        """When one of its processes was first seen stopped."""
         self._shared = SharedMemoryFiles()
 
     @property
@@ -357,7 +346,7 @@ class ChildProcess:
         return None if self._popen is None else self._popen.poll()
 
     def problem(self) -> str | None:
-        """What is wrong with its processes: the first or one of SGLang's own ended, or somebody stopped one."""
+        """What is wrong: the first process or one of SGLang's own has ended or is stopped. None if all run."""
         if self._family is None or not self.alive:
             return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}
@@ -374,18 +363,17 @@ class ChildProcess:
         return None
 
     def processor_s(self) -> float:
-        """Processor time that its processes have used so far, seconds."""
         return processor_s(self._named or self._pids)
 
     def start(self) -> None:
         """Starts the process and returns at once."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Engines leave socket files in the temporary folder.
+        # For the socket files of engines.
         prefix = scratch_prefix()
         self._scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=socket_room(f"{prefix}XXXXXXXX/{OF_LIBRARIES}")))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
-        # For our eyes only: prompts and answers may be in it.
+        # Only our user may read it: it may hold prompts and answers.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(self.command)}\n".encode())
@@ -418,7 +406,7 @@ class ChildProcess:
         )
 
     def log_tail(self, limit_bytes: int = LOG_TAIL_BYTES) -> str:
-        """The end of what this start wrote to the log."""
+        """The end of the log, without what earlier starts wrote."""
         try:
             return tail_of(self.log_path, limit_bytes, start=self._log_start).strip()
         except OSError as error:
@@ -427,9 +415,9 @@ class ChildProcess:
     def wait_until(self, ready: Callable[[], bool], *, what: str, timeout_s: float) -> None:
         """Polls `ready` until it is true.
 
-        Raises `EngineError` with the end of the log if the process dies first, `DeadlineExceeded` with the last log
-        line if it neither computes nor writes into its log for `timeout_s`, or does so for longer than it may
-        (`silence`).
+        Raises `EngineError` with the end of the log if the process dies first. Raises `DeadlineExceeded` with the last
+        log line if the process neither computes nor writes to its log for `timeout_s`, or works for much longer
+        (`slime.core.silence`).
         """
         silence = Silence(lambda: processor_s(self._pids), file=self.log_path)
         next_look = 0.0
@@ -456,16 +444,16 @@ class ChildProcess:
             time.sleep(_POLL_S)
 
     def _look(self) -> None:
-        """Remembers children, and their shared memory: once they are killed, neither is easy to recognise."""
+        """Remembers children and their shared memory, which are hard to recognise once they are killed."""
         if self._family is not None:
             members = self._family.refresh()
             self._pids = [member.id.pid for member in members]
             self._shared.observe(members)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, after `timeout_s` SIGKILL; returns when nothing of the family is left. May be called again.
+        """SIGTERM, after `timeout_s` SIGKILL; returns when no process of the family is left. May be called again.
 
-        Raises `EngineError` naming the processes that even SIGKILL did not end.
+        Raises `EngineError` that names the processes which survive SIGKILL.
         """
         if self._popen is None or self._family is None:
             return
@@ -477,11 +465,10 @@ class ChildProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if left:
             raise EngineError(
-                f"got {[(s.id.pid, s.name, s.state) for s in left]} still alive after SIGKILL of {self.name}, "
-                "because the kernel holds them; look at dmesg and the accelerator"
+                f"processes of {self.name} survived SIGKILL: {[(s.id.pid, s.name, s.state) for s in left]}; the kernel "
+                "holds them, so look at dmesg and the accelerator"
             )
 
 
 def python_module(module: str, arguments: Sequence[str]) -> list[str]:
-    """Command line of `python -m module arguments` with this interpreter."""
     return [sys.executable, "-m", module, *arguments]

@@ -1,8 +1,7 @@
-"""`EngineControl` over HTTP: the control routes of one SGLang 0.5.16 server.
+"""`EngineControl` of one engine: over the HTTP routes of an SGLang 0.5.16 server, or through a shared folder.
 
-Consumes calls, which may come from several threads; produces the server's answers, or errors in its own words. A call
-waits in its caller's thread until the server answers, with a limit, and says who waited for what when it passes; nobody
-else wakes it. Nothing is retried except flushing, which is how draining is awaited.
+Several threads may call. A call waits in its thread for the answer, with a limit. Only flushing is retried, to wait for
+the engine to drain.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.weights.delta.mailbox import call, mailbox
 
 DRAIN_POLL_S = 0.05
-"""How often a flush is tried again while requests are still ending."""
+"""Between tries to flush while requests are still ending."""
 ERROR_CHARACTERS = 2000
 """Of a server's answer in an error message."""
 
 
 class HttpEngineControl:
-    """Control plane of the server at `url`. See `core.ports.EngineControl` for each method's meaning."""
+    """Control plane of the server at `url`; `core.ports.EngineControl` documents the methods."""
 
     def __init__(self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None) -> None:
-        """`timeout_s` limits each call; `api_key` is what its control routes ask for, if it has one."""
+        """`timeout_s`: limit of each call; `api_key`: of the control routes."""
         self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # trust_env=False: a proxy of the environment must not see control traffic
+        # trust_env=False: no proxy may see control traffic
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
 
     @property
@@ -44,7 +43,6 @@ class HttpEngineControl:
         return self._layout
 
     def close(self) -> None:
-        """Closes the connections; idempotent."""
         self._http.close()
 
     def pause(self, mode: str = "abort") -> None:
@@ -54,7 +52,7 @@ class HttpEngineControl:
         self._post("continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Waits until no request runs (also those whose client hung up) and the cache is empty."""
+        """Waits until no request runs, not even of a client that hung up, and the cache is empty."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             response = self._send("POST", "flush_cache", None)
@@ -123,15 +121,14 @@ class HttpEngineControl:
         self._post("resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
     def start_profile(self, directory: str, name: str, *, num_passes: int, shapes: bool, stack: bool) -> None:
-        """Traces the next forward passes of every rank: a file `directory`/NAME-TP-RANK.trace.json.gz of each.
-
-        `directory` is the server's; the files are there when the passes are over.
+        """Traces the next forward passes of every rank, each into DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's
+        host, which is written after the passes.
         """
         body = {"output_dir": directory, "profile_id": name, "num_steps": num_passes}
         self._post("start_profile", {**body, "record_shapes": shapes, "with_stack": stack})
 
     def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
-        """POSTs and requires success. SGLang reports some refusals as 200 with `"success": false`."""
+        """Raises `EngineError` for a refusal. SGLang reports some as status 200 with `"success": false`."""
         response = self._send("POST", route, body)
         refused = not response.is_success
         if not refused and response.headers.get("content-type", "").startswith("application/json"):
@@ -150,13 +147,13 @@ class HttpEngineControl:
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(
-                f"engine {self._url} did not answer /{route}: {type(error).__name__}: {error}; "
-                "it may have died, see its log"
+                f"engine {self._url} did not answer /{route}: {type(error).__name__}: {error}; it may have died, so "
+                "look at its log"
             ) from error
 
 
 def _checksums(report: Mapping[str, Any]) -> RankChecksums:
-    """One rank's, of `/weights_checker`; with DP attention every DP group reports all ranks of its stage."""
+    """One rank's report of `/weights_checker`. With DP attention every DP group reports all ranks of its stage."""
     info = report["parallelism_info"]
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
@@ -171,22 +168,18 @@ def _refusal(url: str, route: str, response: httpx.Response) -> EngineError:
 
 
 def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:
-    """Fields that every update has. SGLang keeps versions as text."""
-    return {"flush_cache": flush_cache, "weight_version": str(weight_version)}
-
-
-# `EngineControl` through the shared folder, for engines that a trainer reaches in no other way.
-#
-# Each method is a call to the agent beside the engine, which repeats it on the spot. Weights travel as versions, so the
-# other ways of sending them do not exist here. Consumes calls, produces the agent's answers; a call waits in its
-# caller's thread, with a limit.
+    return {"flush_cache": flush_cache, "weight_version": str(weight_version)}  # SGLang keeps versions as text
 
 
 class FolderEngineControl:
-    """Control plane of the engine that the trainer knows as `url`. See `core.ports.EngineControl`."""
+    """Control plane of an engine that a trainer reaches only through a shared folder.
+
+    The agent beside the engine repeats each call there. Weights travel as versions; other ways to send them are
+    refused.
+    """
 
     def __init__(self, folder: Path, url: str, layout: EngineLayout, timeout_s: float) -> None:
-        """`folder`: the shared one; `timeout_s` limits each call."""
+        """`folder`: the shared one; `url`: the engine as the trainer knows it; `timeout_s`: limit of each call."""
         self._box, self._url, self._layout, self._timeout_s = mailbox(folder, url), url.rstrip("/"), layout, timeout_s
 
     @property
@@ -222,13 +215,8 @@ class FolderEngineControl:
             "other calls; use --update-weight-transport disk"
         )
 
-    update_weights_from_tensor = _refuse
-    init_weights_update_group = _refuse
-    destroy_weights_update_group = _refuse
-    update_weights_from_distributed = _refuse
-    update_weights_from_disk = _refuse
-    release_memory = _refuse
-    resume_memory = _refuse
+    update_weights_from_tensor = update_weights_from_distributed = update_weights_from_disk = _refuse
+    init_weights_update_group = destroy_weights_update_group = release_memory = resume_memory = _refuse
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return call(self._box, method, arguments, limit_s=self._timeout_s)

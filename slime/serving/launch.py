@@ -1,23 +1,19 @@
 """The launcher: `python -m slime.serving.launch <SGLang arguments>`, and with `--router` first, sglang-router.
 
-With `--token-versions` first the server tells the weight version of each token (`slime.compat.sglang_token_versions`);
-with SGLang's `--enable-return-routed-experts` it reads from a request's id that they are wanted
-(`slime.compat.sglang_routed_experts`). A server that has to wait for its memory does so with everything imported
-(`slime.compat.sglang_memory_gate`).
+`--token-versions`, as the first argument, makes answers give the weight version of each token.
 
-SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
-under the name `__mp_main__`, before it looks at what the child is to run. That is the hook: the same few lines run in
-the server and in every process below it, and no environment variable has to name a folder of stand-ins. On a CPU they
-are copies of the server instead (`slime.compat.sglang_cpu.forked_children`).
+SGLang starts its schedulers and its detokenizer with multiprocessing's "spawn", which first imports the main module
+again, as `__mp_main__`. So `prepare_process` runs in the server and in every process below it. On a CPU the children
+are forked instead (`slime.compat.sglang_cpu.forked_children`).
 
 Invariants
-1. Imported under its own name, this module does nothing.
-2. Server, router and their children get SIGKILL when the process of slime that started them ends, for whatever reason.
-   A server that somebody started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
-3. Keys come from the environment, and are in no log, no answer and no child (`slime.serving.launch`). Every route but
-   the health checks asks for one, and for the other one where it changes something (`slime.compat.sglang_closed`).
-4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place and
-   by what is registered with transformers (`sglang_config_names`).
+1. Importing this module under its own name does nothing.
+2. Server, router and their children get SIGKILL when the slime process that started them ends. A server that somebody
+   started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
+3. Keys come from the environment, and are in no log, answer or child process. Every route but the health checks asks
+   for a key, and routes that change something for the admin key (`slime.compat.sglang_closed`).
+4. On a GPU machine only hooks of SGLang's plugin registry and classes registered with transformers
+   (`sglang_config_names`) change SGLang or torch.
 """
 
 from __future__ import annotations
@@ -33,15 +29,12 @@ from slime.core.errors import EngineError
 from slime.core.processes import die_with_parent
 from slime.core.text import HIDDEN
 
-# `Secret`: a text that no record of settings shows, and no answer.
-#
-# SGLang writes its arguments, by their `repr`, to its log; hands them to its children; and answers `/server_info` with
-# all of them, those of the children as well, so that whoever may generate would read the key to the weights.
-
 
 class Secret(str):
-    """Equal to the text, and used as it is, where it was made. What is copied or pickled is nobody's key: a text that
-    cannot be guessed, so that a copy that is asked for in a request lets nobody in.
+    """A key that shows in no `repr` and whose copies and pickles are random texts, which open nothing.
+
+    SGLang logs the `repr` of its arguments, passes them to its children, and lists them all in `/server_info`. So
+    whoever may generate could otherwise read the key to the weights.
     """
 
     __slots__ = ()
@@ -63,14 +56,11 @@ def _nobodys_key() -> str:
 ROUTER_FLAG = "--router"
 TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
-"""Holds the bearer token of a server or the router: a command line is for everybody on the host to read, an environment
-is not."""
+"""Bearer token of a server or router. Everybody on the host can read a command line, but not an environment."""
 ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
-"""Holds what the server asks for where something is changed or ended; without it that is the other one."""
-
-
+"""Bearer token of the routes that change or end something; without it they ask for the other one."""
 SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
-"""Further flags that are nobody's to read, as a JSON list."""
+"""Further secret flags, as a JSON list."""
 
 
 def value_of(arguments: list[str], flag: str, default: str) -> str:
@@ -84,7 +74,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
-    """What the server and each of its children needs before SGLang is imported."""
+    """Sets up the server or one of its children, before SGLang is imported."""
     from slime.compat import (
         sglang_closed,
         sglang_config_names,
@@ -139,9 +129,9 @@ def serve(arguments: list[str]) -> None:
     from slime.compat import sglang_closed
 
     load_plugins()
-    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang logs it and goes on
+    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs it
     if missing:
-        raise EngineError(f"got an SGLang without {sorted(missing)}, where hooks belong; install the pinned version")
+        raise EngineError(f"this SGLang lacks {sorted(missing)}, which slime hooks; install the pinned version")
     settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
     for name in ("api_key", "admin_api_key"):
         if getattr(settings, name):
@@ -154,9 +144,8 @@ def serve(arguments: list[str]) -> None:
 
 
 def route(arguments: list[str]) -> None:
-    """Runs sglang-router in this process until it ends.
-
-    Its own launcher would import SGLang and torch, for a balancer of its own that is not used.
+    """Runs sglang-router in this process until it ends. Its own launcher would import SGLang and torch for an unused
+    balancer.
     """
     import setproctitle
     from sglang_router.router import Router
@@ -171,7 +160,6 @@ def route(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process that `slime.serving.child_process` starts."""
     from slime.serving.child_process import OWNER_ENV
 
     owner = os.environ.pop(OWNER_ENV, None)

@@ -1,14 +1,15 @@
-"""Ports of a run: found free, and kept from every other run on the host until they are given back.
+"""Leased ports, which no other run on the host gets until they are released; and `LeasedServer`, the common part of
+SGLang servers and routers.
 
-An engine needs many seconds between "you get port p" and binding it, so a free port that is merely looked up is a race.
-A lease is a name in the abstract Unix socket namespace, bound by this process: atomic, scoped like TCP ports to the
-network namespace, gone with the process whatever kills it, and no file on disk.
+An engine binds its port many seconds after it was chosen, so looking for a free port would be a race. A lease is a name
+in the abstract Unix socket namespace, bound by this process: atomic, scoped to the network namespace as TCP ports are,
+released whenever the process ends, and without a file.
 
 Invariants
-1. Two leases of one port never exist at the same time on a host (one network namespace), across processes.
-2. A leased port was bindable on loopback and on all interfaces when it was leased, over IPv4 and IPv6, and lies outside
-   the kernel's ephemeral range, so no outgoing connection and no bind to port 0 can take it.
-3. Programs that know nothing of leases can still take the port; servers answer that by starting again on another one.
+1. A port has at most one lease on a host (one network namespace), across processes.
+2. When it was leased, a port was bindable on loopback and on all interfaces, over IPv4 and IPv6. It is outside the
+   kernel's ephemeral range, so no outgoing connection and no bind to port 0 takes it.
+3. Programs without leases can still take the port; a server then starts again on another one.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from slime.core.processes import http_url
 from slime.serving.child_process import ChildProcess
 
 FIRST_PORT = 20000
-"""Below lie Ray's default worker ports (10002 to 19999)."""
+"""Above Ray's default worker ports (10002 to 19999)."""
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PREFERRED_SPAN = 4000
-"""Fewer ports than this below the ephemeral range: use all that lie above it as well."""
+"""With fewer ports below the ephemeral range, those above it are used as well."""
 
 
 def candidate_ports() -> list[range]:
-    """Ranges that leases are taken from: above Ray's and outside the kernel's ephemeral range."""
+    """Ranges to lease from: above Ray's ports and outside the kernel's ephemeral range."""
     try:
         low, high = (int(x) for x in _EPHEMERAL_RANGE.read_text().split())
     except (OSError, ValueError):
@@ -66,29 +67,28 @@ def is_bindable(port: int) -> bool:
 
 
 NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
-"""What a host says that has no IPv6, or none on loopback."""
+"""Errors of a host without IPv6, or without it on loopback."""
 MEETING_OFFSETS = (*range(7), 13)
-"""Ports that SGLang 0.5.16 takes from the one on which the nodes of an engine meet: with DP attention the five behind
-it and one for loads, and one on which nodes learn of each other (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
+"""Offsets of the ports that SGLang 0.5.16 derives from an engine's meeting point: with DP attention the next five, one
+for loads, and one for the handshake of the nodes (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
 DERIVED_OFFSETS = (13, *range(233, 240))
-"""Ports that DP attention takes from that of a server that is one node (`ZMQ_TCP_PORT_DELTA`)."""
+"""Offsets of the ports that DP attention derives from the port of a single-node server (`ZMQ_TCP_PORT_DELTA`)."""
 
 
 @dataclass(slots=True)
 class PortLease:
-    """The right to use `ports` on this host; ends with `release()`, the `with` block or the process."""
+    """The right to use `ports` on this host, until `release()`, the end of the `with` block or of the process."""
 
     ports: tuple[int, ...]
-    """Consecutive if leased so; those derived from the first one behind the others."""
+    """The requested ports, then those at offsets from the first one."""
     _names: list[socket.socket]
 
     @property
     def port(self) -> int:
-        """The first port."""
         return self.ports[0]
 
     def release(self) -> None:
-        """Gives the ports back. May be called again."""
+        """May be called again."""
         while self._names:
             self._names.pop().close()
 
@@ -113,7 +113,7 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def lease_port(port: int) -> PortLease:
-    """Leases this very port. Raises `EngineError` if it is taken, by a run or by another program."""
+    """Raises `EngineError` if a run or another program has the port."""
     name = _claim(port)
     if name is None:
         raise EngineError(f"got port {port}, which another program on this host uses; end it or choose another port")
@@ -121,32 +121,31 @@ def lease_port(port: int) -> PortLease:
 
 
 def lease_meeting_point() -> PortLease:
-    """Leases a port on which the nodes of an engine meet, on the host of the first one, with what SGLang derives."""
+    """Leases a port, on the host of an engine's first node, for its nodes to meet, with the ports SGLang derives."""
     return lease_ports(beside_first=MEETING_OFFSETS[1:])
 
 
-def lease_ports(count: int = 1, *, consecutive: bool = False, beside_first: Sequence[int] = ()) -> PortLease:
-    """Leases `count` free ports, neighbours if `consecutive`. Raises `EngineError` if the host has none left.
+def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLease:
+    """Leases `count` free ports, and the ports at offsets `beside_first` from the first.
 
-    `beside_first`: offsets from the first port that must be free and are leased with it, behind the others.
+    Raises `EngineError` if the host has none left.
     """
-    chooser = random.SystemRandom()  # never the seeded global generator: two runs with one seed must not meet
+    chooser = random.SystemRandom()  # not the seeded global generator: runs with one seed would choose the same ports
     ranges = candidate_ports()
     ports: list[int] = []
     names: list[socket.socket] = []
     derived: list[int] = []
     for _ in range(2000):
         span = chooser.choices(ranges, weights=[len(r) for r in ranges])[0]
-        width = count if consecutive else 1
-        first = chooser.randrange(span.start, max(span.stop - width + 1, span.start + 1))
+        first = chooser.choice(span)
         beside = [] if ports else [first + offset for offset in beside_first]
-        wanted = [*range(first, first + width), *beside]
+        wanted = [first, *beside]
         good = [] if max(wanted) > 65535 else [(p, n) for p in wanted if (n := _claim(p)) is not None]
         if len(good) < len(wanted):
             for _, name in good:
                 name.close()
             continue
-        ports += wanted[:width]
+        ports.append(first)
         derived += beside
         names += [n for _, n in good]
         if len(ports) >= count:
@@ -154,19 +153,16 @@ def lease_ports(count: int = 1, *, consecutive: bool = False, beside_first: Sequ
     for name in names:
         name.close()
     raise EngineError(
-        f"got no {count} free ports in {ranges} after 2000 tries, because other programs hold them; "
-        "end those programs or widen the range outside net.ipv4.ip_local_port_range"
+        f"found no {count} free ports in {ranges} after 2000 tries, because other programs hold them; end those "
+        "programs or narrow net.ipv4.ip_local_port_range"
     )
 
 
-# `LeasedServer`: what SGLang servers and the router share: a host, leased ports, one child process.
-
-
 class LeasedServer:
-    """A server process of this run on ports of its own."""
+    """A server process on leased ports."""
 
     what: ClassVar[str]
-    """Its name in errors."""
+    """For errors."""
 
     def __init__(self, *, host: str, log_path: str | Path) -> None:
         self.host = host.strip("[]")
@@ -176,26 +172,26 @@ class LeasedServer:
 
     @property
     def port(self) -> int:
-        """HTTP port. Raises `EngineError` before `start`."""
+        """Raises `EngineError` before `start`."""
         if self._lease is None:
             raise EngineError(f"{self.what} has no port before start()")
         return self._lease.port
 
     @property
     def url(self) -> str:
-        """`http://host:port`; another one after a repeated start. Raises `EngineError` before `start`."""
+        """Changes with a repeated start. Raises `EngineError` before `start`."""
         return http_url(self.host, self.port)
 
     @property
     def pid(self) -> int:
-        """Pid of the first process, which leads the others' session. Raises `EngineError` before `start`."""
+        """The first process, which leads the session. Raises `EngineError` before `start`."""
         if self._process is None:
             raise EngineError(f"{self.what} has no process before start()")
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the first process runs (SGLang ends it when one of its children fails)."""
+        """Whether the first process runs; SGLang ends it when one of its children fails."""
         return self._process is not None and self._process.alive
 
     def require_alive(self) -> None:
@@ -208,15 +204,15 @@ class LeasedServer:
         )
 
 
-# One HTTP request to a local server, with the standard library: for start-up and shut-down, not for the data path.
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the host's is never asked
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the host's proxies
 
 
 def request(
     method: str, url: str, body: Any = None, *, timeout_s: float = 5.0, api_key: str | None = None
 ) -> tuple[int, str]:
-    """Returns (status, text); status 0 with the reason as text if there was no answer. Never raises on a refusal."""
+    """(status, text) of one HTTP request; without an answer, status 0 and the reason. For start and stop of a server,
+    not for the data path.
+    """
     headers = {"Content-Type": "application/json"} if body is not None else {}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"

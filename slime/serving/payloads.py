@@ -1,11 +1,11 @@
-"""What SGLang reads and computes, byte for byte: the payload of `/update_weights_from_tensor` and tensor digests.
+"""SGLang's payloads of `/update_weights_from_tensor` and its tensor digests, byte for byte.
 
 A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16): of `{"flattened_tensor", "metadata"}` for
-`load_format="flattened_bucket"`, of a list of (name, tensor) for a loader of one's own. It holds handles, not data: the
-name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang reads it with a restricted unpickler, so only torch's
-own rebuild functions and `SimpleNamespace` appear.
+`load_format="flattened_bucket"`, of a list of (name, tensor) for a custom loader. It holds handles, not data: the name
+of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler is restricted, so only torch's rebuild functions
+and `SimpleNamespace` appear.
 
-Nothing here imports SGLang, whose import takes 10 s.
+This module does not import SGLang, which would take 10 s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime.weights.hf_shards import byte_runs
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
 _born: dict[str, reductions.StorageWeakRef] = {}
-"""Files in /dev/shm of buffers made here."""
+"""File in /dev/shm -> the buffer of this process that it backs."""
 
 
 def serialize_bucket(
@@ -45,10 +45,9 @@ def serialize_bucket(
 ) -> tuple[list[str], object]:
     """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
 
-    `named_tensors`: (name, tensor), all on one device; those that lie end to end in `shareable` memory are shared as
-    they are, others copied into such. Receivers count references, so none may share a payload.
-    `runs`: (name, number of tensors) that a loader of one's own gets instead, each run of several in one dimension.
-    `only`: names of the tensors that receivers hear of.
+    `named_tensors`: all on one device. Tensors that lie end to end in `shareable` memory are shared as they are, others
+    are copied there. Receivers count references, so each needs its own payload. `runs`: (name, number of tensors) for a
+    custom loader, which gets each run of several tensors as one flat tensor. `only`: names of the tensors to announce.
     """
     assert named_tensors, "empty bucket"
     flat, metadata = _flatten(named_tensors)
@@ -64,10 +63,10 @@ def serialize_bucket(
 
 
 def shareable(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8 of memory that other processes of the host can map: shared memory on a CPU, any on a GPU."""
+    """[num_bytes] uint8 that other processes of the host can map: shared memory on a CPU, any memory on a GPU."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # sharing an ordinary one would copy it once more
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # sharing an ordinary storage would copy it
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     _remove_abandoned()
     _born[storage._share_filename_cpu_()[1].decode().lstrip("/")] = reductions.StorageWeakRef(storage)
@@ -77,7 +76,6 @@ def shareable(num_bytes: int, device: torch.device) -> Tensor:
 def _views(
     flat: Tensor, metadata: Sequence[SimpleNamespace], runs: Sequence[tuple[str, int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The runs as views of the buffer."""
     left = iter(metadata)
     for name, num in runs:
         metas = list(islice(left, num))
@@ -86,7 +84,7 @@ def _views(
 
 
 def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """All bytes end to end [bytes] uint8 in memory that can be shared, and where each tensor lies."""
+    """[bytes] uint8: all tensors end to end in `shareable` memory, and where each one lies."""
     metadata, start = [], 0
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -107,9 +105,9 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[
 
 
 def _remove_abandoned() -> None:
-    """Files of buffers that are gone here: torch counts receivers in the file, and a killed one is never counted out.
+    """Removes files of freed buffers. Torch counts receivers in the file, and a killed receiver is never subtracted.
 
-    Never before torch has let go of a buffer: it ends a process whose file is missing then.
+    Only after torch has freed a buffer: it aborts the process if the file is missing then.
     """
     for name in [name for name, storage in _born.items() if storage.expired()]:
         del _born[name]
@@ -124,7 +122,7 @@ def _shared(tensor: Tensor) -> Any:
 def _payload(content: Any) -> str:
     buffer = io.BytesIO()
     strategy = torch.multiprocessing.get_sharing_strategy()
-    # file_descriptor, the default on Linux, needs the two processes to share an authentication key
+    # file_descriptor, the default on Linux, needs an authentication key that both processes share
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         ForkingPickler(buffer).dump(content)
@@ -134,8 +132,9 @@ def _payload(content: Any) -> str:
 
 
 class _CudaHandle:
-    """Pickles as torch's IPC handle, with the device named by its UUID instead of its index: sender and receiver may
-    number the GPUs of the host differently (pytorch pull request 149248; SGLang's receiver understands both)."""
+    """Pickles as torch's IPC handle with the UUID of the device instead of its index: sender and receiver may number
+    the GPUs of the host differently (pytorch pull request 149248; SGLang's receiver understands both).
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -150,9 +149,9 @@ class _CudaHandle:
 
 
 class _Digest:
-    """What `/weights_checker` reports for a tensor on this kind of device: 16 hex digits. See `core.ports.Digest`.
+    """The digest that `/weights_checker` reports for a tensor: 16 hex digits. See `core.ports.Digest`.
 
-    CPU: the first 8 bytes of SHA-256 of the bytes in order. CUDA: as `tensor_hash` says.
+    On a CPU the first 8 bytes of the SHA-256 of its bytes, on CUDA `tensor_hash`.
     """
 
     def __call__(self, parts: Tensor | Sequence[Tensor]) -> str:
@@ -199,5 +198,5 @@ digest = _Digest()
 
 
 def warm_digest(device: torch.device) -> None:
-    """Compiles the kernel of digests on a GPU: takes seconds, once."""
+    """Compiles the digest kernel on a GPU, which takes seconds, once."""
     digest(torch.zeros(4, dtype=torch.uint8, device=device))

@@ -1,11 +1,11 @@
-"""SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), of one that comes in parts.
+"""SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), for tensors that come in parts.
 
-The formula: 32-bit words (the last one padded with zero bytes) in tiles of 8192. In a tile, each word is mixed with its
-place in the whole tensor, in two ways, and each way is summed; both sums are mixed with the number of bytes and are one
-64-bit number; these are summed over the tiles and mixed once more. Sums do not ask for an order, so a part needs to
-know where it begins and nothing else, and what is kept of it is two words for a tile.
+The formula takes 32-bit words (the last one padded with zero bytes) in tiles of 8192. It mixes each word with its place
+in the whole tensor in two ways, sums each way over the tile, and mixes both sums with the number of bytes into one
+64-bit number. The numbers of all tiles are summed and mixed once more. Sums have no order, so a part only needs to know
+where it begins, and leaves two words per tile.
 
-Invariant: parts of any lengths give the digest of the whole.
+Invariant: parts of any lengths give the digest of the whole tensor.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ class TileHasher:
         self._pending: list[Tensor] = []
         self._num_words = 0
         self._sums: list[Tensor] = []
-        """[tiles, 2] int32 each; where a part begins within a tile, the first row is of the same tile as the last one
-        before it."""
+        """[tiles, 2] int32 for each hashed part. A part that begins within a tile repeats the tile before."""
         self._begins: list[int] = []
-        """First tile of each."""
+        """First tile of each part."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Keeps parts, without a copy, until they are hashed together (`flush`): a kernel for each expert would cost
-        more than its bytes."""
+        """Keeps parts, without a copy, until `flush` hashes them together: one kernel per expert would be too slow."""
         self._pending += parts
 
     def flush(self) -> None:
-        """Hashes what is kept, but for up to three bytes, which wait for the next part as a copy."""
+        """Hashes the kept parts. Up to three bytes wait for the next part as a copy."""
         self._read(last=False)
 
     def _read(self, *, last: bool) -> None:
@@ -66,18 +64,17 @@ class TileHasher:
             self._num_words += words.numel()
 
     def finish(self) -> str:
-        """16 hex digits."""
         return finish_all([self])[0]
 
     def rest(self) -> tuple[list[Tensor], list[int], int]:
-        """Reads what is left. Sums of all parts, the first tile of each, and the number of words."""
+        """Hashes the remaining bytes. Returns the sums of all parts, the first tile of each, the number of words."""
         if self._pending:
             self._read(last=True)
         return self._sums, self._begins, self._num_words
 
 
 def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
-    """16 hex digits of each, with a dozen kernels and one wait for all of them together."""
+    """16 hex digits for each hasher, with a dozen kernels and one synchronisation for all together."""
     parts = [hasher.rest() for hasher in hashers]
     num_tiles = [-(-num_words // TILE_WORDS) for _, _, num_words in parts]
     firsts = [0, *itertools.accumulate(num_tiles)]
@@ -98,7 +95,7 @@ def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
 
 
 def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers from each begin on, as many as its length says, end to end."""
+    """The ranges [begin, begin + length), end to end."""
     counts = torch.tensor(lengths)
     starts = counts.cumsum(0) - counts
     shifts = (torch.tensor(begins) - starts).repeat_interleave(counts)
@@ -106,7 +103,7 @@ def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device)
 
 
 def tile_sums(words: Tensor, begin: int) -> Tensor:
-    """[tiles, 2] int32: both sums of each tile that `words` [n] int32, the words from number `begin` on, touch."""
+    """[tiles, 2] int32: both sums of each tile that `words` touches. `words` [n] int32: from word number `begin` on."""
     num_tiles = (begin % TILE_WORDS + words.numel() - 1) // TILE_WORDS + 1
     if not words.is_cuda:
         return _tile_sums_in_torch(words, begin, num_tiles)
@@ -118,7 +115,7 @@ def tile_sums(words: Tensor, begin: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Its low 32 bits as an int32."""
+    """The low 32 bits as an int32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -130,7 +127,7 @@ def _kernel() -> Any:
 
 
 def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
-    """The same in 64-bit integers, for comparison and where there is no GPU."""
+    """`tile_sums` in 64-bit integers, for comparison and for CPUs."""
     place = torch.arange(begin, begin + words.numel(), device=words.device) & _WORD
     tile = place.new_tensor(range(num_tiles)).repeat_interleave(TILE_WORDS)[begin % TILE_WORDS :][: words.numel()]
     sums = torch.zeros(num_tiles, 2, dtype=torch.int64, device=words.device)
@@ -143,7 +140,7 @@ def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """MurmurHash3's finalizer of 32 bits, in int64."""
+    """MurmurHash3's 32-bit finalizer, in int64."""
     x = (x ^ x >> 16) * MIX_FACTORS[0] & _WORD
     x = (x ^ x >> 13) * MIX_FACTORS[1] & _WORD
     return x ^ x >> 16
@@ -159,7 +156,7 @@ def _mixed_64(x: int) -> int:
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """The bytes of all parts at an address that words may be read from."""
+    """The bytes of all parts, aligned for words."""
     runs = byte_runs(parts)
     if not runs:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The kernel of `tensor_hash`; a file of its own, because Triton is imported on a GPU only."""
+"""The kernel of `tensor_hash`, in its own file because Triton is imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def _at(place, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):  #
 
 @triton.jit(do_not_specialize=["num_words", "skipped", "first_place"])
 def tile_sums_kernel(words, sums, num_words, skipped, first_place):  # type: ignore[no-untyped-def]
-    """One program for each tile. `skipped`: words of the first tile that are not here; `first_place`: number of its
-    first word in the whole tensor, modulo 2^32, as int32."""
+    """One program per tile. `skipped`: words of the first tile before `words`; `first_place`: number of that tile's
+    first word in the whole tensor, modulo 2^32, as int32.
+    """
     tile = tl.program_id(0)
     sum_1 = tl.zeros((), dtype=tl.uint32)
     sum_2 = tl.zeros((), dtype=tl.uint32)

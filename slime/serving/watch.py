@@ -1,15 +1,14 @@
-"""What is wrong with a running server, found without disturbing it: its processes, and whether its scheduler answers.
+"""What is wrong with a running server (`ServerWatch`), and what an external server says about itself (`ask`).
 
-`trouble` looks at the processes at each call: one that ended, or that somebody stopped (SIGSTOP), shows at once. A
-thread beside it asks the server for its state in turns (`/server_info`, which the scheduler answers between two batches
-of its work, also while it has no memory). A scheduler that is busy answers late, one that hangs never does: what tells
-them apart besides is `slime.core.silence`, and whether its clients get tokens (`heard`).
+`ServerWatch.trouble` checks the processes at each call, so one that ended or was stopped (SIGSTOP) shows at once. A
+thread asks the server for its state at intervals (`/server_info`, which the scheduler answers between two batches, even
+after it lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.silence` tells them
+apart, also by the tokens that clients get (`heard`). Silence counts only while `expects_answers` is true: loading
+weights from disk may take a scheduler minutes.
 
-Consumes: the answers of the server, tokens that others have seen, and /proc. Produces: one line of what is wrong. Waits
-for: an answer, in its own thread, with a limit; `close` ends it. Is woken by: time, and `close`.
-
-Invariants
-1. A server is silent only while `expects_answers` says so: loading weights from disk may take a scheduler minutes.
+`ask` takes a second or two, each answer with a limit: settings (`/server_info`), model (`/model_info`), names and
+digests of tensors (`/weights_checker`), and a few tokens (`/generate`), which show how streams come and which hooks
+the server runs with. A server that an earlier run left paused is resumed first, or the tokens would never come.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from slime.serving.leased_ports import request
 
 
 class ServerWatch:
-    """Watches one server from when it answers to its end."""
+    """Watches one server that answers, until `close`."""
 
     def __init__(
         self,
@@ -45,8 +44,8 @@ class ServerWatch:
     ) -> None:
         """`processes`: what is wrong with them, if anything. `answers`: asks once, with a limit in seconds.
 
-        `interval_s`: between two questions; `timeout_s`: how long a server may be silent; `first_wait_s`: before the
-        first question; `used_s`: processor time that its schedulers have used so far, if that is how they compute.
+        `interval_s`: between two questions; `timeout_s`: how long the server may be silent; `first_wait_s`: before the
+        first question; `used_s`: processor time of its schedulers, where using it is a sign of life.
         """
         self._processes, self._answers = processes, answers
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
@@ -56,7 +55,7 @@ class ServerWatch:
         self._thread.start()
 
     def trouble(self, *, expects_answers: bool = True) -> str | None:
-        """What is wrong now, in one line; None if nothing is known to be."""
+        """What is wrong now, in one line; None if nothing is known to be wrong."""
         if problem := self._processes():
             return problem
         if not expects_answers:
@@ -67,11 +66,11 @@ class ServerWatch:
         return None
 
     def heard(self) -> None:
-        """It lives: it has answered, or somebody else has seen it work."""
+        """The server has answered, or a client has seen it work."""
         self._silence.heard()
 
     def close(self) -> None:
-        """Ends the questions; one that is under way ends by its own limit."""
+        """Ends the questions; a question under way ends by its own limit."""
         self._closed.set()
 
     def _ask(self) -> None:
@@ -84,25 +83,15 @@ class ServerWatch:
                 return
 
 
-# What a server that somebody else started says of itself, over SGLang 0.5.16's own routes.
-#
-# `ask` takes a second or two: the server's settings (`/server_info`), its model (`/model_info`), the names of the
-# tensors that it holds and digests of them (`/weights_checker`), and a token (`/generate`), whose answer shows what no
-# setting does: how a stream comes, and which hooks the server was started with. A server that an earlier run left
-# paused is let go on first, or the token would never come.
-#
-# Consumes: an address and a key. Produces: `ServerFacts`, to be judged elsewhere. Waits for: the server, in the
-# caller's thread, each answer with a limit. Is woken by nothing.
-
 NUM_PROBED = 4
-"""Tokens of the answer that shows how streams come: enough for several events."""
+"""Tokens of the probe: enough for several events of a stream."""
 NOT_YET = (0, 502, 503, 504)
-"""Statuses of a server that is being started, or of what stands before it; 0 is none."""
+"""Statuses of a server that is starting, or of a proxy before it; 0: no answer."""
 KEYS = ("api_key", "admin_api_key")
 HIDDEN = (*KEYS, "internal_states")
-"""Answered, but nothing to keep."""
+"""Parts of an answer that are dropped."""
 SAID = 300
-"""Characters of a refusal in an error."""
+"""Characters of an answer in an error."""
 
 
 class NotAnswering(EngineError):
@@ -114,53 +103,51 @@ class Probe:
     """What an answer of a few tokens showed."""
 
     repeats: bool
-    """Whether each event of a stream repeats all before it."""
+    """Each event of a stream repeats the earlier ones."""
     labels: bool
-    """Whether it tells the weight version of each token."""
+    """Answers give the weight version of each token."""
     experts: bool
-    """Whether it returns routed experts to a request that asks by its id."""
+    """Requests that ask for routed experts by their id get them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """What a server says about itself."""
 
     url: str
     info: Mapping[str, Any]
-    """Its settings by the names of ServerArgs, and `version`, SGLang's."""
+    """ServerArgs by name, and SGLang's `version`."""
     model: Mapping[str, Any]
     """`model_type`, `architectures`, `is_generation`, `weight_version`, `model_path`."""
     resident: frozenset[str] = frozenset()
-    """Tensors that its ranks hold, by name."""
+    """Names of the tensors that its ranks hold."""
     probe: Probe | None = None
-    """None if it gave no answer: `problem` says why."""
+    """None if it sampled nothing; `problem` says why."""
     problem: str = field(default="", compare=False)
     asks_for_key: bool = True
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """The settings of a server, which its scheduler answers. Raises `EngineError` if it does not."""
+    """The settings of a server, from its scheduler. Raises `EngineError`."""
     info = _object("GET", url, "server_info", None, api_key, timeout_s)
     return {name: value for name, value in info.items() if name not in HIDDEN}
 
 
 def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
-    """What it calls the weights that it serves; its front door says so, whatever its scheduler does. Raises
-    `EngineError` if it does not answer.
-    """
+    """Of the weights that a server serves. Its front end answers, even if its scheduler hangs. Raises `EngineError`."""
     return str(_object("GET", url, "model_info", None, api_key, timeout_s).get("weight_version"))
 
 
 def go_on(url: str, api_key: str | None, timeout_s: float) -> None:
-    """Lets a paused server serve again; one that is not paused stays as it is. Raises `EngineError`."""
+    """Resumes a server if it is paused. Raises `EngineError`."""
     _answer("POST", url, "continue_generation", {}, api_key, timeout_s)
 
 
 def ask(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
-    """Everything. `digests_s` limits the digests, `timeout_s` all other answers; `experts`: routed experts are asked
-    for as well.
+    """All facts about a server. `digests_s`: limit of the digests, `timeout_s`: of each other answer; `experts`: ask
+    for routed experts, too.
 
-    Raises `EngineError` if the server cannot be reached, turns the key down, or is none of SGLang's.
+    Raises `EngineError` if the server cannot be reached, refuses the key, or is not an SGLang server.
     """
     info = server_info(url, keys.use, timeout_s)
     model = _object("GET", url, "model_info", None, keys.use, timeout_s)
@@ -171,12 +158,8 @@ def ask(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, exper
         probe, problem = _probed(url, keys.use, timeout_s, experts=experts), ""
     except EngineError as error:
         probe, problem = None, str(error)
-    return ServerFacts(url, info, model, resident, probe, problem, asks_for_key=_is_closed(url, timeout_s))
-
-
-def _is_closed(url: str, timeout_s: float) -> bool:
-    """Whether it turns down who has no key."""
-    return request("GET", f"{url}/model_info", timeout_s=timeout_s)[0] in (401, 403)
+    asks_for_key = request("GET", f"{url}/model_info", timeout_s=timeout_s)[0] in (401, 403)
+    return ServerFacts(url, info, model, resident, probe, problem, asks_for_key)
 
 
 def _probed(url: str, api_key: str | None, timeout_s: float, *, experts: bool) -> Probe:
@@ -211,7 +194,7 @@ def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, t
     status, text = request(method, f"{url}/{route}", body, timeout_s=timeout_s, api_key=api_key)
     if status in (401, 403):
         raise EngineError(
-            f"it turns down our key at /{route} ({status}); give the ones that it was started with in "
+            f"it refuses the run's key at /{route} ({status}); give the keys that it was started with in "
             "SLIME_ENGINE_API_KEY and, if it has an admin key, SLIME_ENGINE_ADMIN_API_KEY"
         )
     if status in NOT_YET:

@@ -1,18 +1,15 @@
-"""The agent beside an engine: keeps a checkpoint of this host as the trainer writes it, and has the engine load it.
+"""The agent beside an engine: keeps this host's checkpoint at the trainer's version and makes the engine load it.
 
-The engine is a stock server; the agent calls its control routes as a trainer would. It listens on no port: calls come
-through the shared folder (`slime.weights.delta.mailbox`), and only the methods below are known.
-
-Consumes: calls, one at a time, and versions of the shared folder. Produces: the local checkpoint, and an engine that
-has loaded it. Waits for: calls, looking every `POLL_S`; for the engine, with a limit for each answer. Is woken by: a
-signal to end, nothing else.
+The engine is a stock server; the agent calls its control routes as a trainer would. It listens on no port. Calls come
+one at a time through the shared folder (`slime.weights.delta.mailbox`), which it polls every `POLL_S`. Each answer of
+the engine has a limit.
 
 Invariants
-1. An engine is asked to load only a copy that has been compared with the manifest that the call names: every tensor
-   that was brought or changed for it, and all of them where nothing was.
-2. It serves again only when somebody who has compared its digests says so: no method here does both. It is paused
-   before it loads, whoever may have paused it, or have let it go on, before: the call may be of a trainer that is gone.
-3. What the calls name is versions, never paths or code.
+1. The engine loads only a copy that was compared with the call's manifest: every tensor that was copied or changed for
+   this version, or all tensors if there was none.
+2. `apply` pauses the engine before it loads, whatever its state, because the call may come from a trainer that is gone.
+   The engine serves again only after a separate `resume`, from a caller who has compared its digests.
+3. Calls name versions, never paths or code.
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ from slime.weights.delta.mailbox import POLL_S, Answering, mailbox
 logger = logging.getLogger(__name__)
 
 KEEP_REQUESTS = "in_place"
-"""Mode of the agent's own pause: requests that a trainer meant to stay do so; where it ended them there are none."""
+"""Mode of the agent's own pause: it keeps the requests that the trainer's pause has left."""
 PreRead = Callable[[str, int], object]
-"""(folder of the version, its number), before anything of it is read."""
+"""(folder of the version, its number): called before the version is read."""
 
 
 class WeightsAgent:
@@ -55,7 +52,7 @@ class WeightsAgent:
         on_note: Callable[[str], object] = lambda doing: None,
     ) -> None:
         """`folder`: the shared one; `name`: the engine's address as the trainer knows it; `local`: a folder of this
-        host. `on_note` gets what is done, before it is done.
+        host; `on_note`: called with each activity before it starts.
         """
         self._folder, self._control, self._pre_read = folder, control, pre_read
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "engine": control.url}
@@ -71,7 +68,7 @@ class WeightsAgent:
         }
 
     def run(self, over: threading.Event) -> None:
-        """Answers until `over` is set."""
+        """Answers calls until `over` is set."""
         try:
             while not over.is_set():
                 self.answer_one()
@@ -80,7 +77,7 @@ class WeightsAgent:
             self._box.close()
 
     def answer_one(self) -> bool:
-        """Answers the newest call, if it has no answer; whether there was one."""
+        """Answers the newest call if it is unanswered; returns whether there was one."""
         pending = self._box.pending()
         if pending is None:
             return False
@@ -88,9 +85,9 @@ class WeightsAgent:
         self._box.note(method)
         try:
             if method not in self._methods:
-                raise EngineError(f"got a call of {method}, which is none of {', '.join(self._methods)}")
+                raise EngineError(f"got a call of the unknown method {method}; known are {', '.join(self._methods)}")
             result = self._methods[method](**arguments)
-        except Exception as error:  # whatever it is, the caller has to know
+        except Exception as error:  # the caller gets every error
             if not isinstance(error, SlimeError):
                 logger.exception("the call of %s failed", method)
             self._box.answer(own, error=f"{type(error).__name__}: {error}")
@@ -100,7 +97,7 @@ class WeightsAgent:
         return True
 
     def apply(self, version: int, digest: str) -> dict[str, Any]:
-        """Makes the local checkpoint that version, and has the engine load it, which is paused then."""
+        """Brings the local checkpoint to `version`, pauses the engine and makes it load the checkpoint."""
         began = time.monotonic()
         if self._pre_read is not None:
             self._pre_read(str(self._folder / folder_of(int(version))), int(version))

@@ -583,7 +583,7 @@ def test_routers_start_only_if_somebody_may_ask_them(tmp_path: Path) -> None:
     assert not needs_routers(rollout_args(tmp_path))
     for flags in (
         ("--custom-rm-path", "tests.support.judged.generate"),
-        ("--rm-type", "examples/own_grader.py:RightLength"),
+        ("--rm-type", "examples.own_grader"),
         ("--router-policy", "random"),
         ("--router-port", "7001"),
         ("--num-rollout", "0", "--debug-rollout-only"),
