@@ -1,10 +1,10 @@
-"""One form of a conversation, whatever wire format it came by; chat templates and the matching of histories read it.
+"""One form of a conversation for all wire formats, for chat templates and for comparing histories.
 
 Invariants
-1. Two messages are equal exactly if a chat template cannot tell them apart: identifiers that clients make up (of
-   calls whose template writes none) are kept for the template, and left out of `key`.
-2. Arguments of a call are the JSON text of an object with sorted keys and no spaces, or `ILL_FORMED` says that the
-   model wrote something else, which is then kept as it is.
+1. Two messages are equal exactly if a chat template cannot tell them apart. Ids that clients invent, for calls whose
+   template writes none, are kept for the template but left out of `key`.
+2. Arguments of a call are the JSON text of an object with sorted keys and no spaces. What is not such an object stays
+   as the model wrote it.
 """
 
 from __future__ import annotations
@@ -19,39 +19,37 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function, as a model asked for it."""
+    """A function call by a model."""
 
     id: str
-    """By which its result names it."""
+    """Its result refers to it."""
     name: str
     arguments: str
-    """JSON text; see invariant 2."""
+    """JSON text, see invariant 2."""
 
     @property
     def decoded(self) -> dict[str, Any]:
-        """The arguments as a template reads them; ill-formed ones as the text that the model wrote."""
+        """The arguments as a template reads them; ill-formed ones as text."""
         value = _object(self.arguments)
         return {"_raw_arguments": self.arguments} if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
-
     role: str
     """One of `ROLES`."""
     text: str = ""
     reasoning: str | None = None
-    """What an assistant thought before its answer; None: its wire format carries none, or there was none."""
+    """An assistant's thinking before its answer; None if there was none or the wire format carries none."""
     calls: tuple[ToolCall, ...] = ()
-    """Of an assistant."""
+    """An assistant's calls."""
     call_id: str | None = None
-    """Of a tool's result: the call that it answers."""
+    """In a tool's result: the call that it answers."""
     name: str | None = None
-    """Of a tool's result: the function."""
+    """In a tool's result: the function."""
 
     def for_template(self) -> dict[str, Any]:
-        """As the chat templates of transformers read it."""
+        """As chat templates of transformers read it."""
         out: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.reasoning:
             out["reasoning_content"] = self.reasoning
@@ -68,12 +66,12 @@ class Message:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes it this message, without thinking: clients need not send that back."""
+        """What identifies the message. Without thinking, which clients need not send back."""
         return (self.role, self.text.strip(), tuple((c.name, c.arguments) for c in self.calls))
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
-    """The JSON text of an object in one spelling; other text stays as it is."""
+    """JSON text of an object in one spelling; other text unchanged."""
     if isinstance(given, str):
         value = _object(given)
         if value is None:

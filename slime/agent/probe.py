@@ -1,14 +1,14 @@
-"""Whether a model's chat template allows token in, token out: shown on conversations, one for each thing agents do.
+"""Whether a model's chat template allows token in, token out, tested on one conversation for each thing that agents do.
 
-Of each conversation the template writes prompts and answers, turn by turn; between them stand the suffixes of
-`ConversationTemplate`. Joined, that has to be what the template writes for the whole conversation. A feature that fails
-costs a fork at each turn which uses it; a template that fails at plain turns is refused. Tools are refused where the
-template does not write them, and where nobody reads the calls that it writes (`tools_problem`).
+A conversation is played turn by turn: the template writes prompts and answers, and `ConversationTemplate` the suffixes
+between them. Joined, they must equal what the template writes for the whole conversation. A feature that fails costs a
+fork at each turn that uses it. A template that fails at plain turns is refused. Tools are refused if the template does
+not write them, or writes calls that nothing reads (`tools_problem`).
 
 Invariants
-1. What is compared are token ids; the counter-example shows the texts from where they part.
-2. Thinking alone may differ: a template drops that of earlier turns, the session's tokens keep it.
-3. Calls have ids of the form that the model's family gives them.
+1. Token ids are compared; the counter-example shows the texts from the first difference on.
+2. Only thinking may differ: templates drop that of earlier turns, the session's tokens keep it.
+3. Ids of calls have the form of the model's family.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slime.data.chat import ChatRenderer, Rendered
 
 PLAIN = "plain turns"
 SHOWN = 120
-"""Characters of a counter-example."""
+"""Characters shown of a counter-example."""
 
 
 class State(str, Enum):
-    """What becomes of a feature."""
+    """The result for a feature."""
 
     EXACT = "exact"
     THINKING = "differs only in thinking"
@@ -42,12 +42,10 @@ class State(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one feature."""
-
     feature: str
     state: State
     detail: str = ""
-    """Why not: the template's complaint, or where the texts part."""
+    """The template's complaint, or where the texts differ."""
 
     @property
     def works(self) -> bool:
@@ -57,31 +55,31 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Of a chat template with a tokenizer's end ids."""
+    """Results for a chat template and a tokenizer's end ids."""
 
     outcomes: tuple[Outcome, ...]
     endings: tuple[tuple[str, str], ...] = ()
     """(role of the next message, the token with which the template ends an answer before it)."""
     wrong_ends: str = ""
-    """What the template writes behind an answer, if that is not one of the end ids."""
+    """What the template writes behind an answer, if it is not an end id."""
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """The features that a session would have to fork for, or that the template refuses."""
+        """Features that cost a session a fork, or that the template refuses."""
         return tuple(outcome.feature for outcome in self.outcomes if not outcome.works)
 
     def require_plain_turns(self) -> None:
-        """Raises `DataError` with the counter-example if not even plain turns work."""
+        """Raises `DataError` with the counter-example if even plain turns fail."""
         plain = next(outcome for outcome in self.outcomes if outcome.feature == PLAIN)
         if self.wrong_ends or not (plain.works or plain.state is State.BRANCHES):
             raise DataError(
-                f"got a chat template that does not append turns, because {self.wrong_ends or plain.detail}; give "
-                "another as --chat-template FILE, or the end ids in the checkpoint's generation_config.json"
+                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; give another as "
+                "--chat-template FILE, or the end ids in the checkpoint's generation_config.json"
             )
 
 
 def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = None) -> ProbeReport:
-    """Plays every conversation. `tool_format`: how the model writes calls; None: as the chat template does.
+    """Plays every conversation. `tool_format`: how the model writes calls; None: taken from the chat template.
 
     Raises `DataError` without an end id.
     """
@@ -93,9 +91,9 @@ def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = 
 
 
 def tools_problem(template: ConversationTemplate, tool_format: str | None = None) -> str:
-    """Why no agent with tools can be trained behind this chat template; empty if it can.
+    """Why agents with tools cannot be trained with this chat template; empty if they can.
 
-    `tool_format`: how the model writes calls; None: as the chat template does.
+    `tool_format`: how the model writes calls; None: taken from the chat template.
     """
     if not template.writes_tools:
         return NO_TOOLS
@@ -108,19 +106,16 @@ def tools_problem(template: ConversationTemplate, tool_format: str | None = None
     try:
         turn = _written(template, calls, conversation, 1, [LOOK_UP])
     except DataError:
-        return ""  # the template refuses calls by itself, or moves them
+        return ""  # the template refuses or moves calls
     reader = calls.reader([LOOK_UP], turn.prompt)
     got = reader.all(turn.said + (turn.end if turn.end in reader.ends else ""))
     if not calls.marks or got.calls == ((one.name, one.arguments),):
         return ""
     return (
-        f"got tools, and the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format "
-        f"{calls.name} does not read; name the right one as --agent-tool-format, or give another template as "
-        "--chat-template FILE"
+        f"the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format {calls.name} does not "
+        "read; name the right one as --agent-tool-format, or give another template as --chat-template FILE"
     )
 
-
-# ---- conversations ---------------------------------------------------------------------------------------------------
 
 Conversation = tuple[str, list[Message], list[Any]]
 
@@ -135,7 +130,7 @@ LOOK_UP = {
 
 
 def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
-    """(feature, conversation, tools). The last messages are never an assistant's: a suffix stands before each turn."""
+    """(feature, conversation, tools). No conversation ends with an assistant, because suffixes come before turns."""
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
     one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
@@ -186,16 +181,13 @@ def _result(call: ToolCall, text: str) -> Message:
     return Message("tool", text, call_id=call.id, name=call.name)
 
 
-# ---- what becomes of them --------------------------------------------------------------------------------------------
-
-
 def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
-    """Behind a plain answer an end token has to stand at once."""
+    """Why an answer is not followed by an end token at once; empty if it is."""
     messages = [_user("What is red?"), _said("A colour."), _user("And blue?")]
     try:
         text = chat.render([m.for_template() for m in messages]).marked
     except DataError:
-        return ""  # the plain turns have the complaint
+        return ""  # `require_plain_turns` reports it
     at = text.find("A colour.")
     behind = text[at + len("A colour.") :]
     ends = {chat.decode([i]): i for i in sorted(template.end_ids)}
@@ -204,12 +196,12 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
     given = ", ".join(f"{end!r} (id {i})" for end, i in ends.items())
     does = next((c for c in sorted(chat.control, key=len, reverse=True) if behind.startswith(c)), None)
     if does is None:
-        return f"behind an answer it writes {behind[:40]!r}, and of the end ids given, {given}, none stands there"
-    return f"it ends a turn with {does!r} (id {chat.encode(Rendered(does))[0]}), and the end ids given are {given}"
+        return f"behind an answer it writes {behind[:40]!r}, which is none of the given end ids {given}"
+    return f"it ends a turn with {does!r} (id {chat.encode(Rendered(does))[0]}), but the given end ids are {given}"
 
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
-    """The end token directly behind an answer that ends the conversation; gpt-oss' is another one behind the last."""
+    """The end token of a last answer, directly behind it; gpt-oss uses another one there."""
     with contextlib.suppress(DataError):
         text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
         first = template.first_end(text.rpartition(messages[-1].text)[2])
@@ -218,7 +210,7 @@ def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> s
 
 
 def _endings(template: ConversationTemplate, calls: ToolFormat) -> Iterator[tuple[str, str]]:
-    """See `ProbeReport.endings`."""
+    """For `ProbeReport.endings`."""
     one = _called(calls, 0, "red")
     said, tools = [_user("What is red?"), _said("A colour.")], [LOOK_UP] if template.writes_tools else []
     for new, before in ((_user("And blue?"), said), (_system("Be brief."), said), (_result(one, "red"), None)):
@@ -255,9 +247,9 @@ def _outcome(
 def _played(
     template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], tools: Sequence[Any]
 ) -> tuple[list[int], int]:
-    """The tokens of a session in which the model answers as the template writes it; how often it branches for an end.
+    """(tokens of a session in which the model answers as the template writes, number of branches for an end token).
 
-    Where the prompt has begun the thinking, the model ends it.
+    If the prompt has begun thinking, the model ends it.
     """
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = list(template.prompt(messages[: turns[0]], tools).ids)
@@ -266,7 +258,7 @@ def _played(
         turn = _written(template, calls, messages[:until], i, tools)
         said, last = template.chat.encode(Rendered(turn.said)), template.chat.encode(Rendered(turn.end))
         between = messages[: i + 1], messages[i + 1 : until], tools
-        if not last:  # the next header ends it, where the model has that as an end token
+        if not last:  # the next header ends it, if the model has that as an end token
             own = template.suffix(*between, last_id=None).ids[:1]
             last = list(own) if template.end_ids.issuperset(own) else [min(template.end_ids)]
         suffix = template.suffix(*between, last_id=last[0])
@@ -277,24 +269,24 @@ def _played(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """As a template writes it."""
+    """A turn as the template writes it."""
 
     prompt: str
     said: str
     end: str
-    """The token that ends it as the last one; empty if the template writes none there."""
+    """The token that ends it as the last turn; empty if the template writes none."""
 
 
 def _written(
     template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], turn: int, tools: Sequence[Any]
 ) -> _Turn:
-    """A turn as the template writes it. Raises `NotAppended` if it does not begin where its prompt ends."""
+    """Raises `NotAppended` if the turn does not begin where its prompt ends."""
     chat, named = template.chat, list(tools) or None
     shown = [m.for_template() for m in messages]
     prompt = chat.render(shown[:turn], tools=named).marked
     opened = _open_thinking(prompt)
     start = prompt.removesuffix(opened)
-    # Thinking stands in the last turn only.
+    # Templates write thinking in the last turn only.
     alone = chat.render(shown[: turn + 1], tools=named, add_generation_prompt=False).marked
     whole = chat.render(shown, tools=named).marked
     bare = calls.thought.sub("", start), calls.thought.sub("", alone)  # this turn may end the thinking of earlier ones
@@ -309,24 +301,24 @@ def _written(
     said = text[len(start) : at].removeprefix(opened)
     lost = [part for part in (messages[turn].text, *(c.name for c in messages[turn].calls)) if part not in said]
     if lost:
-        raise NotAppended(f"the chat template leaves {lost[0]!r} of an answer out: {said[:SHOWN]!r}")
+        raise NotAppended(f"the chat template omits {lost[0]!r} of an answer: {said[:SHOWN]!r}")
     if opened and CLOSE not in said and CLOSE not in opened:
         said = f"\n{CLOSE}\n\n{said}"
     return _Turn(prompt, said, end)
 
 
 def _open_thinking(prompt: str) -> str:
-    """The end of a prompt that begins the thinking, or does it all."""
+    """The end of a prompt that begins the thinking or contains all of it; else empty."""
     at = prompt.rfind(OPEN)
     thought = prompt[at:] if at >= 0 else ""
     return thought if not thought.removeprefix(OPEN).replace(CLOSE, "").strip() else ""
 
 
 def _parting(ours: str, theirs: str) -> str:
-    """Where two texts part, with a little of what is before."""
+    """Where two texts differ, with some context."""
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(0, same - 20)
     a, b = ours[start : start + SHOWN], theirs[start : start + SHOWN]
     if a == b:
-        return f"the same text becomes other tokens: {ours[-SHOWN:]!r}"
+        return f"the same text gives other tokens: {ours[-SHOWN:]!r}"
     return f"a session has {a!r} where the template writes {b!r}"

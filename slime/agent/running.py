@@ -1,17 +1,17 @@
-"""The adapter of a run: one server per rollout process, in front of the run's own engines, for all its executions.
+"""The adapter of a run: one server per rollout process, in front of the run's engines, for all executions.
 
     async def generate(args, sample, sampling_params):                 # --custom-generate-function-path
         async with execution(sampling_params) as agent:
             ...                                                        # talk to agent.url with agent.key
             return agent.samples(sample)
 
-Consumes: the context of the rollout, and `--agent-*`. Produces: an adapter that listens, from the first execution on.
-Waits for nothing. Ends with the client of the engines that it stands in front of.
+Consumes: the context of the rollout, and `--agent-*`. Produces: an adapter that listens from the first execution on,
+until the client of its engines closes.
 
 Invariants
-1. An execution that ends without `samples`, by whatever, leaves no session and no request.
+1. An execution that ends without `samples`, for any reason, leaves no session and no request behind.
 2. A chat template that does not append turns is refused before the first request.
-3. Where the model's calls would be read by nobody, an agent's first request with tools ends the run.
+3. If nothing could read the model's calls, an agent's first request with tools ends the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slime.rollout.context import current
 logger = logging.getLogger(__name__)
 
 _ADAPTERS: dict[EngineClient, asyncio.Task[tuple[AgentAdapter, str]]] = {}
-"""Of each open client its adapter, and where agents find it."""
+"""For each open client its adapter, and the URL for agents."""
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class Execution:
     """One run of an agent."""
 
     url: str
-    """Where the agent finds its model; without a path. OpenAI's SDK wants `/v1` behind it."""
+    """The agent's base URL, without a path; OpenAI's SDK wants `/v1` behind it."""
     key: str
-    """Its API key."""
+    """The agent's API key."""
     adapter: AgentAdapter = field(repr=False)
     finished: bool = False
 
@@ -56,9 +56,9 @@ class Execution:
         reward: float | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends the execution: its samples. `reward`: of all of it; None leaves that to a grader.
+        """Ends the execution. `reward`: for all samples; None leaves it to a grader.
 
-        Without an answer that can be trained: `base`, FAILED.
+        Returns `base` as FAILED if no answer can be trained.
         """
         self.finished = True
         made = self.adapter.finish_session(self.key, base, reward, metadata)
@@ -78,15 +78,15 @@ async def execution(
     max_turns: int | None = None,
     time_limit_s: float | None = None,
 ) -> AsyncIterator[Execution]:
-    """A session of the run's adapter, for the block. `sampling_params`: those that the generate function was given.
+    """A session of the run's adapter for the block. `sampling_params`: as the generate function got them.
 
-    Limits of this execution: tokens of a conversation (in place of `--rollout-max-context-len`), answers
-    (`--agent-max-turns`) and seconds (`--agent-time-limit-s`); what it may sample in all is the run's to say
-    (`--rollout-max-total-response-len`).
+    Limits of this execution: tokens of a conversation (instead of `--rollout-max-context-len`), answers (instead of
+    `--agent-max-turns`) and seconds (instead of `--agent-time-limit-s`). The run's `--rollout-max-total-response-len`
+    limits all that it samples.
 
-    Raises `ConfigError`, which ends the run, where its checkpoint has no tokenizer or a chat template that does not
-    append turns; and at the end of the block, whatever that raised, if an agent gave tools to a model whose calls
-    nobody could read.
+    Raises `ConfigError`, which ends the run, if the checkpoint has no tokenizer or its chat template does not append
+    turns; and at the end of the block, instead of any other error, if an agent gave tools to a model whose calls
+    nothing can read.
     """
     args = current().args
     adapter, url = await _adapter()
@@ -111,7 +111,7 @@ async def execution(
 
 
 async def _adapter() -> tuple[AgentAdapter, str]:
-    """Started with the first execution; those that come meanwhile wait for it."""
+    """The first execution starts it; others wait for that."""
     client = current().engine()
     if client not in _ADAPTERS:
         _ADAPTERS[client] = asyncio.create_task(_started(client))
@@ -126,13 +126,13 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     context = current()
     args, tokenizer = context.args, context.tokenizer
     if tokenizer is None:
-        raise ConfigError("got an agent without a tokenizer, which its conversations need; give --hf-checkpoint")
+        raise ConfigError("an agent's conversations need a tokenizer; give --hf-checkpoint")
     chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
     ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
     try:
         report = probe(chat, ends, args.agent_tool_format)
         report.require_plain_turns()
-    except DataError as error:  # no other try mends it
+    except DataError as error:  # trying again cannot help
         raise ConfigError(str(error)) from error
     if report.failing:
         logger.warning("with this chat template a conversation forks at: %s", ", ".join(report.failing))
@@ -148,7 +148,7 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
         listens = await adapter.start(args.agent_host, args.agent_port)
     except OSError as error:
         raise ConfigError(
-            f"got --agent-host {args.agent_host} --agent-port {args.agent_port}, where no server can listen: {error}"
+            f"--agent-host {args.agent_host} --agent-port {args.agent_port}: no server can listen there ({error})"
         ) from error
     client.at_close(lambda: _ended(client, adapter))
     return adapter, args.agent_url or listens

@@ -1,21 +1,26 @@
-"""`Session`: the conversations of one execution of an agent, as a tree of branches, and the samples that come of it.
+"""`Session`: the conversations of one execution of an agent as a tree of branches, and the samples made from it.
 
-An agent sends its whole history with each request. What of it this session has seen is found by comparing messages;
-what is new is appended to the tokens that there are. A history that says something else than before begins a new
-branch, counted by reason:
+An agent sends its whole history with each request. The session compares messages to find what it has seen, and appends
+the new ones to the existing tokens. A history that contradicts what was there begins a new branch, counted by reason:
 
-    retry        the same request again: the answer before stays where it is
-    edited       the history goes another way behind a turn that is still in it
-    thinking     the agent sends an answer back without the thinking that it was given
+    retry        the same request again; the earlier answer stays where it is
+    edited       the history takes another way behind a turn that it still contains
+    thinking     the agent sends an answer back without the thinking that it got
     foreign      an assistant's message that this session did not sample
     tools        another list of tools
-    compaction   the same beginning, and what was sampled is no longer in it
+    compaction   the same beginning, but sampled turns are gone
     sub-agent    another beginning
-    template     the chat template would write what was there otherwise (`NotAppended`)
+    template     the chat template does not append the new messages (`NotAppended`)
+    ending       the model ended its turn with another token than the template
 
-Consumes: requests, and the answers of engines. Produces: prompts, then samples. Waits for nothing.
+Consumes: requests, and answers of engines. Produces: prompts, then samples. Waits for nothing.
 
-Invariant: a sampled token is trained once, in the branch where it was sampled.
+Invariants
+1. A sampled token is trained once, in the branch where it was sampled.
+2. A token with origin SAMPLED has the log-prob and weight version that it was sampled with; no other token has one.
+3. An engine reads exactly the branch's tokens before a turn; what it samples is appended to them.
+4. The first `num_shared` tokens of a branch, with its first `num_shared_turns` turns, belong to the branch that it
+   left, and are trained there.
 """
 
 from __future__ import annotations
@@ -33,41 +38,32 @@ from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, TURN_COUNTS, Sample, Status
 from slime.rollout.client.call import Generation
 
-# `Branch`: one line of a session's conversation as token ids, to which things are only ever added.
-#
-# Invariants
-# 1. A token with origin SAMPLED has the log-prob and the weight version that it was sampled with; no other has one.
-# 2. What an engine reads for a turn are exactly the tokens that stand here before it; what it samples comes behind
-#    them.
-# 3. The first `num_shared` tokens, in the first `num_shared_turns` turns and around them, are those of the branch that
-#    this one left, and are trained there.
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One answer of the model."""
 
     start: int
-    """Of its first sampled token in the branch."""
+    """Position of its first sampled token in the branch."""
     end: int
     num_messages: int
-    """Of the conversation, this answer included."""
+    """Length of the conversation including this answer."""
     finish: str
     """stop | length | abort"""
     ill_formed: bool = False
     """It tried a call that cannot be read."""
     trained: bool = True
-    """It was sampled as the run samples."""
+    """It was sampled with the run's parameters."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """Tokens, and the messages that they say."""
+    """Tokens, and the messages that they encode. Only ever extended."""
 
     why: str
-    """Why it was begun: `first`, or the reason of the fork."""
+    """Why it began: `first`, or the reason of the fork."""
     tools: str = ""
-    """The tools that its prompt names, as JSON: another list is another prompt."""
+    """JSON of the tools in its prompt; another list is another prompt."""
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     """[T]"""
@@ -76,7 +72,7 @@ class Branch:
     versions: list[int] = field(default_factory=list)
     """[T] `NOT_SAMPLED` where not sampled."""
     experts: RoutedExperts | None = None
-    """Of the tokens from the first on."""
+    """From the first token on."""
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_shared: int = 0
@@ -84,10 +80,10 @@ class Branch:
     parent: int | None = None
     """Number of the branch that it left; None if it shares no token."""
     busy: bool = False
-    """A turn is being sampled."""
+    """Whether a turn is being sampled."""
 
     def add_context(self, tokens: Tokens) -> None:
-        """What the template, a tool or a person says."""
+        """Appends tokens of the template, a tool or a person."""
         num = len(tokens.ids)
         self.tokens += tokens.ids
         self.origins += tokens.origins
@@ -103,7 +99,7 @@ class Branch:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """What was sampled behind the tokens that there are. `new`: the messages that the turn answers."""
+        """Appends a sampled turn. `new`: the messages that it answers."""
         start, num = len(self.tokens), len(generation.tokens)
         version = generation.weight_version
         self.tokens += generation.tokens
@@ -116,11 +112,11 @@ class Branch:
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
 
     def own_turns(self) -> list[Turn]:
-        """Those that were sampled in this branch, not in the one that it left."""
+        """Turns sampled in this branch, not in the one that it left."""
         return self.turns[self.num_shared_turns :]
 
     def trained_turns(self) -> list[Turn]:
-        """Those of them with tokens, which were sampled as the run samples."""
+        """Own turns that have tokens and were sampled with the run's parameters."""
         return [turn for turn in self.own_turns() if turn.trained and turn.start < turn.end]
 
     def loss_mask(self) -> list[int]:
@@ -131,13 +127,11 @@ class Branch:
         return mask
 
     def last_of(self, turn: Turn) -> int | None:
-        """The token that was sampled last in a turn; None if none was."""
+        """The last sampled token of a turn; None without one."""
         return self.tokens[turn.end - 1] if turn.start < turn.end else None
 
     def upto(self, turn: Turn, *, why: str, number: int, without_end: bool = False) -> Branch:
-        """A branch that leaves this one, which has `number`, behind a turn; before the last token of that, if
-        `without_end`.
-        """
+        """A branch that leaves this one, which has `number`, behind a turn; `without_end` leaves out its last token."""
         end = turn.end - without_end
         turns = self.turns[: self.turns.index(turn)]
         return Branch(
@@ -156,7 +150,7 @@ class Branch:
         )
 
     def spans(self) -> list[tuple[int, int, str]]:
-        """(start, end, origin) of runs of tokens of one origin."""
+        """(start, end, origin) of runs of tokens with one origin."""
         out: list[tuple[int, int, str]] = []
         for i, origin in enumerate(self.origins):
             if out and out[-1][2] == origin.value:
@@ -171,24 +165,24 @@ FIRST = "first"
 
 @dataclass(slots=True)
 class Opened:
-    """A turn that may be sampled: the prompt is the tokens of its branch."""
+    """A turn ready to be sampled. The prompt is the tokens of its branch."""
 
     branch: Branch
     new: list[Message]
-    """The messages that it answers, in no branch yet."""
+    """The messages that it answers; not in the branch yet."""
 
 
 class Session:
-    """One execution of an agent. Use on one event loop."""
+    """One execution of an agent. For use on one event loop."""
 
     def __init__(self, template: ConversationTemplate) -> None:
         self.branches: list[Branch] = []
         self.forks: Counter[str] = Counter()
-        """Branches by reason, the first one left out."""
+        """Branches by reason, except the first."""
         self.aborted = False
-        """The run ended a turn: what there is of the execution is not its end."""
+        """The run ended a turn, so the execution is incomplete."""
         self.hit_limit = False
-        """A limit ended the execution, not the agent: the branch that spoke last is truncated."""
+        """A limit ended the execution, not the agent, so the branch that spoke last is truncated."""
         self._last: Branch | None = None
         """The branch that spoke last."""
         self._template = template
@@ -196,9 +190,9 @@ class Session:
     # ---- turns -----------------------------------------------------------------------------------------------------
 
     def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
-        """Finds or begins the branch of a request, and appends what is new. The branch is busy until the turn ends.
+        """Finds or begins the branch of a request and appends the new messages. It is busy until the turn ends.
 
-        `thinks`: the wire format carries thinking, so thinking that is missing was left out. Raises `DataError` if the
+        `thinks`: the wire format carries thinking, so the agent dropped any that is missing. Raises `DataError` if the
         chat template refuses the messages.
         """
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
@@ -221,13 +215,13 @@ class Session:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """What the model said. `trained`: it was sampled as the run samples."""
+        """Adds the model's answer. `trained`: it was sampled with the run's parameters."""
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
         opened.branch.busy = False
         self._last = opened.branch
 
     def drop_turn(self, opened: Opened) -> None:
-        """Nobody heard the answer: the branch ends with the turn before."""
+        """Removes a turn whose answer nobody got; the branch ends with the turn before."""
         branch = opened.branch
         branch.busy = False
         end = branch.turns[-1].end if branch.turns else 0
@@ -252,7 +246,7 @@ class Session:
     def _where(
         self, messages: Sequence[Message], tools: str, thinks: bool
     ) -> tuple[Branch | None, int, Turn | None, str]:
-        """(branch, its number, the turn behind which the request goes on, the reason of a fork or "")."""
+        """(branch, its number, the turn that the request continues, the reason of a fork or "")."""
         best: tuple[int, int, Branch, Turn, int] | None = None
         seen = 0
         dropped = False
@@ -265,7 +259,7 @@ class Session:
             turn = next((t for t in reversed(branch.turns) if t.num_messages <= same), None)
             if turn is None or any(m.role == "assistant" for m in messages[turn.num_messages :]):
                 continue
-            if len(messages) == turn.num_messages:  # nothing new: the history ends with the answer
+            if len(messages) == turn.num_messages:  # no new message
                 continue
             goes_on = turn is branch.turns[-1] and not branch.busy
             rank = (turn.num_messages, int(goes_on))
@@ -282,7 +276,7 @@ class Session:
         return None, 0, None, self._reason(messages, tools, seen, dropped)
 
     def _reason(self, messages: Sequence[Message], tools: str, seen: int, dropped: bool) -> str:
-        """Of a branch that shares no token."""
+        """Why a new branch shares no token."""
         if dropped:
             return "thinking"
         if not seen:
@@ -299,7 +293,7 @@ class Session:
     def _behind(
         self, branch: Branch, number: int, turn: Turn, why: str, messages: Sequence[Message], tools: Sequence[Any]
     ) -> Opened | None:
-        """The request behind a turn; None if the template does not append it."""
+        """Continues a turn; None if the template does not append the new messages."""
         new = list(messages[turn.num_messages :])
         try:
             suffix = self._template.suffix(
@@ -335,10 +329,10 @@ class Session:
         decode: Callable[[Sequence[int]], str] | None = None,
         reward: float | Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """One for each branch with tokens of its own to train; siblings of one execution, like `base`. If the run ended
-        a turn, `base` as ABORTED: an agent cannot go on where it was, so it starts over.
+        """One for each branch with tokens of its own to train, as siblings of one execution. If the run ended a turn:
+        only `base` as ABORTED, because an agent cannot continue and starts over.
 
-        `decode`: ids to text, for people and graders. `reward`: of the execution; None leaves that to a grader.
+        `decode`: ids to text, for people and graders. `reward`: for all samples; None leaves it to a grader.
         """
         if self.aborted:
             stopped = base.copy()
@@ -356,7 +350,7 @@ class Session:
 
     @staticmethod
     def _book_counts(base: Sample, first: Sample) -> None:
-        """What a generate function counted in `base` goes with one sample; no other session of `base` repeats it."""
+        """Moves what a generate function counted in `base` to one sample, so that it counts once."""
         counts = base.metadata.pop(TURN_COUNTS, None)
         if isinstance(counts, dict):
             first.metadata[TURN_COUNTS] = {**counts, **first.metadata[TURN_COUNTS]}
@@ -384,7 +378,7 @@ class Session:
 
 
 def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:
-    """(messages in which the histories agree, whether they differ then in thinking that was left out)."""
+    """(number of messages in which the histories agree, whether the next one differs only by dropped thinking)."""
     for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
         if ours.key != theirs.key:
             return i, False

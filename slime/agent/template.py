@@ -1,20 +1,20 @@
-"""A conversation as token ids: the first prompt, and what stands between a sampled turn and the next one.
+"""A conversation as token ids: the first prompt, and what comes between a sampled turn and the next one.
 
-A chat template writes text, and text that a model wrote, encoded again, need not be the ids that it sampled; templates
-also drop thinking, trim and reorder. So of an assistant's message nothing is ever encoded. Between two sampled turns
-the template is asked for the whole conversation with a word in place of each answer; what it writes behind the last
-one, from the token that ends that turn on, is the suffix. The next prompt is the tokens that there are, and the suffix.
+A chat template writes text. A model's text, encoded again, need not give the ids that it sampled, and templates drop
+thinking, trim and reorder. So an assistant's message is never encoded. For what follows a sampled turn, the template
+writes the whole conversation with a placeholder for each answer; the suffix is its text behind the last placeholder,
+from the token that ends that turn on. The next prompt is the existing tokens plus the suffix.
 
-Which token ends a turn depends on what follows it: GLM's templates write nothing there but the header of the next
-message, gpt-oss' another token than behind the last answer. A model may end its turn with any of its end tokens, so the
-two need not agree. Then the suffix goes behind the tokens before the model's, which is left behind (`Suffix`).
+The token that ends a turn depends on what follows it: GLM's templates write only the header of the next message there,
+and gpt-oss ends its last turn with another token. A model may sample any of its end tokens, so the two may differ. Then
+the suffix follows the tokens before the model's end token, which is left out of the prompt (`Suffix`).
 
 Invariants
-1. A suffix begins at a control token, where every tokenizer splits: suffix and tokens before it, encoded apart, are
-   what they would be together.
-2. Control tokens in messages are spelled out (`ChatRenderer`); those of a suffix are the template's own.
-3. Every message of a suffix stands in it, in order. What a template moves or leaves out is a `NotAppended`.
-4. Tokens and suffix, joined, hold what the template writes from the end of the turn on, and no end token beside it.
+1. A suffix begins at a control token, where every tokenizer splits: encoding it apart gives the same ids as encoding
+   both together.
+2. Control tokens in messages are spelled out (`ChatRenderer`); those in a suffix come from the template.
+3. A suffix has every new message, in order. If a template moves or omits one: `NotAppended`.
+4. Tokens plus suffix are what the template writes from the end of the turn on, without any other end token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Rendered
 
 NO_TOOLS = (
-    "got tools, which the chat template does not write, so the model could not know of them; give one that does as "
+    "the chat template does not write tools, so the model could not know of them; give one that does as "
     "--chat-template FILE"
 )
 
@@ -44,13 +44,11 @@ class Origin(str, Enum):
     USER = "user"
     TOOL = "tool"
     ASSISTANT = "assistant"
-    """Text of an assistant that this session's model did not sample: an example, a summary."""
+    """Text of an assistant that this session's model did not sample, such as an example or a summary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids with the origin of each."""
-
     ids: tuple[int, ...]
     origins: tuple[Origin, ...]
 
@@ -60,33 +58,33 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Suffix(Tokens):
-    """What follows a sampled turn."""
+    """The tokens behind a sampled turn."""
 
     other_end: bool = False
-    """The model ended the turn with another token than the template does before these messages. The suffix has the
-    template's, and follows the sampled tokens without that last one."""
+    """The model ended the turn with another token than the template. The suffix has the template's, and follows the
+    sampled tokens without their last one."""
 
 
 class NotAppended(DataError):
-    """The template writes the conversation otherwise than as what was there and something behind it."""
+    """The template does not write the conversation as its earlier text plus new text."""
 
 
 class ConversationTemplate:
-    """One model's chat template, as an agent's conversation needs it."""
+    """A model's chat template, applied to an agent's conversation."""
 
     def __init__(self, chat: ChatRenderer, end_ids: Sequence[int]) -> None:
-        """`end_ids`: tokens that end a turn, all of them; in some families that is the header of the next one.
+        """`end_ids`: all tokens that end a turn; in some families that is the header of the next message.
 
         Raises `DataError` without one.
         """
         if not end_ids:
-            raise DataError("got no token that ends a turn; the checkpoint's generation_config.json names none")
+            raise DataError("no token ends a turn; name it in the checkpoint's generation_config.json")
         self.chat, self.end_ids = chat, frozenset(end_ids)
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether a prompt says which tools there are. Some templates, DeepSeek-V3's among them, do not."""
+        """Whether a prompt lists the tools. Templates such as DeepSeek-V3's do not."""
         tool = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
         asked = [{"role": "user", "content": "?"}]
         try:
@@ -95,9 +93,9 @@ class ConversationTemplate:
             return False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Tokens:
-        """The whole conversation, up to where the model goes on.
+        """The whole conversation, up to the model's turn.
 
-        Raises `DataError` with the template's complaint, or for tools that it does not write.
+        Raises `DataError` with the template's complaint, or for tools that the template does not write.
         """
         if tools and not self.writes_tools:
             raise DataError(NO_TOOLS)
@@ -107,10 +105,10 @@ class ConversationTemplate:
     def suffix(
         self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = (), *, last_id: int | None
     ) -> Suffix:
-        """What follows the sampled tokens, up to where the model goes on.
+        """The tokens behind a sampled turn, up to the model's next turn.
 
         `before` ends with the sampled turn; `new` are the messages behind it. `last_id`: the token sampled last, None
-        if nothing was. Raises `NotAppended`.
+        without one. Raises `NotAppended`.
         """
         assert before and before[-1].role == "assistant", "a suffix follows a sampled turn"
         assert all(m.role != "assistant" for m in new), "an assistant's message would be encoded"
@@ -119,20 +117,20 @@ class ConversationTemplate:
         end = self.chat.decode(tokens.ids[:1])
         if not end or not rendered.marked.startswith(end) or not self.chat.control_ids.issuperset(tokens.ids[:1]):
             raise NotAppended(
-                f"the chat template writes {rendered.marked[:40]!r} behind an assistant's turn, which begins with no "
-                "control token of the tokenizer, so nothing says where the turn ends"
+                f"the chat template writes {rendered.marked[:40]!r} behind an assistant's turn, which does not begin "
+                "with a control token of the tokenizer, so the end of the turn is unknown"
             )
         if last_id == tokens.ids[0]:
             return Suffix(tokens.ids[1:], tokens.origins[1:])
         return Suffix(tokens.ids, tokens.origins, other_end=last_id in self.end_ids)
 
     def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """(place, token) of the first end token in a text from there on."""
+        """(position, token) of the first end token at or behind `start`."""
         found = [(text.find(token, start), token) for token in self._ends]
         return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """What the template writes from the end of the last answer on."""
+        """The template's text from the end of the last answer on."""
         words = "".join(m.text for m in new)
         word = "turn"
         while word in words:
@@ -144,19 +142,19 @@ class ConversationTemplate:
             messages = [m.for_template() for m in (*stand, *new)]
             try:
                 rendered = self.chat.render(messages, tools=list(tools) or None, add_generation_prompt=True)
-            except DataError as error:  # some refuse calls, or several of them
+            except DataError as error:  # some templates refuse calls, or several at once
                 complaint = complaint or error
                 continue
             at = rendered.marked.rfind(mark)
             if at >= 0:
                 behind = rendered.part(at + len(mark))
                 return behind.part(self._num_in_turn(behind.marked, messages, len(before), tools, mark))
-        raise NotAppended(f"the chat template leaves the text of an assistant's turn out ({complaint})")
+        raise NotAppended(f"the chat template omits the text of an assistant's turn ({complaint})")
 
     def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
-        """Characters behind the word of a turn that belong to it still: its calls.
+        """Characters behind a turn's placeholder that still belong to the turn: its calls.
 
-        The turn as the last one of a conversation tells: whatever its own end is, before it stand the same characters.
+        Found by rendering the turn as the last of a conversation: the characters before its end are the same there.
         """
         first = self.first_end(behind)
         if first is not None and not first[0]:
@@ -174,12 +172,12 @@ class ConversationTemplate:
 
     @staticmethod
     def _stand(message: Message, word: str, with_calls: bool) -> Message:
-        """A message of the past: only its place matters, and a template that counts or pairs calls must find them."""
+        """A placeholder for a past message. Keeps its calls for templates that count or pair them."""
         kept = message.calls if with_calls else ()
         return replace(message, text=word, reasoning=None, calls=kept)
 
     def _tokens(self, rendered: Rendered, messages: Sequence[Message], *, in_order: bool) -> Tokens:
-        """Encodes; says of each token whose text it is. Raises `NotAppended` for a message that is not there."""
+        """Encodes, and finds the origin of each token. Raises `NotAppended` for a missing message."""
         spans: list[tuple[int, int, Origin]] = []
         at = 0
         for message in messages:
@@ -189,7 +187,7 @@ class ConversationTemplate:
             found = rendered.marked.find(text, at if in_order else 0)
             if found < 0 and in_order:
                 raise NotAppended(
-                    f"the chat template does not write a {message.role}'s message behind what was there: {text[:80]!r}"
+                    f"the chat template does not append the message of role {message.role}: {text[:80]!r}"
                 )
             if found >= 0:
                 spans.append((found, found + len(text), Origin(message.role)))
@@ -199,7 +197,7 @@ class ConversationTemplate:
 
 
 def _origins(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> list[Origin]:
-    """[T] of tokens that begin at these characters. Spans do not overlap, and are sorted."""
+    """[T] `starts`: the first character of each token. `spans` are sorted and do not overlap."""
     out, i = [], 0
     for start in starts:
         while i < len(spans) and spans[i][1] <= start:

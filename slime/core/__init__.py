@@ -1,5 +1,5 @@
-"""The vocabulary: records that travel between rooms, the ports between them, errors and identifiers.
+"""The vocabulary of all rooms: records that travel between them, ports, errors, and small tools that every room needs.
 
-Imports nothing of ours and nothing heavy (no torch, Ray, Megatron or SGLang), so that the driver, the tests and the
-command line can read it at once.
+Imports nothing else of slime and nothing heavy (no torch, Ray, Megatron or SGLang), so that the driver, the tests and
+the command line can import it at once.
 """

@@ -1,8 +1,8 @@
-"""`TrainBatch`: what the trainer receives, frozen, as arrays with documented shapes.
+"""`TrainBatch`: what the trainer receives.
 
-The driver passes it by reference; every training rank reads the same batch (shared memory on one host) and computes
-the same schedule from it, so no rank can see another split of the data. What most of the bytes are, the routed experts,
-may be elsewhere (`Elsewhere`): a rank fetches those of the samples that it computes.
+The driver passes it by reference. Every training rank reads the same batch (shared memory on one host) and computes the
+same schedule from it, so no rank can see another split of the data. Routed experts, most of the bytes, may stay
+elsewhere (`Elsewhere`): a rank fetches those of the samples that it computes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.sample import NOT_SAMPLED, Sample
 
 
 class Elsewhere(Protocol):
-    """An array that is fetched by who asks for it, with `numpy.asarray`."""
+    """An array that `numpy.asarray` fetches."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -31,7 +31,7 @@ class Elsewhere(Protocol):
     def nbytes(self) -> int: ...
     @property
     def digests(self) -> npt.NDArray[np.uint64] | None:
-        """[rows] `slime.core.routed_experts.digests_of` it, for who compares arrays without fetching them."""
+        """[rows] `slime.core.routed_experts.digests_of`, to compare arrays without fetching them."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
 
@@ -43,13 +43,13 @@ class TrainSample:
     tokens: npt.NDArray[np.int32]
     """[T]"""
     loss_mask: npt.NDArray[np.float32]
-    """[R] 1.0 where trained: the one mask of everything that follows. All zero in an unscored sample."""
+    """[R] 1.0 where trained; all later masks derive from it. All zero in an unscored sample."""
     rollout_log_probs: npt.NDArray[np.float32] | None
     """[R] nats; None for data that no engine sampled (SFT)."""
     token_versions: npt.NDArray[np.int32]
     """[R] weight version per token, `NOT_SAMPLED` elsewhere."""
     reward: float
-    """Raw scalar reward, before any normalisation; NaN for an unscored sample, which trains nothing."""
+    """Before any normalisation; NaN for an unscored sample, which trains nothing."""
     group_index: int
     """Prompt id; advantages are normalised over samples that share it."""
     index: int
@@ -58,19 +58,16 @@ class TrainSample:
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] nats, for on-policy distillation."""
     routed_experts: Ids | Elsewhere | None = None
-    """[at most T - 1, layers, topk] experts that the engine chose for the tokens from the first on, see
-    `slime.core.routed_experts`; None: not recorded."""
+    """[at most T - 1, layers, topk] experts that the engine chose, from the first token on; None: not recorded."""
     images: tuple[str, ...] = ()
-    """Digests of the images of its prompt (`slime.core.files`), in the order of their placeholders."""
+    """Digests of the prompt's images (`slime.core.files`), in the order of their placeholders."""
 
     def __post_init__(self) -> None:
-        """An unscored sample trains nothing, so none of its tokens is a trained one."""
         if not self.is_scored and self.loss_mask.any():
             object.__setattr__(self, "loss_mask", np.zeros_like(self.loss_mask))
 
     @property
     def is_scored(self) -> bool:
-        """Whether it has a reward."""
         return not math.isnan(self.reward)
 
     @property
@@ -83,7 +80,7 @@ class TrainSample:
 
     @classmethod
     def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
-        """Freezes a finished sample. Raises `DataError` without a prompt or a trained token's log-prob."""
+        """Freezes a finished sample. Raises `DataError` without a prompt or where a trained token lacks a log-prob."""
         sample.validate()
         num_response = sample.response_length
         if sample.prompt_length < 1 and num_response > 0:
@@ -119,22 +116,21 @@ class TrainSample:
 
 
 def _as(column: Numbers | None, dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
-    """A column as an array of this type."""
     return None if column is None else np.asarray(column, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """All samples of one step, in a canonical order (group_index, index) that no scheduling changes."""
+    """All samples of one step, sorted by (group_index, index), however they are scheduled."""
 
     rollout_id: int
     samples: tuple[TrainSample, ...]
 
     @property
     def executions(self) -> tuple[int, ...]:
-        """[S] number of each sample's execution within the batch, in order of appearance; siblings share it.
+        """[S] the number of each sample's execution, counted in order of appearance; siblings share it.
 
-        An execution is known by group and index: a rollout of the user's may count from 0 in every group.
+        Group and index together identify an execution: a user's rollout may number executions from 0 in every group.
         """
         numbers: dict[tuple[int, int], int] = {}
         return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in self.samples)

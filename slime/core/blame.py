@@ -1,6 +1,4 @@
-"""Whose fault it was: what an error of code that is not slime's comes of, and how a process of the run ended, each in
-one sentence.
-"""
+"""Who caused an error: the user's line in a long trace, and how a process of the run ended, each in one sentence."""
 
 from __future__ import annotations
 
@@ -17,13 +15,11 @@ from slime.core.files import tail_of
 from slime.core.ports import ASK_AGAIN
 from slime.core.text import visible
 
-# What an error of code that is not slime's comes of: the user's own file and line, or a request that was taken back.
-#
-# A user's function runs deep inside a trace of Ray, threads and event loops; the one line that its author wants to see
-# is the last of his own.
+# A user's function runs deep inside a trace of Ray, threads and event loops. Its author wants to see one line: the last
+# one of his own code.
 
 RAISED_AT = ", raised at "
-"""Stands between a reason and its place; what follows it does not belong to the reason's kind."""
+"""Separates a reason from its place; the place does not count when failures are grouped by reason."""
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
@@ -33,7 +29,7 @@ _PACKAGES = ("/site-packages/", "/dist-packages/")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One line of code that was running."""
+    """A line of code that ran."""
 
     file: str
     line: int
@@ -44,42 +40,41 @@ class Place:
 
     @property
     def is_library(self) -> bool:
-        """Python's own code, or that of an installed package."""
+        """Code of Python or of an installed package."""
         return self.file.startswith(("<", *_PYTHON)) or any(part in self.file for part in _PACKAGES)
 
     @property
     def is_ours(self) -> bool:
-        """Code of slime."""
         return self.file.startswith(_OURS)
 
 
 def blamed(places: Iterable[Place]) -> Place | None:
-    """Of frames, outermost first: the last one of the user's, else slime's last one; None without either."""
+    """The last frame of the user's code, else slime's last one; None without either. `places`: outermost first."""
     own = [place for place in places if not place.is_library]
     users = [place for place in own if not place.is_ours]
     return next(reversed(users or own), None)
 
 
 def place_of(error: BaseException) -> Place | None:
-    """Where `error` was raised, as `blamed` says."""
+    """The line to blame for `error`, see `blamed`."""
     frames = traceback.extract_tb(error.__traceback__)
     return blamed(Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
 
 
 def place_in(trace: str) -> Place | None:
-    """The same of a trace as Python prints it; of a chain, of the whole of it."""
+    """`place_of` for a trace as Python prints it, chained errors included."""
     found = (Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
     return blamed(found)
 
 
 def raised_by_user(error: BaseException) -> str:
-    """`, raised at FILE:LINE in FUNCTION` if a user's function raised it; else nothing."""
+    """`, raised at FILE:LINE in FUNCTION` if a user's function raised it; else empty."""
     place = place_of(error)
     return f"{RAISED_AT}{place}" if place is not None and not place.is_ours else ""
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """An error, what it was made of, and what a group of errors holds."""
+    """The error, its causes and contexts, and the members of error groups, each once."""
     found, left = dict[int, BaseException](), [error]
     while left:
         one = left.pop()
@@ -91,9 +86,9 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def asks_again(error: BaseException) -> bool:
-    """Whether it comes of an answer with HTTP 503, which an engine gives where a weight sync ended the request.
+    """Whether an HTTP 503 caused the error: an engine answers so when a weight sync ended the request.
 
-    As aiohttp, httpx, requests and the clients of OpenAI and Anthropic say it; a stream has the text alone.
+    Recognises errors of aiohttp, httpx, requests and the clients of OpenAI and Anthropic; a stream has the text alone.
     """
     return any(_says_503(one) or ASK_AGAIN in str(one) for one in causes(error))
 
@@ -104,27 +99,26 @@ def _says_503(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """`Type: text` of an exception, its first line."""
+    """`Type: text`, with the first line of the text."""
     return first_line(f"{type(error).__name__}: {error}".rstrip(": "), limit)
 
 
 def first_line(text: str, limit: int = 400) -> str:
-    """The first line with something on it, at most `limit` characters."""
+    """The first line that is not blank, at most `limit` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-# How a process of the run ended, in one sentence, wherever that is reported: what it was, on which host, how it ended,
-# and where its log is. A pid would name nobody: the process is gone.
+# The end of a process in one sentence. No pid: the process is gone, so it would identify nobody.
 
 TAIL_BYTES, MOST_LINES = 16_000, 12
-"""Of a log: how much is read, and shown."""
+"""How much of a log is read and shown."""
 CRASHES = ("Fatal Python error:", "terminate called", "Traceback (most recent call last):")
-"""How the last words of a process begin."""
+"""How a crash report begins."""
 
 
 def how_it_ended(status: int | None) -> str:
-    """Of an exit status as `subprocess` gives it, negative for a signal; None if nobody knows."""
+    """`status`: as `subprocess` gives it, negative for a signal; None if unknown."""
     if status is None:
         return "was killed, or it crashed"
     if status >= 0:
@@ -137,20 +131,20 @@ def how_it_ended(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the run as people know it."""
+    """A process of the run, as messages name it."""
 
     name: str
-    """With its rank or number: `training rank 3`."""
+    """For example `training rank 3`."""
     host: str
     log: Path | None = None
-    """It is read where the sentence is formed, so it lies in a folder that all hosts share."""
+    """In a folder that all hosts share, because the reader may be on another host."""
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"
 
     def ended(self, status: int | None, *, during: str = "") -> str:
         """`training rank 3 on node7 was killed by SIGKILL during training step 5; its log is /runs/x/logs/train_3.log`,
-        with the lines of a crash if it wrote any.
+        followed by the crash report in the log, if any.
         """
         said = f"{self} {how_it_ended(status)}" + (f" during {during}" if during else "")
         if self.log is None:
@@ -160,12 +154,12 @@ class Process:
 
 
 def here(name: str, log: Path | None = None) -> Process:
-    """Of this host."""
+    """A process on this host."""
     return Process(name, socket.gethostname(), log)
 
 
 def crash_in(log: Path) -> str:
-    """What Python or C++ wrote last, of a crash; empty if they wrote nothing, as in a process that was killed."""
+    """The last crash report of Python or C++ in a log; empty without one, as after SIGKILL."""
     try:
         lines = tail_of(log, TAIL_BYTES).splitlines()
     except OSError:

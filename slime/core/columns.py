@@ -1,13 +1,13 @@
-"""`Column`: a list of numbers as an array, as narrow as holds equal ones.
+"""`Column`: a list of numbers stored as a compact array.
 
-A Python list of floats takes 32 bytes a number, of token ids 36; an array takes 2 to 8, and a list of few different
-numbers in a row next to nothing. `UnpackedList` lets a field of a record be either: who reads it gets a list, which is
-the field's value from then on, and who knows of columns asks for the array.
+A Python list takes 32 bytes for a float and 36 for a token id; an array takes 2 to 8, and runs of equal numbers take
+next to nothing. With `UnpackedList` a record's field may hold either: reading it gives a list, which is the field's
+value from then on; code that knows columns asks for the array.
 
 Invariants
-1. `Column.of(numbers).tolist() == numbers`, of one type: integers among floats are floats. What no array holds exactly,
-   and booleans, stay a list.
-2. Arrays are not written to after they were made: records, their copies and checkpoints share them.
+1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. Booleans, and numbers that
+   no array holds exactly, stay a list.
+2. Arrays are never written to: records, their copies and checkpoints share them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST = 32
-"""Numbers of the shortest list that is worth an array."""
+"""Shorter lists stay lists."""
 LEAST_RUN = 8
-"""Numbers of a run, in the mean, from which on runs are kept instead of numbers."""
+"""Runs are stored if their mean length is at least this."""
 Numbers = npt.NDArray[Any]
-"""[n], of one of the types below, or of float64."""
+"""[n], of a type in `_INTEGERS`, float32 or float64."""
 _INTEGERS = (np.uint8, np.uint16, np.int32, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """Numbers that do not change."""
+    """Immutable numbers."""
 
     values: Numbers
-    """[n] all of them, or [k] one of each run of equal ones."""
+    """[n] all of them, or [k] one for each run of equal numbers."""
     counts: npt.NDArray[np.int32] | None = None
     """[k] lengths of the runs."""
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """A list as a column; None if no array has equal numbers (NaN, beyond 64 bits, no number), or of booleans."""
+        """None for booleans, and where no array equals the list (NaN, beyond 64 bits, not a number)."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
@@ -54,21 +54,19 @@ class Column:
 
     @property
     def array(self) -> Numbers:
-        """[n] all numbers."""
         return self.values if self.counts is None else np.repeat(self.values, self.counts)
 
     @property
     def distinct(self) -> Numbers:
-        """[at most n] every number that is there, in the order of the list, some of them more than once."""
+        """[at most n] every distinct number, in order of appearance; some may repeat."""
         return self.values
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays."""
         return self.values.nbytes + (0 if self.counts is None else self.counts.nbytes)
 
     def tolist(self) -> list[Any]:
-        """A new list of Python numbers."""
+        """A new list."""
         numbers: list[Any] = self.array.tolist()
         return numbers
 
@@ -77,10 +75,10 @@ class Column:
 
 
 class UnpackedList:
-    """A field that holds a list or a `Column`, over the slot of its class: read as a list, it is one from then on."""
+    """A descriptor over a slot that holds a list or a `Column`. Reading converts a column to a list, for good."""
 
     def __init__(self, slot: Any) -> None:
-        """`slot`: the descriptor that a class with slots has for the field."""
+        """`slot`: the class's own descriptor of the field."""
         self._slot = slot
 
     def __get__(self, record: Any, owner: type | None = None) -> Any:
@@ -96,11 +94,11 @@ class UnpackedList:
         self._slot.__set__(record, value)
 
     def packed(self, record: Any) -> Any:
-        """The value as it is held."""
+        """The value without conversion."""
         return self._slot.__get__(record)
 
     def pack(self, record: Any) -> None:
-        """Holds a list of some length as a column, if one holds it exactly."""
+        """Converts a list of at least `LEAST` numbers to a column, if a column holds them exactly."""
         value = self._slot.__get__(record)
         if type(value) is list and len(value) >= LEAST and (column := Column.of(value)) is not None:
             self._slot.__set__(record, column)

@@ -1,11 +1,11 @@
-"""The cores that this process may use, and how the threads of a process that computes on CPUs share them with others.
+"""The cores that this process may use, and how threads of a process that computes on CPUs share them with other work.
 
-A container's CPU quota limits time: its threads run on all cores of the host until the quota is used up, and then stop
-until the next period. More threads than the quota has cores only make that happen earlier.
+A container's CPU quota limits time: threads run on all cores of the host until the quota is used up, then stop until
+the next period. More threads than the quota has cores only reach that point earlier.
 
-OpenMP's threads wait for each other in loops that keep their cores, many times in each layer. That is the fastest way
-as long as each has a core of its own; where other work has one of them, the others burn theirs while they wait for it.
-`benchmarks/results/few_cores.json`: an engine of two threads on two cores with other work makes a fourth of the tokens.
+OpenMP's threads wait for each other in busy loops, many times in each layer. That is fastest while each thread has a
+core of its own. Where other work takes a core, the remaining threads burn theirs waiting for it: an engine of two
+threads on two busy cores makes a quarter of the tokens (`benchmarks/results/few_cores.json`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""How threads wait: the user's word."""
+"""How threads wait. If the user set one of these, it stays."""
 
 
 def usable_cores() -> int:
@@ -28,9 +28,9 @@ def usable_cores() -> int:
 
 
 def stalled_share() -> float:
-    """Share of the last minute in which every thread of this control group that wanted a core waited for one.
+    """Share of the last minute in which all runnable threads of this control group waited for a core.
 
-    From the kernel's pressure stall information, which has groups of cgroup v2 alone; 0 without it.
+    From the kernel's pressure stall information, which only cgroup v2 has; 0 without it.
     """
     for group in _control_groups():
         for line in _lines(group / "cpu.pressure"):
@@ -40,9 +40,9 @@ def stalled_share() -> float:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Folders of the control group of this process and of those above it, its own first; some may not exist.
+    """Folders of this process's control group and its ancestors, its own first; some may not exist.
 
-    A container often has its own group at the top, under whatever name the host knows it.
+    A container often sees its own group at the top, whatever its name on the host.
     """
     for line in _lines(OWN_CGROUPS):
         number, controllers, name = line.split(":", 2)
@@ -60,7 +60,7 @@ def _quota(group: Path) -> float:
 
 
 def _lines(file: Path) -> list[str]:
-    """None if the file cannot be read."""
+    """Empty if the file cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -68,9 +68,9 @@ def _lines(file: Path) -> list[str]:
 
 
 def thread_variables(num_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process that computes in so many threads is to find in its environment, which OpenMP and MKL read once.
+    """Environment of a process that computes in `num_threads` threads; OpenMP and MKL read it once.
 
-    Trainer and engine may both have as many: where that is more than the cores there are, threads that wait sleep.
+    Trainer and engine may each have as many. If there are not enough cores for both, waiting threads sleep.
     """
     number = str(num_threads)
     sleeps = 2 * num_threads > usable_cores() and not any(name in environment for name in WAITING)

@@ -1,6 +1,6 @@
-"""A checkpoint's `config.json` as a flat mapping, whatever stands around the language model.
+"""A checkpoint's `config.json` as a flat mapping, for language models and for the multimodal models around them.
 
-What the keys mean for a model is said in `slime.models`.
+`slime.models` knows what the keys mean.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from slime.core.files import download_hint
 from slime.core.user_files import read_json
 
 HfConfig = Mapping[str, Any]
-"""A `config.json` as `read_hf_config` gives it."""
+"""As `read_hf_config` returns it."""
 
 
 def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
-    """The checkpoint's config.json, see `text_config`. Raises `ConfigError` if it is missing or damaged."""
+    """The checkpoint's config.json, flattened by `text_config`. Raises `ConfigError` if it is missing or damaged."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         what_to_do = download_hint(hf_checkpoint) or "give a local folder in HF format"
-        raise ConfigError(f"got --hf-checkpoint {hf_checkpoint}, but {path} does not exist; {what_to_do}")
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: {path} does not exist; {what_to_do}")
     config = text_config(read_json(path, "--hf-checkpoint", "checkpoint, fetched again"))
     if "wrapper_type" in config and num_experts_of(config):
         config["_stacked_experts"], config["_stacked_mtp_experts"] = _stacks_experts(path.parent, config)
@@ -31,11 +31,10 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
 
 
 def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
-    """Whether files hold the experts of a layer in one tensor, which config.json does not say; of the model's layers,
-    and of that of multi-token prediction.
+    """Whether files store all experts of a layer in one tensor: (in the model's layers, in multi-token prediction).
 
-    Released multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
-    with damaged ones, which their reader refuses: as released.
+    config.json does not say it. Released multimodal models do, unless they are quantised; transformers stores experts
+    one by one. Without weights, or with damaged ones, which their reader will refuse, this assumes a released model.
     """
     names = tensor_names(directory)
     if not names:
@@ -47,7 +46,7 @@ def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:
-    """Tensors of the index of a checkpoint, or of its first file if it has none; nothing of a damaged one."""
+    """Tensor names from the checkpoint's index, or from its first file without an index; empty if that is damaged."""
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:
         if index.is_file():
@@ -59,7 +58,7 @@ def tensor_names(directory: Path) -> tuple[str, ...]:
 
 
 def quantisation_of(config: HfConfig) -> Mapping[str, Any] | None:
-    """What config.json says of quantised weights; None if they are not."""
+    """config.json's description of quantised weights; None without."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found or None
 
@@ -67,7 +66,7 @@ def quantisation_of(config: HfConfig) -> Mapping[str, Any] | None:
 def text_config(config: HfConfig) -> dict[str, Any]:
     """A config with its `text_config` lifted to the top; `wrapper_type` then names the multimodal model around it.
 
-    Whether embeddings are tied is said by the model around it alone, in transformers and in SGLang.
+    Like transformers and SGLang, takes `tie_word_embeddings` from the outer model alone.
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -78,7 +77,7 @@ def text_config(config: HfConfig) -> dict[str, Any]:
 
 
 def num_experts_of(config: HfConfig) -> int:
-    """Routed experts of each layer, under the name that the family gives them; 0 for a dense model."""
+    """Routed experts of each layer, whatever the family calls them; 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -87,9 +86,9 @@ _CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_
 
 
 def context_length_of(config: HfConfig) -> int | None:
-    """Most tokens of prompt and response together, as SGLang reads it; None for a config that does not say.
+    """The maximum length of prompt and response together, as SGLang reads it; None if the config does not say.
 
-    A rotary embedding that is stretched multiplies it, unless it names the length from which it was stretched.
+    A scaled rotary embedding multiplies it, unless the config names the original length.
     """
     length = next((config[key] for key in _CONTEXT_KEYS if isinstance(config.get(key), int)), None)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -1,16 +1,16 @@
-"""`Lease`: one run at a time writes into a folder, from whatever host.
+"""`Lease`: only one run at a time writes into a folder, on whatever host.
 
-A file beside the folder's content names the owner, and a thread of the owner's renews it. Who wants the folder takes it
-at once if the owner is seen to be gone (same host, no such process), and otherwise watches the file: an owner that
-renews it lives, and the newcomer is refused; one that is silent for `SILENCE_S` (on the same host also without any
-other sign of life, as `silence` says) has lost the folder. It finds out at its next `check`, which stands before each
-write that could destroy what somebody else has written.
+A file in the folder names the owner, and a thread of the owner renews it. A newcomer takes the folder at once if the
+owner is gone (same host, no such process). Otherwise it watches the file: if the owner renews it, the newcomer is
+refused; if the owner is silent for `SILENCE_S` (on the same host also without any other sign of life, see `silence`),
+the newcomer takes the folder. The old owner finds out at its next `check`, which precedes each write that could destroy
+another run's files.
 
-Consumes and produces: one small file. Waits for: a silent owner, `SILENCE_S`, or while it works. Is woken by: nobody.
+Consumes and produces: one small file. Waits for: a silent owner, up to `SILENCE_S` of silence. Nobody wakes it.
 
 Invariants
-1. Clocks of hosts are never compared: an owner counts its renewals, and the newcomer watches the number.
-2. Who has lost a folder never writes its file again.
+1. Clocks of different hosts are never compared: an owner counts its renewals, and the newcomer watches the count.
+2. A run that lost its folder never writes the file again.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = ".owner.json"
 BEAT_S = 5.0
-"""Between two renewals."""
+"""Between renewals."""
 SILENCE_S = 60.0
-"""An owner that renews nothing for so long has lost its folder: longer than a file server is away for a moment."""
+"""An owner that is silent for so long loses its folder. Longer than a brief outage of a file server."""
 MOST_BYTES = 65_536
-"""Of the file of an owner."""
+"""The largest owner file that is read."""
 _LOOK_S = 0.5
 
 _held: dict[Path, Lease] = {}
-"""Of this process, by folder."""
+"""Leases of this process, by folder."""
 
 
 def check(folder: Path) -> None:
-    """Before something in `folder` is replaced or removed. Raises `CheckpointError` if this process had the folder, and
-    another run has taken it.
+    """Call before replacing or removing something in `folder`. Raises `CheckpointError` if this process had the folder
+    and another run has taken it.
     """
     lease = _held.get(folder.resolve())
     if lease is not None:
@@ -59,10 +59,10 @@ def check(folder: Path) -> None:
 
 
 class Lease:
-    """A context manager: the block has the folder to itself."""
+    """Context manager: inside, the folder belongs to this run."""
 
     def __init__(self, folder: Path, run_id: str, *, flag: str, file: Path | None = None) -> None:
-        """`flag`: what the user named the folder with; `file`: where the owner is named, by default in the folder."""
+        """`flag`: the setting that names the folder; `file`: the owner file, by default in the folder."""
         self.folder, self._flag = folder.resolve(), flag
         self._file = file or self.folder / FILE_NAME
         self._own: dict[str, Any] = {"token": uuid.uuid4().hex, "run_id": run_id, **_this_process(), "beat": 0}
@@ -70,15 +70,14 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="slime-lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Raises `ConfigError` if the folder cannot be written, or another run writes there."""
+        """Raises `ConfigError` if the folder is not writable, or another run writes there."""
         self._made = not self._file.parent.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._take()
         except OSError as error:
             raise ConfigError(
-                f"got {self._flag} {self.folder}, where nothing can be written ({error.strerror or error}); name "
-                "another folder"
+                f"{self._flag} {self.folder} is not writable ({error.strerror or error}); name another folder"
             ) from error
         _held[self.folder] = self
         self._thread.start()
@@ -119,12 +118,12 @@ class Lease:
                 here = [owner["pid"]] if owner["space"] == _space() else []
                 watched, silence = owner, Silence(partial(processor_s, here))
                 logger.info(
-                    "%s belongs to %s; waiting up to %.0f s to see if it lives", self.folder, _who(owner), SILENCE_S
+                    "%s belongs to %s; waiting up to %.0f s to see if it is alive", self.folder, _who(owner), SILENCE_S
                 )
             elif owner["beat"] != watched["beat"]:
                 raise ConfigError(
-                    f"got {self._flag} {self.folder}, into which {_who(owner)} writes; name another folder, or end "
-                    "that run first"
+                    f"{self._flag} {self.folder}: {_who(owner)} is writing there; name another folder, or end that run "
+                    "first"
                 )
             elif silence.exceeds(SILENCE_S):
                 logger.warning("%s was silent for %.0f s; this run takes %s", _who(owner), silence.lasts_s, self.folder)
@@ -132,7 +131,7 @@ class Lease:
             time.sleep(_LOOK_S)
 
     def _create(self) -> bool:
-        """Whether there was no file, and this is the owner now."""
+        """Whether there was no file, so that this run is the owner now."""
         draft = self._file.with_name(f"{self._file.name}.{self._own['token']}")
         draft.write_text(json.dumps(self._own))
         try:
@@ -145,7 +144,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a file server that is away is back, or the folder is lost
+            with contextlib.suppress(OSError):  # the file server comes back, or the folder is lost
                 owner = self._read()
                 if owner is not None and self._is_other(owner):
                     return
@@ -159,7 +158,7 @@ class Lease:
         replace_text(self._file, json.dumps(self._own), durable=False)
 
     def _read(self) -> dict[str, Any] | None:
-        """The owner; None without a file. One that names no owner, as after a loss of power, is empty."""
+        """The owner; None without a file; empty if the file names no owner, as after a power failure."""
         try:
             owner = json.loads(read_small(self._file, MOST_BYTES))
         except FileNotFoundError:
@@ -178,7 +177,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _space() -> str:
-    """Within which pids mean the same: this start of this machine, and a PID namespace of it."""
+    """Where a pid is unique: this boot of this machine, in this PID namespace."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
@@ -193,7 +192,7 @@ def _started(pid: int) -> float | None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether it was a process of this host that is no more, or nobody."""
+    """Whether the file names no owner, or a process of this host that has ended."""
     return not owner or (owner["space"] == _space() and _started(owner["pid"]) != owner["started"])
 
 

@@ -1,7 +1,7 @@
-"""The ports: what one room needs of another without seeing it. Hand-made fakes satisfy them in tests.
+"""The ports: what one room needs of another that it may not import. Tests satisfy them with small hand-made fakes.
 
-`EngineControl` is the control plane of one SGLang server (implemented over HTTP in `serving/control.py`); the
-weight sync in `weights/` talks to engines through it alone.
+`EngineControl` is the control plane of one SGLang server; `serving/control.py` implements it over HTTP, and `weights/`
+talks to engines through it alone.
 """
 
 from __future__ import annotations
@@ -13,60 +13,59 @@ from typing import Any, Protocol
 from slime.core.topology import EngineLayout, EngineRank
 
 WeightVersion = int
-"""Names one synced set of weights. Version 1 is the first weight sync of a run; a resume continues the count."""
+"""Number of a weight sync: the first of a run is version 1; a resumed run continues the count."""
 
 TOKEN_VERSIONS_KEY = "token_weight_version"
-"""In the `meta_info` of an answer: the weight version of each token, where engines tell it."""
+"""In an answer's `meta_info`: the weight version of each token, from engines that report it."""
 
 OWN_REQUESTS = "slime-"
-"""How the ids of the run's own requests begin: its client goes on where a weight sync ended one of them."""
+"""Prefix of the ids of the run's own requests, which its client continues when a weight sync ends one."""
 ASK_AGAIN = "this request was ended because the engine's weights change; ask again"
-"""What others read of a request of theirs that a weight sync ended."""
+"""Answer to other clients when a weight sync ends their request."""
 ROUTED_EXPERTS_MARK = "-experts-"
-"""In a request's id, and behind it a number: return the routed experts of the tokens from that one on. The id is what
-sglang-router 0.3.2 hands on as it is; fields that it does not know it drops."""
+"""In a request's id, before a number N: return the routed experts from token N on. It is in the id because
+sglang-router 0.3.2 passes ids on and drops fields that it does not know."""
 
 
 class Hasher(Protocol):
-    """The digest of one tensor that comes in parts."""
+    """Digest of one tensor that arrives in parts."""
 
     def add(self, parts: Sequence[Any]) -> None:
-        """Tensors of one device that follow what was added, as if all were stacked along dim 0. They may be kept until
-        `flush`."""
+        """Adds tensors of one device, as if stacked along dim 0. They may be kept until `flush`."""
         ...
 
     def flush(self) -> None:
-        """Reads what is kept and lets it go. On a GPU that is queued; nothing waits."""
+        """Reads the kept tensors and releases them; a GPU does so in its queue, without waiting."""
         ...
 
     def finish(self) -> str:
-        """Hex digest of all parts."""
+        """Hex digest."""
         ...
 
 
 class Digest(Protocol):
-    """The function that an engine applies to its resident tensors, on the device that tensors are on."""
+    """The function that an engine applies to its tensors, on their device."""
 
     def __call__(self, parts: Any) -> str:
-        """Hex digest of a tensor, or of several as if they were stacked along dim 0."""
+        """Hex digest of a tensor, or of several as if stacked along dim 0."""
         ...
 
     def begin(self) -> Hasher:
-        """For a tensor that comes in parts."""
+        """Starts the digest of a tensor that arrives in parts."""
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
-        """Digests of several, which a GPU makes together."""
+        """Several digests at once, which is faster on a GPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankChecksums:
-    """What one engine rank holds after fusing and sharding."""
+    """The tensors of one engine rank, after fusing and sharding."""
 
     rank: EngineRank
     layout: EngineLayout
-    """As far as the engine says it: `tp_size`, `pp_size` and `dp_size`."""
+    """As far as the engine reports it: `tp_size`, `pp_size` and `dp_size`."""
     checksums: Mapping[str, str]
     """Resident tensor name -> digest."""
 
@@ -82,19 +81,17 @@ class EngineControl(Protocol):
 
     @property
     def layout(self) -> EngineLayout:
-        """How its ranks divide a model."""
+        """How its ranks divide the model."""
         ...
 
     def pause(self, mode: str = "abort") -> None:
-        """Stops serving: `abort` ends running requests as they are; `retract` and `in_place` keep them."""
+        """Stops serving: `abort` ends running requests; `retract` and `in_place` keep them."""
         ...
 
-    def resume(self) -> None:
-        """Serves again."""
-        ...
+    def resume(self) -> None: ...
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache and confirms it."""
+        """Empties the prefix cache and confirms that it is empty."""
         ...
 
     def update_weights_from_tensor(
@@ -120,7 +117,7 @@ class EngineControl(Protocol):
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:
-        """`load_format`: None, a broadcast for each tensor; "flattened_bucket", one for all, end to end."""
+        """`load_format`: None for one broadcast per tensor; "flattened_bucket" for one broadcast of all."""
         ...
 
     def update_weights_from_disk(
@@ -128,7 +125,7 @@ class EngineControl(Protocol):
     ) -> None: ...
 
     def weight_checksums(self) -> list[RankChecksums]:
-        """Digests of every resident tensor, at least one entry per engine rank."""
+        """Digests of all tensors; at least one entry per engine rank."""
         ...
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None: ...

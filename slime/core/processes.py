@@ -1,6 +1,4 @@
-"""The processes of a run and the addresses of their hosts: the run id that marks them, folders for their sockets,
-children that must not outlive their parent, and network interfaces. Imports nothing heavy: it is asked before torch is.
-"""
+"""Processes of a run and addresses of hosts. Imports nothing heavy, because it is used before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,43 +16,39 @@ from urllib.parse import urlsplit
 
 from slime.core.errors import ConfigError
 
-# Identifiers of a run: one id that names its folder, its processes (environment variable) and its temporary files.
-
 RUN_ID_ENV = "SLIME_RUN_ID"
-"""Set in every process that a run starts; the guardian finds what a dead driver left behind by it."""
+"""A variable in every process of a run, by which the guardian finds what a dead driver left behind."""
 
 
 def new_run_id() -> str:
-    """A short id, unique in practice, sortable by time, safe in file names: `20260131-235959-1a2b3c`."""
+    """Short, practically unique, sortable by time and safe in file names: `20260131-235959-1a2b3c`."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def scratch_prefix(kind: str = "") -> str:
-    """How the name of every temporary folder begins: the guardian of the run removes it, should its maker be killed."""
+    """Prefix of every temporary folder; the guardian of the run removes those whose owner was killed."""
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
 
 
-# Temporary folders that hold Unix sockets.
-
 SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket (`sun_path` of Linux without the byte that ends it)."""
+"""Longest path of a Unix socket: Linux's `sun_path` without its last byte."""
 SHORT_ROOM = "/tmp"
-"""For sockets, where the temporary folder has too long a path."""
+"""For sockets, if the path of the temporary folder is too long."""
 OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"
-"""The longest name of what torch, Python's multiprocessing and SGLang put into their temporary folder."""
+"""The longest socket path that torch, multiprocessing or SGLang use below their temporary folder."""
 OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 
 
 def longest_room(below: str) -> int:
-    """Bytes that the path of a folder may have, so that a socket at the path `below` in it fits."""
+    """Most bytes of a folder's path that leave space for a socket at the path `below` in it."""
     return SOCKET_PATH_BYTES - len(os.fsencode(f"/{below}"))
 
 
 def socket_room(below: str, *, given: str | None = None) -> str:
-    """The folder for a temporary folder with sockets; `below`: the longest path that one may have there.
+    """A parent for temporary folders with sockets: TMPDIR's folder, or /tmp if its path is too long.
 
-    The temporary folder (TMPDIR); where its path is too long, /tmp. `given`: RAY_TMPDIR, which alone will do then.
-    Raises `ConfigError` if no folder will do.
+    `below`: the longest socket path in it. `given`: RAY_TMPDIR, which is then the only choice. Raises `ConfigError` if
+    no folder fits.
     """
     most = longest_room(below)
     room = os.path.abspath(given) if given else tempfile.gettempdir()
@@ -67,26 +61,23 @@ def socket_room(below: str, *, given: str | None = None) -> str:
 
 
 def too_long(variable: str, room: str, below: str) -> str:
-    """What is wrong with a folder for sockets."""
     return (
-        f"got {variable} {room} of {len(os.fsencode(room))} characters; {below} is to be a socket there, whose path "
-        f"may have {SOCKET_PATH_BYTES}"
+        f"{variable} {room} has {len(os.fsencode(room))} characters, too many for the socket {below} in it, whose whole "
+        f"path may have {SOCKET_PATH_BYTES}"
     )
 
 
 def ray_folder(run_id: str) -> Path:
-    """What is around the files of a local Ray of the run, for its owner alone. Raises `ConfigError` (`socket_room`)."""
+    """The private folder around the files of the run's local Ray. Raises `ConfigError` as `socket_room` does."""
     name = f"slime-ray-{run_id.rpartition('-')[2]}"  # short: Ray adds 65 characters
     return Path(socket_room(f"{name}/{OF_RAY}", given=os.environ.get("RAY_TMPDIR")), name)
 
-
-# A child process that must not outlive its parent. Standard library only; Linux only.
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(expected_parent: int | None) -> None:
-    """Asks the kernel for SIGKILL when the parent thread ends; exits at once if it has ended before.
+    """Asks the kernel (Linux) for SIGKILL when the parent thread ends; exits at once if it ended already.
 
     `expected_parent`: pid of the starter; None if unknown. Raises `OSError` if the kernel refuses.
     """
@@ -97,22 +88,20 @@ def die_with_parent(expected_parent: int | None) -> None:
         os._exit(1)
 
 
-# Addresses of hosts, and the network interfaces behind them. Imports nothing heavy: it is asked before torch is.
-
 LOOPBACK = "127.0.0.1"
-"""Where the processes of a run on one host meet."""
+"""Where the processes of a run on one host listen."""
 INTERFACE_ENVS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What gloo and NCCL read: the interface of their sockets."""
+"""Variables that name the network interface of gloo and NCCL."""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches `address` (an IP address or "localhost")."""
+    """Whether only this host reaches `address`: an IP address or "localhost"."""
     ip = ip_of(address)
     return address == "localhost" if ip is None else ip.is_loopback
 
 
 def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a text is, with or without brackets and zone; None if it is none."""
+    """The IP address in a text, with or without brackets and zone; None if it is not one."""
     try:
         ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -121,7 +110,7 @@ def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has `address`; None if none has it."""
+    """The interface of this host that has `address`; None without."""
     import psutil
 
     wanted = ip_of(address)
@@ -132,11 +121,10 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str]:
-    """What to add to an environment, so that gloo and NCCL of a process on this host use the interface of `address`.
+    """Variables that make gloo and NCCL of a process on this host use the interface of `address`.
 
-    Left to themselves both guess: gloo asks for the host's own name, which is often no address that others reach. On
-    loopback gloo opens its sockets there; NCCL then moves its data by other means, and may choose. What is `given`
-    (an environment) stays.
+    Without them both guess: gloo looks up the host's own name, often to an address that others cannot reach. On
+    loopback only gloo needs its interface; NCCL moves data by other means there. Variables in `given` stay.
     """
     if is_loopback(address):
         wanted = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -147,7 +135,7 @@ def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str
 
 
 def server_url(text: str) -> str:
-    """`http://host:port` of HOST:PORT, with or without the scheme. Raises `ConfigError` for anything else."""
+    """`http://host:port` from HOST:PORT, with or without the scheme. Raises `ConfigError` for anything else."""
     given = text.strip()
     try:
         parts = urlsplit(given if "://" in given else f"http://{given}")
@@ -156,32 +144,31 @@ def server_url(text: str) -> str:
         host, port, parts = None, None, urlsplit("")
     more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
     if not host or not port or more or parts.scheme != "http":
-        raise ConfigError(f"got {text!r}, which is not the address of a server; give HOST:PORT, over plain HTTP")
+        raise ConfigError(f"{text!r} is not the address of a server; give HOST:PORT, over plain HTTP")
     return http_url(host, port)
 
 
 def http_url(host: str, port: int) -> str:
-    """`http://host:port`; an IPv6 address stands in brackets."""
+    """IPv6 addresses get brackets."""
     return f"http://{host_port(host, port)}"
 
 
 def host_port(host: str, port: int) -> str:
-    """HOST:PORT; an IPv6 address stands in brackets."""
+    """IPv6 addresses get brackets."""
     return f"{in_brackets(host)}:{port}"
 
 
 def in_brackets(host: str) -> str:
-    """A host as it stands before a port."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def host_of(url: str) -> str:
-    """The host of what `server_url` gives."""
+    """The host in a URL of `server_url`."""
     return str(urlsplit(url).hostname)
 
 
 def address_towards(host: str) -> str:
-    """The address of this host by which `host` can reach it. Sends nothing. Raises `OSError` if there is no way."""
+    """The address of this host that `host` can reach. Sends nothing. Raises `OSError` without a route."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

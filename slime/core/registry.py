@@ -1,7 +1,7 @@
-"""Extension points: a name on the command line, and what stands behind it, in one file each.
+"""Extension points: names on the command line and the classes that they select, one file per entry.
 
-A registry belongs to a package. Every module of that package may register entries under their public names; a user's
-own file does the same and is named by its path instead:
+A registry belongs to a package. Every module of that package may register entries under public names. A user's own file
+does the same, and the command line names it by its path:
 
     ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages",
@@ -15,18 +15,17 @@ own file does the same and is named by its path instead:
         some_setting: float = 1.0
         "Its help text; the flag is --some-setting."
 
-An entry is a class. If it is a frozen dataclass, its fields are settings: the command line knows their flags as soon as
-the entry is known, and `build` fills them. Modules of a package are imported when names are asked for, so they import
-torch and the engines inside functions only.
+An entry is a class. If it is a frozen dataclass, its fields are settings: the command line has their flags as soon as
+the entry is known, and `build` fills them. Asking for names imports the package's modules, so these import torch and
+the engines inside functions only.
 
-An entry may refuse settings: `check(self, args: Args) -> str | None`, the same in every registry, is asked of the
-entries that a run has chosen, before anything starts. It returns one message (got / because / do), or None; it raises
-nothing.
+An entry may refuse settings with `check(self, args: Args) -> str | None`, which is called before anything starts on the
+entries that a run has chosen. It returns one message (what is wrong, why, what to do) or None; it does not raise.
 
 Invariants
-1. A name stands for one entry; registering another under it is an error.
-2. A name that is not registered is an import path, or it is refused with the names that exist.
-3. A built-in module that cannot be imported is an error each time names are asked for, never a name that is missing.
+1. A name has one entry; registering another one is an error.
+2. A name that is not registered is an import path; anything else is refused with the names that exist.
+3. A built-in module that cannot be imported raises each time names are asked for; its names are never just missing.
 4. A thread that asks while another one imports waits for it.
 """
 
@@ -47,19 +46,17 @@ from typing import Any, Generic, TypeVar
 from slime.core.errors import ConfigError
 from slime.core.text import nearest
 
-# Finding a user's code by the path that a setting gives: `pkg.mod:name`, `pkg.mod.name` or `path/to/file.py:name`.
-#
-# Loading imports the user's module, so it happens on request only, never while this package is imported.
+# Loading by path imports the user's module, so it happens on request only, never while this package is imported.
 
 
 class LoadingFailed(Exception):
-    """Nothing stands at a path. The message says why; the caller says for which setting."""
+    """A path leads to no object. The message says why; the caller adds the setting."""
 
 
 def load_module(name: str) -> ModuleType:
     """The module `pkg.mod`, or that of a file `path/to/file.py`, which is imported once per process.
 
-    Raises `LoadingFailed`, also for whatever the user's module raises while it is imported.
+    Raises `LoadingFailed`, also for any error of the user's module.
     """
     try:
         return _file_module(Path(name)) if name.endswith(".py") else importlib.import_module(name)
@@ -72,7 +69,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_object(path: str) -> Any:
-    """What stands at `pkg.mod:name`, `pkg.mod.name` or `path/to/file.py:name`; a name may have dots behind a colon.
+    """The object at `pkg.mod:name`, `pkg.mod.name` or `path/to/file.py:name`; the name behind a colon may have dots.
 
     Raises `LoadingFailed`.
     """
@@ -90,7 +87,7 @@ def load_object(path: str) -> Any:
 
 
 def _file_module(file: Path) -> ModuleType:
-    """The module of a file. Raises FileNotFoundError and what the module raises."""
+    """Raises FileNotFoundError, and whatever the module raises."""
     path = file.resolve()
     if not path.is_file():
         raise FileNotFoundError(file)
@@ -114,24 +111,24 @@ C = TypeVar("C", bound=type)
 
 
 def settings_of(entry: type[Any], settings: object) -> dict[str, Any]:
-    """The settings that are fields of an entry, taken from the attributes of `settings` that have their names."""
+    """The fields of an entry, filled from the attributes of `settings` with the same names."""
     fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
     return {field.name: getattr(settings, field.name) for field in fields if field.init}
 
 
 class Registry(Generic[T]):
-    """The entries of one extension point. Processes do not share it: each resolves names on its own."""
+    """The entries of one extension point, in this process."""
 
     def __init__(self, what: str, *, flag: str, package: str, contract: type[Any]) -> None:
-        """`what`: the noun for messages; `flag`: the setting that names an entry; `package`: the built-in entries;
-        `contract`: the class that entries derive from."""
+        """`what`: the noun for messages; `flag`: the setting that names an entry; `package`: holds the built-in
+        entries; `contract`: their base class."""
         self.what, self.flag, self.package, self.contract = what, flag, package, contract
         self._entries: dict[str, type[T]] = {}
         self._complete = False
         self._importing = threading.RLock()
 
     def register(self, *names: str) -> Callable[[C], C]:
-        """Class decorator: the class is the entry of these names, the first of which is its `name`."""
+        """Class decorator that registers the class under `names`; the first one is its `name`."""
         assert names, f"an entry of the registry of {self.what} needs a name"
 
         def add(entry: C) -> C:
@@ -146,23 +143,18 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """The names of the built-in entries and of what the user's files registered so far, sorted."""
+        """Sorted names of the built-in entries and of those that users' files have registered so far."""
         self._import_all()
         return tuple(sorted(self._entries))
 
     def __iter__(self) -> Iterator[tuple[str, type[T]]]:
-        """(name, entry) by name."""
         return iter((name, self._entries[name]) for name in self.names())
 
     def __contains__(self, name: object) -> bool:
-        """Whether an entry of this name is registered."""
         return name in self.names()
 
     def get(self, name: str) -> type[T]:
-        """The entry of a registered name, or that of a user's module or class at an import path.
-
-        Raises `ConfigError` for a name that is neither.
-        """
+        """The entry of a registered name, or a user's class at an import path. Raises `ConfigError` for other names."""
         self._import_all()
         if name in self._entries:
             return self._entries[name]
@@ -170,20 +162,20 @@ class Registry(Generic[T]):
             near = nearest(name, self._entries)
             hint = f"did you mean {near}? " if near else ""
             known = ", ".join(sorted(self._entries))
-            raise ConfigError(f"got {self.flag} {name}, which names no {self.what}; {hint}known are {known}")
+            raise ConfigError(f"{self.flag} {name}: there is no such {self.what}; {hint}known are {known}")
         return self._of_path(name)
 
     def build(self, name: str, settings: object) -> T:
-        """The entry of `name`, its fields taken from the attributes of `settings` that have their names."""
+        """The entry of `name` with its fields from `settings`, see `settings_of`."""
         entry = self.get(name)
         return entry(**settings_of(entry, settings))
 
     def _import_all(self) -> None:
-        with self._importing:  # a second thread waits until the first one knows all entries
+        with self._importing:
             if self._complete:
                 return
             package = importlib.import_module(self.package)
-            self._complete = True  # before the imports: an entry may ask for names
+            self._complete = True  # set before the imports, because an entry may ask for names
             for found in pkgutil.iter_modules(package.__path__):
                 self._import(f"{self.package}.{found.name}")
 
@@ -191,7 +183,7 @@ class Registry(Generic[T]):
         try:
             importlib.import_module(name)
         except BaseException:
-            # Imported once more, it would register its entries once more.
+            # A second import would register its entries twice.
             self._entries = {n: entry for n, entry in self._entries.items() if entry.__module__ != name}
             self._complete = False
             raise
@@ -201,19 +193,19 @@ class Registry(Generic[T]):
         try:
             found = self._only_entry_of(path) if path.endswith(".py") else self._class_or_module(path)
         except LoadingFailed as error:
-            raise ConfigError(f"got {self.flag} {path}, but {error}") from error
+            raise ConfigError(f"{self.flag} {path}: {error}") from error
         if not (isinstance(found, type) and issubclass(found, self.contract)):
             raise ConfigError(
-                f"got {self.flag} {path}, which cannot be used as {self.what}; derive a class from "
+                f"{self.flag} {path} cannot be used as {self.what}; derive a class from "
                 f"{self.contract.__module__}.{self.contract.__qualname__}"
             )
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         if missing:
-            raise ConfigError(f"got {self.flag} {path}, which lacks {', '.join(missing)}; define what is missing")
+            raise ConfigError(f"{self.flag} {path} lacks {', '.join(missing)}; define what is missing")
         return found
 
     def _class_or_module(self, path: str) -> Any:
-        """Of `pkg.mod` too, which is a module, or names a class `mod` of a module `pkg`."""
+        """`pkg.mod` may be a module, or a class `mod` of module `pkg`."""
         try:
             found = load_object(path)
         except LoadingFailed:
@@ -231,8 +223,8 @@ class Registry(Generic[T]):
 
 
 def _is_module(path: str) -> bool:
-    """Whether a module of this name can be found; its parent packages are imported."""
+    """Whether a module of this name can be found; imports its parent packages."""
     try:
         return ":" not in path and importlib.util.find_spec(path) is not None
-    except Exception:  # whatever a user's package raises: the first error has it
+    except Exception:  # raised by a user's package; the first error already says so
         return False

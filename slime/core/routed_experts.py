@@ -1,14 +1,14 @@
-"""`RoutedExperts`: which experts each token of a sequence was sent to, layer by layer, as the engine chose them.
+"""`RoutedExperts`: the experts that the engine chose for each token of a sequence, layer by layer.
 
-An engine chooses when it reads a token, so the token sampled last has no row. Rows of a sample are those of its tokens
-from the first on; they join part by part (turns, interrupted requests), and what is there stays: a row belongs to the
-token that was sampled from it, under that version of the weights. Tokens that are read again, by newer weights, go
-other ways; such a row stands for no log-prob that is trained, so it is not taken, and the trainer chooses by itself.
+An engine chooses when it reads a token, so the last sampled token has no row. A sample has rows from its first token
+on. They join part by part (turns, interrupted requests), and existing rows stay: a row belongs to the token that was
+sampled from it, under that weight version. Newer weights that read the same tokens again choose other experts; such a
+row belongs to no trained log-prob, so it is dropped, and the trainer chooses by itself.
 
 Invariants
-1. Row i is of token `start + i`, and has one entry for each layer of the model; those of dense layers mean nothing.
-2. A row is whole or not recorded: then all its entries are `not_recorded(dtype)`, a number that no expert has.
-3. Arrays are not written to after they were made.
+1. Row i belongs to token `start + i` and has one entry per layer; entries of dense layers mean nothing.
+2. A row is either whole or not recorded; then all its entries are `not_recorded(dtype)`, which no expert has.
+3. Arrays are never written to.
 """
 
 from __future__ import annotations
@@ -26,91 +26,91 @@ import numpy.typing as npt
 from slime.core.errors import DataError
 
 Ids: TypeAlias = "npt.NDArray[np.uint8 | np.int16]"
-"""[rows, L, topk], all of one of these types."""
+"""[rows, L, topk]"""
 _WORD, _ROWS_AT_ONCE = 8, 256
 _MIXES = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 """Shifts and factors of splitmix64 (Steele et al., 2014)."""
 _ON_THE_WIRE = np.dtype("<i4")
-"""Of SGLang 0.5.16: base64 of int32, one number per token, layer and choice."""
+"""SGLang 0.5.16 sends base64 of int32, one number per token, layer and choice."""
 
 
 def dtype_for(num_experts: int) -> npt.DTypeLike:
-    """The narrowest of uint8 and int16 that holds a number for each expert and one for "not recorded"."""
+    """The narrowest of uint8 and int16 that holds every expert and one number for "not recorded"."""
     return np.uint8 if num_experts < np.iinfo(np.uint8).max else np.int16
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """The number that stands in a row without a record."""
+    """The number that marks a row without a record."""
     return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
-    """What a model's choices look like."""
+    """Sizes of a model's routing."""
 
     num_experts: int
-    """Routed experts of a layer."""
+    """Routed experts per layer."""
     topk: int
-    """Experts of a token in each layer."""
+    """Experts per token and layer."""
     sparse: tuple[bool, ...]
     """[L] whether a layer has routed experts."""
 
     def decode(self, text: str, *, start: int, num_rows: int) -> RoutedExperts:
-        """An engine's base64 of `num_rows` rows, of which the first is of token `start`.
+        """Rows of an engine's base64, `num_rows` of them, the first for token `start`.
 
-        Raises `DataError` for another number of rows, a number that no expert has, or a row that was never written.
+        Raises `DataError` for another number of rows, an unknown expert, or a row that the engine never wrote.
         """
         try:
             flat = np.frombuffer(base64.b64decode(text, validate=True), _ON_THE_WIRE)
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"got routed experts that are not base64 of int32: {error}") from error
+            raise DataError(f"routed experts are not base64 of int32: {error}") from error
         size = len(self.sparse) * self.topk
         if len(flat) != num_rows * size:
             raise DataError(
-                f"got {len(flat)} routed experts for {num_rows} tokens of {len(self.sparse)} layers with {self.topk} "
-                "each; engine and --hf-checkpoint must be the same model"
+                f"the engine reported {len(flat)} routed experts for {num_rows} tokens of {len(self.sparse)} layers "
+                f"with {self.topk} each; engine and --hf-checkpoint must be the same model"
             )
         rows = flat.reshape(num_rows, len(self.sparse), self.topk)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.num_experts):
-            raise DataError(f"got experts {rows.min()} to {rows.max()} of a model with {self.num_experts}")
+            raise DataError(f"the engine reported experts {rows.min()} to {rows.max()} of {self.num_experts}")
         if self.topk > 1:
             unwritten = (rows[..., 0] == rows[..., 1]) & np.asarray(self.sparse)
             if unwritten.any():
                 token, layer = np.argwhere(unwritten)[0].tolist()
                 raise DataError(
-                    f"got expert {rows[token, layer, 0]} twice for token {start + token} in layer {layer}: the engine "
-                    "did not record that token; leave out --use-rollout-routing-replay for this engine's settings"
+                    f"the engine reported expert {rows[token, layer, 0]} twice for token {start + token} in layer "
+                    f"{layer}, so it did not record that token; leave out --use-rollout-routing-replay with this engine"
                 )
         return RoutedExperts(rows.astype(dtype_for(self.num_experts)), start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """Choices for some consecutive tokens of a sequence."""
+    """Choices for consecutive tokens of a sequence."""
 
     ids: Ids
-    """[rows, L, topk] numbers of the experts."""
+    """[rows, L, topk] expert numbers."""
     start: int = 0
     """The token of the first row."""
     read: tuple[int, int] | None = None
-    """(tokens that a request was given, the version that read them), of an engine's answer; other weights may have
-    sampled some of them. None: rows belong to what was sampled."""
+    """(number of tokens in the request, weight version that read them) of an engine's answer; other versions may have
+    sampled some of these tokens. None: each row belongs to the version that sampled its token."""
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
             raise DataError(
-                f"got routed experts of shape {self.ids.shape} and dtype {self.ids.dtype} from token {self.start} on; "
+                f"routed experts from token {self.start} on have shape {self.ids.shape} and dtype {self.ids.dtype}; "
                 "give [rows, layers, topk] of uint8 or int16"
             )
 
     @property
     def end(self) -> int:
-        """The token behind the last row."""
+        """One past the token of the last row."""
         return self.start + len(self.ids)
 
     @property
     def recorded(self) -> npt.NDArray[np.bool_]:
-        """[rows] whether a row has a record."""
+        """[rows]"""
         recorded: npt.NDArray[np.bool_] = self.ids[:, 0, 0] != not_recorded(self.ids.dtype)
         return recorded
 
@@ -131,24 +131,24 @@ class RoutedExperts:
         return self  # invariant 3
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; `from_dict` restores it exactly."""
+        """JSON-serialisable."""
         text = base64.b64encode(self.ids.tobytes()).decode()
         return {"start": self.start, "dtype": str(self.ids.dtype), "shape": list(self.ids.shape), "ids": text}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RoutedExperts:
-        """Restores what `to_dict` wrote. Raises `DataError` if it is damaged."""
+        """Raises `DataError` if the data is damaged."""
         try:
             flat = np.frombuffer(base64.b64decode(data["ids"], validate=True), np.dtype(data["dtype"]))
             return cls(flat.reshape(data["shape"]), int(data["start"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"got damaged routed experts: {type(error).__name__}: {error}") from error
+            raise DataError(f"routed experts are damaged: {type(error).__name__}: {error}") from error
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """[rows] eight bytes for each row, by which rows of one type are compared; other threads go on meanwhile.
+    """[rows] eight bytes per row, to compare rows of one dtype; numpy releases the GIL meanwhile.
 
-    The words of a row are mixed, each in a way that can be undone, and summed, each times an odd number of its own.
+    Each word of a row is mixed by an invertible function and multiplied by its own odd number; the digest is the sum.
     """
     flat = np.ascontiguousarray(ids).reshape(len(ids), math.prod(ids.shape[1:])).view(np.uint8)
     out = np.empty(len(flat), np.uint64)
@@ -171,8 +171,10 @@ def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
 def without_newer(
     more: RoutedExperts, versions: Sequence[int], first: int, num_read: int, read_under: int
 ) -> RoutedExperts:
-    """`more` without the rows from which other weights have sampled. `versions`: of the tokens from number `first` on,
-    negative where none was sampled; of the whole sequence `read_under` read the first `num_read` tokens at once.
+    """`more` without the rows from which other weights sampled.
+
+    `versions`: of the tokens from number `first` on, negative where not sampled; `read_under`: the version that read
+    the first `num_read` tokens of the sequence.
     """
     sampled_by = np.asarray(versions[: max(0, num_read - first)])
     rows = first - 1 + np.flatnonzero((sampled_by >= 0) & (sampled_by != read_under)) - more.start
@@ -191,23 +193,26 @@ def join(
     versions: Sequence[int] = (),
     first: int = 0,
 ) -> RoutedExperts | None:
-    """The rows of a sequence from its first token on: those known, then those of `more` that come behind them.
+    """The rows of a sequence from its first token on: those known, then the new ones of `more`; None without any.
 
-    `versions`: of the tokens from number `first` on, negative where none was sampled. Where `more` was read by other
-    weights than had sampled a token, there is no row for that: its log-prob is by experts of which nothing is known.
+    `versions`: of the tokens from number `first` on, negative where not sampled. Where other weights than those that
+    read `more` sampled a token, its row is dropped: nobody knows which experts gave its log-prob. Tokens between the
+    rows may have no record.
 
-    Between the rows tokens may be without a record. None if there is nothing. Raises `DataError` for other layers or
-    another topk, and for a row of the last of the `num_tokens` tokens, which no engine has read yet.
+    Raises `DataError` for other layers or topk, and for a row of the last of `num_tokens` tokens: no engine has read
+    it.
     """
     if more is None:
         return known
     if more.end >= max(num_tokens, 1):
-        raise DataError(f"got routed experts of {more.end} tokens for {num_tokens}; the last one has been sampled only")
+        raise DataError(
+            f"got routed experts for {more.end} of {num_tokens} tokens; no engine has read the last one yet"
+        )
     done = 0 if known is None else len(known.ids)
     if known is not None and (known.ids.shape[1:], known.ids.dtype) != (more.ids.shape[1:], more.ids.dtype):
         raise DataError(
             f"got routed experts of shape {more.ids.shape} and {more.ids.dtype} behind {known.ids.shape} and "
-            f"{known.ids.dtype}; one sample is of one model"
+            f"{known.ids.dtype}; all of a sample must come from one model"
         )
     if more.end <= done:
         return known

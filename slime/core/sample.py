@@ -1,4 +1,4 @@
-"""`Sample`: one training sequence, from the prompt to the reward; `Group`: all work for one prompt.
+"""`Sample`: one training sequence, from prompt to reward; `Group`: all work for one prompt.
 
 Life of a sample: the Data Buffer issues it PENDING with its prompt; a generate function appends tokens and sets the
 status; a grader sets the reward; the conversion freezes it into a `TrainSample`.
@@ -6,11 +6,11 @@ status; a grader sets the reward; the conversion freezes it into a `TrainSample`
 Invariants
 1. `loss_mask`, `rollout_log_probs`, `token_versions` and `teacher_log_probs` have `response_length` entries when set.
 2. The last `response_length` entries of `tokens` are the response; the ids before them are the prompt.
-3. A position with `loss_mask == 1` was sampled by an engine: it has that engine's log-prob and weight version.
-4. `reward is None` means "not scored"; a failure is never turned into a number.
-5. `rollout_routed_experts` has at most one row per token but the last, from the first token on.
+3. A position with `loss_mask == 1` was sampled by an engine and has that engine's log-prob and weight version.
+4. `reward is None` means "not scored"; a failure never becomes a number.
+5. `rollout_routed_experts` has rows from the first token on, at most one for each token but the last.
 
-Once it is finished, or waits, its lists of numbers are arrays (`pack`); who reads such a field gets a list again.
+A sample that is finished or waits stores its lists of numbers as arrays (`pack`); reading a field gives a list again.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from slime.core.routed_experts import RoutedExperts, join
 NOT_SAMPLED = -1
 """Weight version of a token that no engine sampled (a prompt, a tool result)."""
 TURN_COUNTS = "turn_counts"
-"""Key of the metadata below which a generate function reports its turns and tool calls
-(`slime.rollout.sample_metrics`)."""
+"""Metadata key under which a generate function reports its turns and tool calls (`slime.rollout.sample_metrics`)."""
 PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
-"""The fields of a sample that are lists of numbers: `tokens`, and those with one entry per response token."""
+"""Fields that are lists of numbers: `tokens`, and those with one entry per response token."""
 
 
 class Status(str, Enum):
     """How the generation of a sample ended."""
 
     PENDING = "pending"
-    """Not generated yet, or not to its end."""
+    """Not generated yet, or only in part."""
     COMPLETED = "completed"
     """The model ended it (end-of-sequence or a stop string)."""
     TRUNCATED = "truncated"
@@ -57,7 +56,7 @@ class Status(str, Enum):
 
 
 FINISH_REASONS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""What an engine calls the end of a generation, and the status it gives a sample."""
+"""An engine's reason for the end of a generation, and the resulting status."""
 
 
 @dataclass(slots=True)
@@ -67,47 +66,46 @@ class Sample:
     group_index: int | None = None
     """Identifies the prompt; equal for all samples of one prompt and unique over the whole run, resume included."""
     index: int | None = None
-    """Identifies the execution (one of the `n_samples_per_prompt` runs of a prompt) within its group; siblings of a
-    fan-out share it."""
+    """Identifies the execution (one of the `n_samples_per_prompt` runs of a prompt) in its group; fan-out siblings
+    share it."""
     prompt: str | list[dict[str, Any]] = ""
     """The prompt as text (chat template already applied) or as messages."""
     tokens: list[int] = field(default_factory=list)
-    """[T] prompt and response ids, exactly as the engine read and sampled them."""
+    """[T] prompt and response ids, exactly as the engine read or sampled them."""
     response: str = ""
-    """The response as text, for graders and people; never encoded again."""
+    """The response as text, for graders and people; never encoded."""
     response_length: int = 0
-    """R: number of tokens after the first prompt, tool results included."""
+    """R: number of tokens behind the first prompt, tool results included."""
     loss_mask: list[int] | None = None
     """[R] 1 where the token is trained; None means all ones."""
     rollout_log_probs: list[float] | None = None
-    """[R] log-prob (nats) as the engine reports it: at the sampling temperature, over the whole vocabulary, whatever
-    top-p and top-k leave out; 0.0 where not sampled."""
+    """[R] log-prob (nats) as the engine reports it: at the sampling temperature, over the whole vocabulary, regardless
+    of top-p and top-k; 0.0 where not sampled."""
     token_versions: list[int] | None = None
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
     teacher_log_probs: list[float] | None = None
-    """[R] log-prob (nats) of each response token under the teacher of `--opd-type sglang`; any number where masked."""
+    """[R] log-prob (nats) under the teacher of `--opd-type sglang`; arbitrary where masked."""
     rollout_routed_experts: RoutedExperts | None = None
-    """[at most T - 1, layers, topk] experts that the engine chose when it read each token; None: not recorded."""
+    """[at most T - 1, layers, topk] experts that the engine chose for each token; None: not recorded."""
     images: list[str] = field(default_factory=list)
-    """Digests of the images of the prompt (`slime.core.files`), in the order of their placeholders in `tokens`."""
+    """Digests of the prompt's images (`slime.core.files`), in the order of their placeholders in `tokens`."""
     label: Any = None
     """The reference answer, as the dataset gives it."""
     reward: float | dict[str, Any] | None = None
-    """The score (or a dict that `--reward-key` picks from); None while unscored."""
+    """The score, or a dict from which `--reward-key` picks; None while unscored."""
     status: Status = Status.PENDING
-    """How its generation ended."""
     failure: str = ""
-    """Why it is FAILED; whoever sets that status says it."""
+    """Why it is FAILED."""
     unscored: str = ""
-    """Why it is finished and has no reward."""
+    """Why a finished sample has no reward."""
     ungradable: str = ""
-    """Why its grader could not deal with the answer; the reward is then that of a wrong one."""
+    """Why the grader could not handle the answer, which then counts as wrong."""
     num_quarantined: int = 0
-    """How often its group was kept back until the next step, because a request of it found no answer in time."""
+    """How often its group was set aside until the next step because a request got no answer in time."""
     started_version: int | None = None
-    """Version of the trainer's weights when the work on its group began; None before, and where it starts over."""
+    """Weight version at which work on its group began; None before that, and after a fresh start."""
     remove_sample: bool = False
-    """True: trains nothing (mask zeroed at conversion) but still counts in its group's statistics."""
+    """True: it trains nothing (mask zeroed at conversion) but counts in its group's statistics."""
     session_id: str | None = None
     """Requests with one session id go to one engine."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -118,9 +116,9 @@ class Sample:
     custom_rm_path: str | None = None
     """Overrides `--custom-rm-path` for this sample."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """What your code sets under any other name (`sample.name = value`); JSON-serialisable."""
+    """Values that user code set under other names (`sample.name = value`); JSON-serialisable."""
 
-    if not TYPE_CHECKING:  # strict typing sees the fields only; other names are for users' functions
+    if not TYPE_CHECKING:  # type checkers see the fields only; users' functions may use other names
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in _OWN_NAMES:
@@ -129,7 +127,7 @@ class Sample:
                 self.attributes[name] = value
 
         def __getattr__(self, name: str) -> Any:
-            # Reached only for what is not a field. Dunder lookups (pickle, copy) come before there are any.
+            # Called only for names that are not fields. Pickle and copy look up dunders before fields exist.
             if not name.startswith("__"):
                 with contextlib.suppress(KeyError):
                     return object.__getattribute__(self, "attributes")[name]
@@ -153,19 +151,19 @@ class Sample:
         finish_reason: str | None = None,
         routed_experts: RoutedExperts | None = None,
     ) -> None:
-        """Appends what an engine sampled (`log_probs` given, one per token) or what a tool returned (None: masked).
+        """Appends what an engine sampled (`log_probs`: one per token) or what a tool returned (None: masked).
 
-        `first`: the tokens, or the settings, behind which `tokens` stand, as in the public slime. `weight_version`: of
-        all tokens, or of each; `meta_info`: the engine's own words for it, for the finish reason and for routed
-        experts. `trainable`: repeats whether log-probs are given. `update_terminal_info` off: this was not the last
-        part of an answer. `routed_experts`: as the engine's answer has them; tokens that have a row keep it.
+        `first`: the tokens; or the settings, followed by `tokens`, as in the public slime. `weight_version`: of all
+        tokens, or of each. `meta_info`: the engine's, which gives version, finish reason and routed experts.
+        `trainable`: repeats whether log-probs are given. `update_terminal_info` off: more of this answer follows.
+        `routed_experts`: of the answer; tokens that have a row keep it.
 
-        Raises `DataError` if the lengths differ, a sampled token has no weight version, or experts do not fit.
+        Raises `DataError` if lengths differ, a sampled token has no weight version, or the experts do not fit.
         """
         tokens = first if tokens is None else tokens
         if trainable is not None and trainable != (log_probs is not None):
             said = "without log-probs" if trainable else "with log-probs"
-            raise DataError(f"got trainable={trainable} {said}; tokens are trained that an engine sampled, with theirs")
+            raise DataError(f"got trainable={trainable} {said}; only sampled tokens are trained, with their log-probs")
         if meta_info is not None:
             weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or int(meta_info.get("weight_version", NOT_SAMPLED))
             ended = (meta_info.get("finish_reason") or {}).get("type") if update_terminal_info else None
@@ -179,7 +177,7 @@ class Sample:
             )
         versions = [weight_version] * len(tokens) if isinstance(weight_version, int) else list(weight_version)
         if sampled and min(versions, default=0) < 0:
-            raise DataError(f"got {len(tokens)} sampled tokens without a weight version; the engine must report it")
+            raise DataError(f"{len(tokens)} sampled tokens have no weight version; the engine must report it")
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
         self.rollout_log_probs = self.rollout_log_probs or []
@@ -199,7 +197,7 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """Number of ids before the response."""
+        """Number of prompt ids."""
         return len(self.held("tokens")) - self.response_length
 
     @property
@@ -212,28 +210,28 @@ class Sample:
 
     @property
     def weight_versions(self) -> list[int]:
-        """The distinct versions that sampled this response, in order of first use."""
+        """Distinct versions that sampled this response, in order of first use."""
         versions = self.held("token_versions")
         known = versions.distinct.tolist() if isinstance(versions, Column) else versions or ()
         return [v for v in dict.fromkeys(known) if v != NOT_SAMPLED]
 
     def pack(self) -> None:
-        """Holds its lists of numbers as arrays of equal ones; lists that are read later are lists from then on."""
+        """Stores its lists of numbers as equal arrays, until they are read."""
         for name in PER_TOKEN:
             _FIELDS[name].pack(self)
 
     def held(self, name: str) -> Any:
-        """One of the fields of `PER_TOKEN` as it is held: a list, a `Column`, or None."""
+        """A field of `PER_TOKEN` as it is stored: a list, a `Column`, or None."""
         return _FIELDS[name].packed(self)
 
     def column(self, name: str) -> Numbers | None:
-        """[T or R] one of the fields of `PER_TOKEN` as an array that nobody writes to; None if it is not set."""
+        """[T or R] a field of `PER_TOKEN` as a read-only array; None if it is not set."""
         value = self.held(name)
         return value.array if isinstance(value, Column) else None if value is None else np.asarray(value)
 
     def get_reward_value(self, reward_key: Any = None) -> float | None:
-        """The reward as a number; `reward_key`, or that of the settings in its place, picks from a dict. None while
-        unscored. `DataError` without the key.
+        """The reward as a number; None while unscored. `reward_key` (a key, or settings that have one) picks from a
+        dict; without a match, `DataError`.
         """
         if self.reward is None:
             return None
@@ -241,13 +239,13 @@ class Sample:
         if isinstance(self.reward, dict):
             if reward_key is None or reward_key not in self.reward:
                 raise DataError(
-                    f"got a reward with keys {sorted(self.reward)}; set --reward-key to one of them, got {reward_key!r}"
+                    f"--reward-key {reward_key!r} is not a key of the reward; choose one of {sorted(self.reward)}"
                 )
             return float(self.reward[reward_key])
         return float(self.reward)
 
     def validate(self) -> None:
-        """Raises `DataError` if invariant 1, 2 or 5 of the module does not hold."""
+        """Raises `DataError` if invariant 1, 2 or 5 of the module is broken."""
         num_tokens = len(self.held("tokens"))
         if not 0 <= self.response_length <= num_tokens:
             raise DataError(f"sample {self.index}: response_length {self.response_length} of {num_tokens} tokens")
@@ -265,7 +263,7 @@ class Sample:
             )
 
     def copy(self) -> Sample:
-        """Shares nothing with this one. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
+        """A deep copy. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
         lists = [values for name in PER_TOKEN if isinstance(values := self.held(name), list)]
         return copy.deepcopy(self, {id(values): list(values) for values in lists})
 
@@ -273,43 +271,42 @@ class Sample:
         return None, self.held_fields()
 
     def held_fields(self) -> dict[str, Any]:
-        """All fields, as they are held."""
+        """All fields as they are stored."""
         return {f.name: (self.held if f.name in _FIELDS else self.__getattribute__)(f.name) for f in FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable copy; `from_dict` restores it exactly."""
+        """JSON-serialisable; `from_dict` restores it exactly."""
         values = {k: v.tolist() if isinstance(v, Column) else v for k, v in self.held_fields().items()}
         experts = self.rollout_routed_experts
         own = {"status": self.status.value, "rollout_routed_experts": None if experts is None else experts.to_dict()}
         return values | own
 
     def to_json(self, *, allow_nan: bool = True) -> bytes:
-        """`to_dict` as JSON, at a microsecond per eight tokens; `json` alone takes seven times as long.
+        """`to_dict` as JSON, at a microsecond per eight tokens, seven times as fast as `json`.
 
-        Raises `TypeError` or `ValueError` on what is not JSON; without `allow_nan`, on NaN and infinity, too.
+        Raises `TypeError` or `ValueError` for what is not JSON; without `allow_nan`, also for NaN and infinity.
         """
-
         return fields_to_json(self.to_dict(), allow_nan=allow_nan)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Restores what `to_dict` wrote. Raises `DataError` on unknown fields."""
+        """Raises `DataError` for unknown fields."""
         unknown = set(data) - {f.name for f in FIELDS}
         if unknown:
-            raise DataError(f"got unknown sample fields {sorted(unknown)}; written by another version of slime?")
+            raise DataError(f"unknown sample fields {sorted(unknown)}; did another version of slime write them?")
         experts = data.get("rollout_routed_experts")
         restored = None if experts is None else RoutedExperts.from_dict(experts)
         return cls(**{**data, "status": Status(data["status"]), "rollout_routed_experts": restored})
 
 
 def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
-    """Fields of a sample as JSON. Raises as `Sample.to_json` does."""
+    """Raises as `Sample.to_json` does."""
 
     def part(name: str, value: Any) -> orjson.Fragment:
         if name in PER_TOKEN and isinstance(value, list | tuple):
-            with contextlib.suppress(TypeError):  # no number, or beyond 64 bits: json knows better
+            with contextlib.suppress(TypeError):  # not numbers, or beyond 64 bits: left to json
                 text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-                if b"n" not in text:  # null, which it makes of NaN, too
+                if b"n" not in text:  # orjson writes null for NaN
                     return orjson.Fragment(text)
         return orjson.Fragment(json.dumps(value, allow_nan=allow_nan))
 
@@ -318,22 +315,22 @@ def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> byte
 
 FIELDS = dataclasses.fields(Sample)
 _OWN_NAMES = frozenset(dir(Sample)) | {f.name for f in FIELDS}
-setattr(Sample, "Status", Status)  # noqa: B010 - the public name of it; in the class it would be a type of its own
+setattr(Sample, "Status", Status)  # noqa: B010 - the public name; inside the class it would be another type
 _FIELDS = {name: UnpackedList(Sample.__dict__[name]) for name in PER_TOKEN}
-"""Of the fields that may be held as arrays, who reads and writes them."""
+"""Descriptors of the fields that may be stored as arrays."""
 for _name, _field in _FIELDS.items():
     setattr(Sample, _name, _field)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All work for one prompt. The unit that the Data Buffer issues, takes back, filters and accounts for."""
+    """All work for one prompt: the unit that the Data Buffer issues, takes back, filters and counts."""
 
     group_index: int
     samples: tuple[Sample, ...]
-    """The samples of the prompt, fan-out siblings flattened and side by side; each execution has at least one."""
+    """Fan-out siblings side by side; each execution has at least one."""
     attempts: int = 0
-    """How often the group was issued before (aborted, failed and issued again)."""
+    """How often the group was issued before."""
 
     def __post_init__(self) -> None:
         stray = {s.group_index for s in self.samples} - {self.group_index}
@@ -347,16 +344,13 @@ class Group:
         return len({s.index for s in self.samples})
 
     def pack(self) -> None:
-        """`Sample.pack` of all of them."""
         for sample in self.samples:
             sample.pack()
 
     def with_samples(self, samples: Sequence[Sample]) -> Group:
-        """The same group holding other samples."""
         return dataclasses.replace(self, samples=tuple(samples))
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable copy; `from_dict` restores it exactly."""
         return {
             "group_index": self.group_index,
             "attempts": self.attempts,
@@ -364,51 +358,47 @@ class Group:
         }
 
     def to_json(self, *, allow_nan: bool = True) -> str:
-        """`to_dict` as JSON. Raises as `Sample.to_json` does."""
+        """Raises as `Sample.to_json` does."""
         samples = [orjson.Fragment(s.to_json(allow_nan=allow_nan)) for s in self.samples]
         return orjson.dumps(self.to_dict() | {"samples": samples}).decode()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Group:
-        """Restores what `to_dict` wrote."""
         samples = tuple(Sample.from_dict(s) for s in data["samples"])
         return cls(group_index=data["group_index"], attempts=data["attempts"], samples=samples)
 
 
-# What a dataset hands to the Data Buffer: its usable rows and the identity of the whole.
-
-
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One usable row. Treat its containers as read-only; whoever issues samples from it copies them."""
+    """A usable row of a dataset. Its containers are read-only; code that issues samples copies them."""
 
     prompt: str | list[dict[str, Any]]
     """The prompt as text (chat template already applied) or as messages."""
     prompt_tokens: tuple[int, ...] | None
-    """The prompt as ids, or None where nothing could encode it (no tokenizer, or messages without a chat template)."""
+    """The prompt as ids; None if nothing could encode it (no tokenizer, or messages without a chat template)."""
     label: Any
     """The reference answer as the file gives it; None without a label key."""
     metadata: Mapping[str, Any]
     """JSON-serialisable; `tools` holds the row's tool definitions."""
     source: str
-    """Where the row is, for people: `train.jsonl:17` (the line of a text file, the row of a parquet file, from 1)."""
+    """The row's place, for people: `train.jsonl:17` (line of a text file or row of a parquet file, from 1)."""
     images: tuple[str, ...] = ()
     """Digests of its images (`slime.core.files`), in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identity of the rows that a dataset serves: what a data cursor in a checkpoint is valid for."""
+    """Identity of a dataset's rows; a data cursor in a checkpoint is valid for one fingerprint."""
 
     source: str
-    """Path and slice as given. For messages; a moved file is still the same data."""
+    """Path and slice as given, for messages; moving the file does not change the data."""
     num_rows: int
-    """Usable rows, in the order that the cursor counts."""
+    """Usable rows."""
     digest: str
     """SHA-256 (hex) over prompt, label and metadata of every usable row in order, after template and filters."""
 
     def same_data(self, other: Fingerprint) -> bool:
-        """True if a cursor of one is valid for the other."""
+        """Whether a cursor of one is valid for the other."""
         return (self.num_rows, self.digest) == (other.num_rows, other.digest)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,20 +1,20 @@
-"""`Silence`: whether something that does not answer still lives.
+"""`Silence`: whether something that does not answer is still alive.
 
     silence = Silence(partial(processor_s, pids))
     ...
-    silence.heard()                # at an answer, a token, a renewal: what is waited for
-    if silence.exceeds(limit_s):   # again and again: it counts as dead
+    silence.heard()                # at each answer, token or renewal
+    if silence.exceeds(limit_s):   # asked repeatedly; True: it counts as dead
 
-What has ended is seen by its exit, without any limit. This is for what runs and says nothing. Consumes: answers, and at
-each look the processor time that it has used and the size of what it writes. Produces: the time without a sign of life.
-Waits for nothing, and is woken by nothing.
+This is for processes that run and say nothing; one that has ended is seen by its exit. Consumes: answers, and at each
+look the processor time used and the size of the file written. Produces: the time without a sign of life. Waits for
+nothing; nobody wakes it.
 
 Invariants
-1. Whoever uses a core, or writes, lives: it may leave unanswered for `WORKING` times the limit, and is then hung in a
-   loop. One that does neither is hung after the limit.
-2. Limits are in seconds of a machine with a core for each thread that wants one: with less, or under a CPU quota that
-   is used up, a second counts less (`load`).
-3. Time in which nobody looked counts as `LONGEST_LOOK_S` at most: who did not run himself knows nothing of others.
+1. A process that computes or writes is alive: it may leave `WORKING` times the limit unanswered, then counts as hung in
+   a loop. One that does neither counts as hung after the limit.
+2. Limits are in seconds of a machine with a core for each runnable thread. On a loaded machine, or under a CPU quota
+   that is used up, a second counts less (`load`).
+3. Time between two looks counts as at most `LONGEST_LOOK_S`: an observer that did not run knows nothing about others.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from slime.core.cores import stalled_share
 T = TypeVar("T")
 
 WORKING = 5.0
-"""Limits that something may leave unanswered that works."""
+"""Factor of the limit for something that computes without answering."""
 LEAST_SHARE = 0.1
-"""Of a core: what is idle or deadlocked uses less, in threads that look at something now and then."""
+"""Share of a core. Idle or deadlocked processes use less, in threads that poll now and then."""
 MOST_LOAD = 20.0
-"""A load that is higher, as of a file server that is away, makes no limit longer."""
+"""Higher loads, as while a file server is away, do not lengthen limits further."""
 LONGEST_LOOK_S = 5.0
-"""Less than any limit of something that is looked at again and again."""
+"""Shorter than any limit of something that is polled."""
 LOOK_EVERY_S = 1.0
-"""In `within`."""
 
 
 def load() -> float:
-    """How many times longer than on an idle machine work takes here, by the last minute; at least 1.
+    """How much longer work takes here than on an idle machine, by the last minute; at least 1.
 
-    Threads of the host that want a core, for each core that it has. Both numbers are the host's in a container, too; a
-    CPU quota shows in the time for which it stops all threads.
+    The host's runnable threads per core, also in a container; a CPU quota shows in the time for which it stops all
+    threads.
     """
     wanted = os.getloadavg()[0] / (os.cpu_count() or 1)
     stopped = 1 / max(1 - stalled_share(), 1 / MOST_LOAD)
@@ -55,16 +54,16 @@ def load() -> float:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Processor time that these processes have used so far, in seconds; one that is gone has used none."""
+    """Processor time that these processes have used, in seconds; 0 for one that has ended."""
     used_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
-            used_s += time.clock_gettime((~pid << 3) | 2)  # the clock id of another process, as the kernel makes it
+            used_s += time.clock_gettime((~pid << 3) | 2)  # the kernel's clock id of another process
     return used_s
 
 
 class Silence:
-    """Of one thing that is to answer. `heard` may be called from any thread, `exceeds` from one."""
+    """Watches one process or task. `heard` may be called from any thread, `exceeds` from one."""
 
     def __init__(
         self,
@@ -74,8 +73,8 @@ class Silence:
         begins_in_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`used_s`: processor time of what is to answer so far, where using it is a sign of life; `file`: what it
-        writes; `begins_in_s`: it may be silent for so long first."""
+        """`used_s`: processor time used so far, if using it is a sign of life; `file`: one that it writes;
+        `begins_in_s`: extra silence allowed at the beginning."""
         self._used, self._file, self._clock = used_s, file, clock
         self._at = self._since = clock() + begins_in_s
         self._heard = False
@@ -84,16 +83,14 @@ class Silence:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds by the clock without an answer, at the last look."""
+        """Seconds since the last answer, at the last look."""
         return self._at - self._since
 
     def heard(self) -> None:
-        """It has answered."""
         self._heard = True
 
     def exceeds(self, limit_s: float) -> bool:
-        """Looks once: whether it has been without a sign of life for so long, or works without an answer for
-        `WORKING` times as long."""
+        """Looks once. True after `limit_s` without a sign of life, or `WORKING` times as long without an answer."""
         passed_s = self._clock() - self._at
         if passed_s > 0:
             self._at += passed_s
@@ -108,7 +105,7 @@ class Silence:
         return self._idle_s > limit_s or self._silent_s > WORKING * limit_s
 
     def _traces(self) -> tuple[float, int]:
-        """What grows while it works: processor time, and what it has written."""
+        """Processor time used and bytes written."""
         try:
             written = self._file.stat().st_size if self._file is not None else 0
         except OSError:
@@ -117,12 +114,12 @@ class Silence:
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait before the next try after so many failures in a row: doubled each time, up to `longest_s`."""
+    """Seconds to wait before the next try after so many failures in a row; doubles each time, up to `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
 
 
 async def within(work: Awaitable[T], limit_s: float, silence: Silence | None = None) -> T:
-    """The result of what waits for something. Raises `TimeoutError` if that is silent for longer than `limit_s`."""
+    """The result of `work`. Raises `TimeoutError` if what it waits for is silent for longer than `limit_s`."""
     silence, task = silence or Silence(), asyncio.ensure_future(work)
     try:
         while not silence.exceeds(limit_s):

@@ -1,7 +1,7 @@
-"""Text for people: hostile characters spelled out, long text without its middle, and whether a file ends whole.
+"""Text for people: control characters made visible, long text shortened, lists of names; and the keys of engines.
 
-Text of a model, of a tool or of a dataset also comes inside an exception; whatever may hold some of it goes through
-`visible` before it reaches a terminal.
+Text of a model, a tool or a dataset also gets into exceptions. Any text that may contain some goes through `visible`
+before it reaches a terminal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
-"""They turn the order of a line around, so that it reads as something else."""
+"""They reverse the order of a line, so that it reads as something else."""
 
 
 def visible(text: str) -> str:
-    """`text` with control characters spelled out, but for newline and tab: a terminal obeys the others."""
+    """`text` with control characters escaped, except newline and tab, because a terminal would obey them."""
     return "".join(c if c in "\n\t" or not _is_control(c) else _escape(c) for c in text)
 
 
@@ -31,7 +31,7 @@ def _escape(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most about `limit` characters: the middle goes, and its place says how much of it."""
+    """At most about `limit` characters: replaces the middle by a note of its length."""
     left_out = len(text) - limit
     if left_out <= 0:
         return text
@@ -40,18 +40,18 @@ def shorten(text: str, limit: int) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """As `shorten`, visible, on one line: a line break becomes a sign."""
+    """As `shorten` and `visible`, on one line: a sign replaces each line break."""
     return shorten(visible(text).replace("\n", "⏎").replace("\t", " "), limit)
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """`a, b and 3 more`: at most `limit` names; `none` without any."""
+    """`a, b and 3 more`: at most `limit` of the names; `none` without any."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "none"
 
 
 def ends_whole(path: Path) -> bool:
-    """Whether the last line has its end: False where a kill left it half done. Raises `OSError` if it is missing."""
+    """Whether the last line ends with a line break; not after a kill while writing. Raises `OSError` if missing."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -60,29 +60,27 @@ def ends_whole(path: Path) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is a slip of; None if nothing is so near: nobody who writes `mamba` means `llama`."""
+    """The known name that `name` may be a typo of; None if none is near (nobody who writes `mamba` means `llama`)."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
 
 
-# Secrets: what is written in place of one, and the keys of engines.
-
 HIDDEN = "<hidden>"
+"""Replaces secrets in what is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
-    """What engines ask for. Who may generate need not be allowed to replace weights."""
+    """Keys that engines ask for. Users who may generate need not be allowed to replace weights."""
 
     use: str | None = field(default=None, repr=False)
-    """For requests: what the run's own code, the router and its users send. None: they ask for nothing."""
+    """For requests by the run's own code, the router and users. None: requests need no key."""
     admin: str | None = field(default=None, repr=False)
-    """For what changes or ends something (SGLang's `admin_api_key`): weights, memory, pauses, aborts. No user has it.
-    None: the engines ask for `use` there, too."""
+    """SGLang's `admin_api_key`, for weights, memory, pauses and aborts; no user has it. None: engines ask for `use`."""
 
     @property
     def control(self) -> str | None:
-        """What control routes ask for."""
+        """The key of control routes."""
         return self.admin or self.use
 
 

@@ -1,10 +1,11 @@
-"""The topology of a fleet: which models are served, by how many engines of which width, for what each.
+"""The topology of a fleet: the models that are served, the engines of each, and how the ranks of an engine divide a
+model.
 
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
-    group    engines of one kind and one width    with SGLang arguments of its own
+    group    engines of one kind and size         with SGLang arguments of its own
 
-The engines of a model either answer requests whole, or work in pairs: one reads the prompt and hands keys and values to
-another one, which samples. Without `--sglang-config` it is one model, the policy, and one group, or one of each kind.
+The engines of a model either answer whole requests or work in pairs: one reads the prompt and hands keys and values to
+another, which samples. Without `--sglang-config` there is one model, the policy, with one group, or one of each kind.
 """
 
 from __future__ import annotations
@@ -19,32 +20,31 @@ from urllib.parse import urlsplit
 from slime.core.errors import ConfigError
 
 DEFAULT_NAME = "default"
-"""Of the only model of a run without `--sglang-config`."""
+"""Name of the only model of a run without `--sglang-config`."""
 
 
 class Worker(str, Enum):
-    """What an engine does of a request."""
+    """What an engine does with a request."""
 
     REGULAR = "regular"
-    """All of it."""
     PREFILL = "prefill"
-    """It reads prompts, and hands keys and values to a decoding engine."""
+    """Reads prompts and hands keys and values to a decoding engine."""
     DECODE = "decode"
-    """It goes on from there."""
+    """Samples from there on."""
     ENCODER = "encoder"
-    """It encodes images for the other engines of its model."""
+    """Encodes images for the other engines of its model."""
     PLACEHOLDER = "placeholder"
-    """Nothing runs: its GPUs are kept free."""
+    """Not an engine: keeps GPUs free."""
 
 
 PAIRED = (Worker.PREFILL, Worker.DECODE)
-"""Those that answer a request together."""
+"""Workers that answer a request together."""
 BOOTSTRAP_OFFSET = 1
-"""A prefill engine has a second port, on which decode engines ask it for what it has read: so far behind its first."""
+"""The second port of a prefill engine, where decode engines fetch keys and values, relative to its first."""
 
 
 def bootstrap_of(url: str) -> tuple[str, int]:
-    """Host and port on which the prefill engine at `url` is asked for what it has read."""
+    """Host and second port of the prefill engine at `url`."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None, url
     return parts.hostname, parts.port + BOOTSTRAP_OFFSET
@@ -52,56 +52,53 @@ def bootstrap_of(url: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """Engines that are alike."""
+    """Identical engines."""
 
     num_gpus: int
-    """Of all of them together."""
+    """Of all its engines together."""
     num_gpus_per_engine: int
     worker: Worker = Worker.REGULAR
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """ServerArgs by field name, over those of the run."""
+    """ServerArgs by field name, which override those of the run."""
     place: str = field(default="", compare=False)
-    """Where it is said, for messages: in the file of `--sglang-config`; empty for the flags."""
+    """Its position in the `--sglang-config` file, for messages; empty if it comes from flags."""
 
     @property
     def runs(self) -> bool:
-        """Whether servers are started for it; a placeholder has none."""
+        """False for a placeholder, which has no servers."""
         return self.worker is not Worker.PLACEHOLDER
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model, and the engines that serve it."""
+    """A model and the engines that serve it."""
 
     name: str
     path: str
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether it is the policy, whose engines get the weights of the trainer, if there is one; others serve what their
-    checkpoint has."""
+    """Whether it is the policy, whose engines get the trainer's weights; others serve their checkpoint."""
 
     @property
     def in_pairs(self) -> bool:
-        """Whether its prompts are read by other engines than those that sample."""
+        """Whether prefill and decode engines share its requests."""
         return any(group.worker in PAIRED for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedEngine:
-    """One engine before it has a place; a placeholder is one that never runs."""
+    """One engine, or placeholder, before it is placed."""
 
     model: ServedModel
     group: EngineGroup
 
     @property
     def num_gpus(self) -> int:
-        """Of it alone."""
         return self.group.num_gpus_per_engine
 
     @property
     def runs(self) -> bool:
-        """Whether a server is started for it."""
         return self.group.runs
 
 
@@ -113,69 +110,65 @@ class Topology:
 
     @property
     def num_gpus(self) -> int:
-        """Of all engines and placeholders."""
+        """With placeholders."""
         return sum(group.num_gpus for model in self.models for group in model.groups)
 
     @property
     def policy(self) -> ServedModel | None:
-        """The one that is trained; None if all are frozen."""
+        """The trained model; None if all are frozen."""
         return next((model for model in self.models if model.trained), None)
 
     @property
     def main(self) -> ServedModel | None:
-        """The one that rollouts ask: the policy, else the first; None if nothing is served."""
+        """The model that rollouts use: the policy, else the first; None if nothing is served."""
         return self.policy or next(iter(self.models), None)
 
     def wanted(self) -> Iterator[WantedEngine]:
-        """Every engine, in the order in which they get their places: as written."""
+        """Every engine in the order of the file, in which they are placed."""
         for model in self.models:
             for group in model.groups:
                 for _ in range(group.num_gpus // group.num_gpus_per_engine):
                     yield WantedEngine(model, group)
 
 
-# How the ranks of one inference engine divide a model among them, in SGLang's terms.
-#
-# An engine of `tp_size` x `pp_size` ranks: each pipeline stage has its layers, and `tp_size` ranks that share them. Of
-# these, attention may be shared by fewer (`dp_size` groups with DP attention), and the experts of a layer by whole
-# experts in `ep_size` groups.
+# How the ranks of an engine divide a model, in SGLang's terms: each of `pp_size` pipeline stages has some of the layers
+# and `tp_size` ranks that share them. With DP attention fewer of these share the attention (`dp_size` groups), and
+# `ep_size` groups divide the experts of a layer.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Sizes of an engine. Its ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank."""
+    """Sizes of an engine. Ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank."""
 
     tp_size: int = 1
-    """Ranks of a pipeline stage."""
+    """Ranks per pipeline stage."""
     pp_size: int = 1
-    """Pipeline stages."""
     dp_size: int = 1
-    """Groups of a stage's ranks that attend to requests of their own (DP attention); 1: all attend to all."""
+    """Groups of a stage's ranks that each attend to requests of their own (DP attention)."""
     ep_size: int = 1
-    """Groups of a stage's ranks that hold whole experts; within a group each expert is split."""
+    """Groups of a stage's ranks that each hold whole experts; the ranks of a group split every expert."""
     dp_lm_head: bool = False
-    """With DP attention: the output layer is shared by the ranks of a DP group, as the embedding is."""
+    """With DP attention: the ranks of a DP group share the output layer, as they share the embedding."""
     whole_dense_mlp: bool = False
-    """The MLP of a dense layer of a model with experts is whole on each rank."""
+    """In a model with experts: each rank holds the whole MLP of a dense layer."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage; empty: as even as it gets, the last stages with one more."""
+    """Layers per pipeline stage; empty: divided evenly, the last stages taking one more."""
     draft: bool = False
-    """Beside the model a layer of multi-token prediction proposes tokens, which its ranks divide in the same way."""
+    """Whether it has a layer of multi-token prediction, which its ranks divide in the same way."""
 
     def __post_init__(self) -> None:
         sizes = (self.tp_size, self.pp_size, self.dp_size, self.ep_size)
         if min(sizes) < 1:
-            raise ConfigError(f"got an engine of sizes {self}; each is at least 1")
+            raise ConfigError(f"the engine sizes {self} must all be at least 1")
         for name, size in (("dp_size", self.dp_size), ("ep_size", self.ep_size)):
             if self.tp_size % size:
                 raise ConfigError(
-                    f"got {name} {size} for an engine with {self.tp_size} ranks in a pipeline stage, which it does not "
-                    "divide; choose a divisor"
+                    f"{name} {size} does not divide the {self.tp_size} ranks of a pipeline stage; choose a divisor"
                 )
 
         if self.stage_layers and len(self.stage_layers) != self.pp_size:
             raise ConfigError(
-                f"got the layers of {len(self.stage_layers)} pipeline stages, {self.stage_layers}, for an engine of "
+                f"{self.stage_layers} gives layers for {len(self.stage_layers)} pipeline stages, but the engine has "
                 f"{self.pp_size}; give one number per stage"
             )
 
@@ -195,18 +188,17 @@ class EngineLayout:
         return self.tp_size // self.ep_size
 
     def ranks(self) -> tuple[EngineRank, ...]:
-        """All of them, in order."""
         return tuple(EngineRank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
 
     def layers_of(self, pp_rank: int, num_layers: int) -> range:
-        """The layers of a stage. Raises `ConfigError` if there are fewer layers than stages, or other than was said."""
+        """The layers of a stage. Raises `ConfigError` for fewer layers than stages, or another sum than given."""
         if num_layers < self.pp_size:
-            raise ConfigError(f"got {self.pp_size} pipeline stages for {num_layers} layers; give fewer stages")
+            raise ConfigError(f"{self.pp_size} pipeline stages are too many for {num_layers} layers; give fewer stages")
         each, more = divmod(num_layers, self.pp_size)
         sizes = self.stage_layers or (each,) * (self.pp_size - more) + (each + 1,) * more
         if sum(sizes) != num_layers:
             raise ConfigError(
-                f"got pipeline stages of {sizes} layers for a model of {num_layers}; make them sum up to {num_layers}"
+                f"pipeline stages of {sizes} layers do not add up to the {num_layers} layers of the model"
             )
         ends = (0, *accumulate(sizes))
         return range(ends[pp_rank], ends[pp_rank + 1])
@@ -218,10 +210,9 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineRank:
-    """Where a rank of an engine stands."""
+    """Position of a rank in its engine."""
 
     pp_rank: int
-    """Its pipeline stage."""
     tp_rank: int
     """Its number in the stage."""
 
@@ -230,4 +221,4 @@ class EngineRank:
 
 
 ONE_RANK = EngineLayout()
-"""An engine that holds a model whole."""
+"""An engine whose only rank holds the whole model."""

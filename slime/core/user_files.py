@@ -1,9 +1,9 @@
-"""Files of settings that a user wrote or named: YAML and JSON, each one mapping.
+"""Settings files that a user wrote or named: YAML and JSON, each with one mapping.
 
 Invariants
-1. Whatever is wrong with such a file is one `ConfigError` that names it; no bytes of it make a traceback.
-2. A key that stands twice is refused: one of the two values would be ignored silently.
-3. Only files are read, and only so much: a pipe may never end, a device has no end.
+1. Whatever is wrong with such a file becomes one `ConfigError` that names it; no content causes a traceback.
+2. A repeated key is refused, because one of its values would be ignored silently.
+3. Only regular files up to a limit are read: a pipe or a device may never end.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_BYTES = 16 * 2**20
-"""Of a file of settings; what is larger is another file."""
+"""Limit of a settings file; a larger one is some other file."""
 
 MOST_NODES = 100_000
-"""Values of a YAML file, with those that its aliases repeat: nine short lines can mean billions."""
+"""Limit of the values in a YAML file, aliases expanded: nine short lines can mean billions."""
 
 
 class Doubled(ValueError):
-    """A key stands twice in one mapping. Says which, and where."""
+    """A key occurs twice in one mapping. Says which, and where."""
 
 
 class Tangled(ValueError):
-    """Aliases of a YAML file name what they stand in, or too much. Says which."""
+    """YAML aliases that contain themselves or expand to too much. Says which."""
 
 
 @contextmanager
 def paths_in_words() -> Iterator[None]:
-    """What the file system says of a path that is used in the block is a `ConfigError` that names it."""
+    """Turns errors of the file system in the block into a `ConfigError` that names the path."""
     try:
         yield
     except OSError as error:
@@ -50,13 +50,12 @@ def paths_in_words() -> Iterator[None]:
 
 
 def path_in_words(error: OSError) -> str:
-    """A sentence on the path of an error."""
     name = error.filename.decode(errors="replace") if isinstance(error.filename, bytes) else str(error.filename)
-    return f"got {shorten(name, 300)}, which cannot be used ({error.strerror or error}); name another"
+    return f"{shorten(name, 300)} cannot be used ({error.strerror or error}); name another"
 
 
 def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """All bytes of a file. Raises `OSError`, also for a pipe, a device, and more than `most_bytes`."""
+    """All bytes of a file. Raises `OSError`; also for a pipe, a device, and more than `most_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
@@ -69,55 +68,55 @@ def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, flag: str, what: str = "file") -> str:
-    """The text of the file that `flag` names. `what`: the kind of file that is wanted. Raises `ConfigError`."""
-    said = f"got {flag} {shorten(str(path), 300)}"
+    """The text of the file that `flag` names. `what`: the kind of file wanted. Raises `ConfigError`."""
+    said = f"{flag} {shorten(str(path), 300)}"
     try:
         file = Path(path)
         if file.is_dir():
-            raise ConfigError(f"{said}, which is a folder; name a {what} in it")
+            raise ConfigError(f"{said} is a folder; name a {what} in it")
         if not file.exists():
-            raise ConfigError(f"{said}, which does not exist; give a {what}")
+            raise ConfigError(f"{said} does not exist; give a {what}")
         return read_small(file).decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{said}, which holds no text (byte {error.start} is not UTF-8); give a {what}") from error
+        raise ConfigError(f"{said} is not text (byte {error.start} is not UTF-8); give a {what}") from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{said}, which cannot be read ({reason}); give a {what}") from error
+        raise ConfigError(f"{said} cannot be read ({reason}); give a {what}") from error
 
 
 def read_yaml(path: str | Path, flag: str) -> dict[str, Any]:
-    """The mapping in the YAML file that `flag` names; empty for an empty file. Raises `ConfigError`."""
+    """The mapping in the YAML file that `flag` names; an empty file gives {}. Raises `ConfigError`."""
     content = parse_yaml(read_text(path, flag, "YAML file"), f"{flag} {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
         shown = shorten(repr(content), 80)
-        raise ConfigError(f"got {flag} {path}, which is not a mapping but {shown}; write `name: value` lines")
+        raise ConfigError(f"{flag} {path} is not a mapping but {shown}; write `name: value` lines")
     return content
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What YAML text says; `where` names it in messages. Raises `ConfigError`."""
+    """`where` names the text in messages. Raises `ConfigError`."""
     import yaml
 
     try:
         return yaml.load(text, _strict_loader())
     except Doubled as error:
-        raise ConfigError(f"got {where}, in which {error}; keep one") from error
+        raise ConfigError(f"{where}: {error}; keep one") from error
     except Tangled as error:
-        raise ConfigError(f"got {where}, in which {error}; write the values out") from error
+        raise ConfigError(f"{where}: {error}; write the values out") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"got {where}, which is not YAML: {shorten(reason, 300)}; correct it") from error
+        raise ConfigError(f"{where} is not YAML: {shorten(reason, 300)}; correct it") from error
 
 
 def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Strict(yaml.SafeLoader):
-        """A safe loader that refuses a key which stands twice. What `<<` brings in may be given again."""
+        """Refuses repeated keys. Keys that `<<` merges in may be given again."""
 
         def get_single_node(self) -> yaml.Node | None:
             root = super().get_single_node()
@@ -138,30 +137,31 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _require_tree(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Values below `node`, each alias counted as what it names. Raises `Tangled`. `sizes`: what is known by id; 0 of
-    those that are being counted.
+    """Counts the values below `node`, each alias as what it names. Raises `Tangled`.
+
+    `sizes`: known counts by id; 0 while a node is being counted.
     """
     if (known := sizes.get(id(node))) is not None:
         if not known:
-            raise Tangled(f"an alias stands in what it names (line {node.start_mark.line + 1})")
+            raise Tangled(f"an alias refers to a value that contains it (line {node.start_mark.line + 1})")
         return known
     sizes[id(node)] = 0
-    entries = () if isinstance(node.value, str) else node.value  # of a mapping pairs
+    entries = () if isinstance(node.value, str) else node.value  # a mapping has pairs
     parts = [part for one in entries for part in (one if isinstance(one, tuple) else (one,))]
     size = 1 + sum(_require_tree(part, sizes) for part in parts)
     if size > MOST_NODES:
-        raise Tangled(f"aliases make more than {MOST_NODES} values (line {node.start_mark.line + 1})")
+        raise Tangled(f"aliases expand to more than {MOST_NODES} values (line {node.start_mark.line + 1})")
     sizes[id(node)] = size
     return size
 
 
 def _require_single_keys(keys: Iterable[tuple[Any, int]]) -> None:
-    """Raises `Doubled`. `keys`: each with its line."""
+    """Raises `Doubled`. `keys`: with their lines."""
     first: dict[str, int] = {}
     for key, line in keys:
         if repr(key) in first:
             lines = f"lines {first[repr(key)]} and {line}" if first[repr(key)] != line else f"line {line}"
-            raise Doubled(f"the key {key!r} stands twice ({lines})")
+            raise Doubled(f"the key {key!r} occurs twice ({lines})")
         first[repr(key)] = line
 
 
@@ -171,14 +171,14 @@ def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str,
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"got {flag} {path}, which is not JSON ({error}); correct it, or give another") from error
+        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or give another") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"got {flag} {path}, which does not hold a JSON object; give a {what}")
+        raise ConfigError(f"{flag} {path} does not hold a JSON object; give a {what}")
     return content
 
 
 def parse_json(text: str) -> Any:
-    """What JSON text says. Raises `ValueError`, its kind `Doubled` for a key that stands twice."""
+    """Raises `ValueError`, for a repeated key its subclass `Doubled`."""
     return json.loads(text, object_pairs_hook=_single)
 
 
@@ -186,5 +186,5 @@ def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise Doubled(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+        raise Doubled(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
     return out

@@ -1,4 +1,4 @@
-"""Adapters: what agents talk to. One core (`server.py`, `turn.py`), and a file per wire format."""
+"""The servers that agents talk to: one core (`adapter.py`), and a file per wire format."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Adapter", "AgentAdapter", "AnthropicAdapter", "OpenAIAdapter"]
 
 
 class OpenAIAdapter(Adapter):
-    """For what speaks OpenAI's chat completions or responses."""
+    """Speaks OpenAI's chat completions and responses."""
 
     wires = (ChatCompletions, Responses)
 
 
 class AnthropicAdapter(Adapter):
-    """For what speaks Anthropic's messages."""
+    """Speaks Anthropic's messages."""
 
     wires = (Messages,)
 
 
 class AgentAdapter(Adapter):
-    """For either."""
+    """Speaks all of them."""
 
     wires = (ChatCompletions, Responses, Messages)

@@ -1,4 +1,4 @@
-"""`Adapter`: an HTTP server in front of an engine, which plays the API that an agent was written for.
+"""`Adapter`: an HTTP server in front of an engine that speaks the API that an agent was written for.
 
     adapter = OpenAIAdapter(client, template, tool_format="hermes", decode=decode, sampling=sampling_params)
     url = await adapter.start()
@@ -6,15 +6,19 @@
     ...                                  # an agent talks to `url` with `key` as its API key
     samples = adapter.finish_session(key, sample, reward=1.0)
 
-Consumes: requests of agents. Produces: answers, and samples. Waits for: engines, through the client. Is woken by:
-requests, parts of answers, and clients that hang up, which ends their request in the engine.
+Consumes: requests of agents, and parts of an engine's answers. Produces: answers, as events in the order of the text,
+and samples. Waits for: engines, through the client, which survives weight syncs and lost engines and has its own limit.
+Woken by: requests, parts of answers, and clients that hang up, which ends their request in the engine.
 
 Invariants
-1. A key names one session, and is not guessed: 256 random bits. Who has none is refused.
-2. The run's sampling parameters hold, whatever an agent asks for, unless `agent_sampling` lets it: training computes
-   log-probs under them. What an agent had sampled otherwise is not trained. Its limit of tokens may only lower the
-   run's.
-3. A session that is finished or dropped is forgotten at once; its requests that still run are ended.
+1. A key identifies one session and cannot be guessed: 256 random bits. Requests without one are refused.
+2. The run's sampling parameters apply whatever an agent asks for, unless `agent_sampling` allows others, because
+   training computes log-probs under them. Turns that were sampled otherwise are not trained. An agent may only lower
+   the token limit.
+3. A session that is finished or dropped is removed at once, and its running requests end.
+4. The ids sent are the tokens of the session's branch; the ids booked are those that were sampled.
+5. The agent reads what was sampled. Text that may turn out to begin a call is held back until that is clear.
+6. A turn that is cancelled before its end leaves nothing in the session.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import orjson
@@ -47,47 +52,34 @@ from slime.rollout.generate import LIMITS, Limits
 from slime.rollout.guard import HEARTBEAT, Heartbeat
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 
-# One request of an agent, whatever wire format it came by: what is asked, and the answer as it comes.
-#
-# Consumes: a request, the parts of an engine's answer. Produces: events, in the order of the text; in the end the
-# answer, booked in the session. Waits for: the engine, through the client, which lives through weight syncs and lost
-# engines, and has a limit of its own. Is woken by: parts; a cancellation, which ends the request in the engine.
-#
-# Invariants
-# 1. The ids that are sent are the tokens of the session's branch; the ids that are booked are those that were sampled.
-# 2. What the agent reads is what was sampled: text is held back while it may turn out to be the beginning of a call.
-# 3. A turn that is cancelled before its end leaves nothing in the session.
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an agent asks for."""
-
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
-    """As chat templates read them: `{"type": "function", "function": {...}}`."""
+    """In the form that chat templates read: `{"type": "function", "function": {...}}`."""
     max_tokens: int | None = None
-    """Of the answer, as the agent wants it."""
+    """The agent's limit for the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Temperature and the like, as the agent wants them."""
+    """The agent's temperature and the like."""
     stop: tuple[str, ...] = ()
     streams: bool = False
     model: str = ""
-    """As the agent calls it; the answer says the same."""
+    """The agent's name for the model, repeated in the answer."""
     thinks: bool = False
-    """Whether the wire format carries thinking in both directions."""
+    """Whether the wire format carries thinking both ways."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Some thinking."""
+    """Part of the thinking."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Some text."""
+    """Part of the text."""
 
     text: str
 
@@ -110,7 +102,7 @@ Event = Thought | Said | Answer
 
 
 class Engine(Protocol):
-    """What a turn needs of `slime.rollout.client.client.EngineClient`."""
+    """The part of `slime.rollout.client.client.EngineClient` that a turn needs."""
 
     def stream(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
@@ -119,30 +111,28 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Turn:
-    """A request in a session, with what a run wants of it."""
+    """A request in a session."""
 
     session: Session
     session_id: str
     request: Request
     params: dict[str, Any]
-    """Of the engine; `max_new_tokens` is the run's limit of one answer."""
+    """For the engine; `max_new_tokens` is the run's limit of one answer."""
     trained: bool
-    """They are the run's."""
+    """Whether `params` are the run's."""
     limits: Limits
-    """Of the execution: its conversations, and all that it samples."""
+    """Of the execution: for each conversation, and for all that it samples."""
     decode: Callable[[Sequence[int]], str]
     """Ids to text, control tokens included."""
     reader: Callable[[Sequence[Any], str], AnswerReader]
-    """(tools, the end of the prompt as text) -> what reads an answer."""
+    """(tools, the end of the prompt as text) -> the answer's reader."""
     call_id: Callable[[str, int], str]
-    """(function, number of the call in its conversation) -> what its result names it by."""
+    """(function, number of the call in its conversation) -> the call's id."""
     end_ids: frozenset[int]
-    """They end an answer, and its text has none of them, but for those that its reader reads."""
-    interval: int = 1
-    """Tokens of an event, about."""
+    """They end an answer and are not part of its text, except those that the reader needs."""
 
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
-        """The answer as it comes; an `Answer` is the last one.
+        """The answer as it arrives; the last event is an `Answer`.
 
         Raises `DataError` if the chat template refuses the conversation, and what the client raises.
         """
@@ -204,10 +194,10 @@ class Turn:
 
 
 class Text:
-    """Ids to text, part by part: what a part leaves unfinished (half a character) comes with the next one.
+    """Decodes ids part by part. What a part leaves unfinished (half a character) comes with the next one.
 
-    Invariant: the parts joined are the text of all ids, at the cost of decoding each id a few times, not all of them
-    each time: a tokenizer needs some ids before the new ones to know whether a space belongs between.
+    Invariant: the parts joined are the text of all ids. Each id is decoded only a few times: a tokenizer needs some
+    earlier ids to know whether a space belongs between.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -215,7 +205,6 @@ class Text:
         self._before, self._done = 0, 0
 
     def more(self, ids: Sequence[int]) -> str:
-        """The text that these ids add."""
         self._ids += ids
         known = self._decode(self._ids[self._before : self._done])
         text = self._decode(self._ids[self._before :])
@@ -225,18 +214,18 @@ class Text:
         return text[len(known) :]
 
     def end(self) -> str:
-        """The text of what stayed unfinished."""
+        """The unfinished rest."""
         known = self._decode(self._ids[self._before : self._done])
         return self._decode(self._ids[self._before :])[len(known) :]
 
 
 def said(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
-    """Events of what a reader lets out: (kind, text)."""
+    """Events from a reader's (kind, text) parts."""
     return [Thought(text) if kind == "thinking" else Said(text) for kind, text in parts if text]
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
-    """The parts of a stream as one answer; without one, an answer of no tokens that a length limit ended."""
+    """A stream's parts as one answer; without parts, an empty answer that hit a length limit."""
     if not parts:
         return Generation((), (), "length", NOT_SAMPLED, "")
     last = parts[-1]
@@ -252,13 +241,12 @@ def joined(parts: Sequence[Generation]) -> Generation:
     )
 
 
-# The contract of a wire format: requests and answers of one public API, translated and nothing else.
-#
-# A wire format is one file below this folder. It knows no session, no engine and no token.
+# The contract of a wire format: it translates requests and answers of one public API, and knows no session, engine or
+# token. Each is one file in this folder.
 
 
 class BadRequest(Exception):
-    """What an agent asked cannot be meant, or not be done: an error in its API's own shape."""
+    """A request that is invalid or asks for something impossible; answered with an error in the API's own form."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -273,7 +261,6 @@ class Frame:
     event: str | None = None
 
     def encoded(self) -> bytes:
-        """As it goes over the wire."""
         text = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
         head = f"event: {self.event}\n" if self.event else ""
         return f"{head}data: {text}\n\n".encode()
@@ -284,52 +271,51 @@ class Stream(ABC):
 
     @abstractmethod
     def begin(self) -> Iterable[Frame]:
-        """Before anything was sampled."""
+        """Frames before anything is sampled."""
 
     @abstractmethod
     def frames(self, event: Event) -> Iterable[Frame]:
-        """What an event becomes; those of the `Answer` end the stream."""
+        """Frames of an event. Those of the `Answer` end the stream."""
 
     @abstractmethod
     def broken(self, message: str, status: int) -> Iterable[Frame]:
-        """The end of a stream that failed half-way."""
+        """Ends a stream that failed half-way."""
 
 
 class Wire(ABC):
     """One public API."""
 
     path: ClassVar[str]
-    """Of its POST route."""
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
-    """POST routes that tell how many tokens a request has -> the answer for a number."""
+    """POST routes that count a request's tokens -> their answer for a count."""
 
     @abstractmethod
     def request(self, body: Mapping[str, Any]) -> Request:
-        """Reads a request. Raises `BadRequest` for what this API would refuse, or what nobody here can do."""
+        """Raises `BadRequest` for what this API would refuse, or what is not supported here."""
 
     @abstractmethod
     def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """A whole answer."""
+        """In one response."""
 
     @abstractmethod
     def stream(self, request: Request) -> Stream:
-        """An answer in events."""
+        """In events."""
 
     @abstractmethod
     def error(self, message: str, status: int) -> dict[str, Any]:
-        """The body of an error."""
+        """The body of an error response."""
 
 
-def wanted(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Of the sampling parameters that an API calls by these names those that were given, as an engine calls them."""
-    return {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
+def wanted(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The sampling parameters of these names that were given."""
+    return {name: body[name] for name in names if body.get(name) is not None}
 
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
 MODEL = "slime"
-"""The model that the list of models names; an agent may ask for any name and gets this one."""
+"""The model in the list of models. An agent may name any other and gets this one."""
 SAMPLES_ALL = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -339,12 +325,12 @@ SAMPLES_ALL = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""What SGLang takes for a parameter that is not given."""
+"""SGLang's defaults of parameters."""
 
 
 @dataclass(slots=True)
 class OpenSession:
-    """One session as the server keeps it."""
+    """A session and the server's state of it."""
 
     session: Session
     params: dict[str, Any]
@@ -352,28 +338,28 @@ class OpenSession:
     max_turns: int | None
     num_turns: int = 0
     limit: asyncio.TimerHandle | None = None
-    """Ends it; None without a limit of time."""
+    """Ends it at its time limit; None without one."""
     refuses: str = ""
-    """Why it takes no more requests; empty while it does."""
+    """Why it accepts no more requests; empty while it does."""
     scope: RequestScope | None = None
-    """Of the execution that opened it: what ends its requests ends those of the agent."""
+    """The execution's scope: what ends its requests also ends the agent's."""
     transcript: Transcript | None = None
-    """Of that execution: what it asked, and whether the run took any of it back."""
+    """The execution's transcript: its requests, and whether the run took any of them back."""
     heartbeat: Heartbeat | None = None
-    """Of that execution: what a request of the agent is progress of."""
+    """The execution's heartbeat: requests of the agent are progress."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end_requests(self) -> None:
-        """Those that run now; what they sampled counts for nothing."""
+        """Cancels running requests; what they sampled does not count."""
         for task in self.running:
             task.cancel()
 
     def refuse(self, why: str) -> None:
-        """It is at a limit: from now on it takes no request."""
+        """Accepts no more requests, because of a limit."""
         self.refuses, self.session.hit_limit = why, True
 
     def end_at_limit(self, why: str) -> None:
-        """As `refuse`; what runs ends, too."""
+        """As `refuse`, and ends running requests."""
         self.refuse(why)
         self.end_requests()
 
@@ -396,13 +382,13 @@ class Adapter:
         agent_sampling: bool = False,
         model: str = MODEL,
     ) -> None:
-        """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: as the chat
-        template does. `sampling`: of the run, for all sessions. `max_turns`: of a session; more are refused with HTTP
+        """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: taken from
+        the chat template. `sampling`: the run's, for all sessions. `max_turns`: of a session; further requests get HTTP
         400, which clients do not repeat.
         """
         self._engine, self._template, self._decode = engine, template, decode
         self.no_tools = ""
-        """Why tools were refused, in every session: by the model's chat template. Empty: they were not."""
+        """Why tools were refused in every session, because of the chat template; empty if they were not."""
         self._tools_problem = tools_problem(template, tool_format)
         self._format = FORMATS.build(tool_format or format_of(template.chat.template) or "text", None)
         self._sampling, self._max_context, self._max_turns = dict(sampling), max_context_tokens, max_turns
@@ -410,8 +396,6 @@ class Adapter:
         self._sessions: dict[str, OpenSession] = {}
         self._closed = False
         self._runner: web.AppRunner | None = None
-
-    # ---- sessions ----------------------------------------------------------------------------------------------------
 
     def open_session(
         self,
@@ -423,14 +407,14 @@ class Adapter:
         time_limit_s: float | None = None,
         limits: Limits | None = None,
     ) -> str:
-        """A new session; returns its API key. `sampling`: of this session alone, over the adapter's, like the limits.
+        """A new session; returns its API key. `sampling` and limits override the adapter's for this session.
 
-        `limits`: of the execution, by default of the one that opens the session; `max_context_tokens` in place of one.
-        After `time_limit_s` its requests end, and more are refused with HTTP 400; its samples say TRUNCATED.
+        `limits`: by default those of the execution that opens the session; `max_context_tokens` replaces one of them.
+        After `time_limit_s` running requests end, further ones get HTTP 400, and the samples are TRUNCATED.
         """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
-            raise DataError(f"got a second session with the key {key[:4]}…; a key is of one session")
+            raise DataError(f"the session key {key[:4]}… is already in use; give each session its own")
         limits, own = limits or LIMITS.get() or Limits(), max_context_tokens or self._max_context
         found = OpenSession(
             Session(self._template),
@@ -442,13 +426,13 @@ class Adapter:
             heartbeat=HEARTBEAT.get(),
         )
         if time_limit_s is not None:
-            why = f"the execution had its {time_limit_s:g} seconds"
+            why = f"the execution has had its {time_limit_s:g} seconds"
             found.limit = asyncio.get_running_loop().call_later(time_limit_s, found.end_at_limit, why)
         self._sessions[key] = found
         return key
 
     def session(self, key: str) -> Session:
-        """An open session, to look at. Raises `KeyError`."""
+        """An open session, for inspection. Raises `KeyError`."""
         return self._sessions[key].session
 
     def finish_session(
@@ -458,7 +442,7 @@ class Adapter:
         reward: float | Mapping[str, Any] | None = None,
         extra_metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends a session; returns its samples, siblings of one execution. Requests that still run count for nothing."""
+        """Ends a session and its running requests; returns its samples, siblings of one execution."""
         session = self._take(key).session
         samples = session.samples(base, decode=self._decode, reward=reward)
         for sample in samples:
@@ -476,10 +460,8 @@ class Adapter:
         found.end_requests()
         return found
 
-    # ---- the server --------------------------------------------------------------------------------------------------
-
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listens; returns the URL, which has no path."""
+        """Listens; returns the URL, without a path."""
         self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -488,7 +470,7 @@ class Adapter:
         return http_url(host, bound[1])
 
     async def close(self) -> None:
-        """Refuses new requests with HTTP 503, ends those that run, and stops to listen."""
+        """Refuses new requests with HTTP 503, ends running ones, and stops listening."""
         self._closed = True
         running = [task for one in self._sessions.values() for task in one.running]
         for task in running:
@@ -498,15 +480,14 @@ class Adapter:
             await self._runner.cleanup()
 
     def app(self) -> web.Application:
-        """The routes."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/v1/models", self._models)
         for kind in self.wires:
             wire = kind()
-            app.router.add_post(wire.path, self._handler(wire))
+            app.router.add_post(wire.path, self._handler(wire, partial(self._answer, wire)))
             for path, count in wire.counters.items():
-                app.router.add_post(path, self._counter(wire, count))
+                app.router.add_post(path, self._handler(wire, self._counter(count)))
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -520,11 +501,14 @@ class Adapter:
         model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model, "created": 0}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
-    def _handler(self, wire: Wire) -> Callable[[web.Request], Any]:
+    def _handler(self, wire: Wire, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
+        """`answer`: an async function of the session, the request and the HTTP request that makes the response."""
+
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 found, request = self._session_of(http), self._read(wire, await _body(http))
-                return await self._answer(wire, found, request, http)
+                response: web.StreamResponse = await answer(found, request, http)
+                return response
             except BadRequest as problem:
                 return _failed(wire, str(problem), problem.status)
             except SlimeError as problem:
@@ -533,17 +517,11 @@ class Adapter:
 
         return handle
 
-    def _counter(self, wire: Wire, told: Callable[[int], dict[str, Any]]) -> Callable[[web.Request], Any]:
-        async def handle(http: web.Request) -> web.Response:
-            try:
-                found, request = self._session_of(http), self._read(wire, await _body(http))
-                return _json(told(found.session.num_prompt_tokens(request.messages, request.tools)))
-            except BadRequest as problem:
-                return _failed(wire, str(problem), problem.status)
-            except SlimeError as problem:
-                return _failed(wire, str(problem), _status(problem))
+    def _counter(self, count: Callable[[int], dict[str, Any]]) -> Callable[..., Any]:
+        async def answer(found: OpenSession, request: Request, _: web.Request) -> web.Response:
+            return _json(count(found.session.num_prompt_tokens(request.messages, request.tools)))
 
-        return handle
+        return answer
 
     def _read(self, wire: Wire, body: Mapping[str, Any]) -> Request:
         request = wire.request(body)
@@ -556,22 +534,22 @@ class Adapter:
         bearer = http.headers.get("Authorization", "")
         key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else http.headers.get("x-api-key", "")
         if self._closed:
-            raise BadRequest("the run takes no more requests", 503)
+            raise BadRequest("the run accepts no more requests", 503)
         if key not in self._sessions:
-            raise BadRequest("got no key of an open session", 401)
+            raise BadRequest("the API key is not that of an open session", 401)
         return self._sessions[key]
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
-            found.refuse(f"the execution had its {found.max_turns} turns")
+            found.refuse(f"the execution has had its {found.max_turns} turns")
         if found.limits.are_spent and not found.refuses:
             found.refuse(f"the execution has sampled its {found.limits.max_total_response_len} tokens")
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:
-            raise TakenBack("the run takes no more requests of this session")
+            raise TakenBack("the run accepts no more requests of this session")
         found.num_turns += 1
-        REQUEST_SCOPE.set(found.scope)  # of this request's task alone
+        REQUEST_SCOPE.set(found.scope)  # only in this request's task
         TRANSCRIPT.set(found.transcript)
         HEARTBEAT.set(found.heartbeat)
         task = asyncio.current_task()
@@ -607,9 +585,9 @@ async def _body(http: web.Request) -> Mapping[str, Any]:
     try:
         body = orjson.loads(await http.read())
     except ValueError as error:
-        raise BadRequest(f"got a body that is not JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("got a body other than a JSON object")
+        raise BadRequest("the body is not a JSON object")
     return body
 
 
@@ -624,7 +602,7 @@ async def _last(events: AsyncGenerator[Event, None]) -> Answer:
 async def _streamed(
     wire: Wire, events: AsyncGenerator[Event, None], request: Request, http: web.Request
 ) -> web.StreamResponse:
-    """Frames as tokens come. What fails before the first one is an HTTP error still."""
+    """Sends frames as tokens arrive. A failure before the first frame is still an HTTP error."""
     stream, response = wire.stream(request), web.StreamResponse()
     response.content_type = "text/event-stream"
     response.headers["Cache-Control"] = "no-cache"

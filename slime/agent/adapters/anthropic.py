@@ -1,8 +1,8 @@
 """Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens.
 
-Read: system (text or blocks), user and assistant messages with text, thinking, tool_use and tool_result blocks, tools.
-Thinking goes out and comes back in blocks, with a signature that is only there because clients want one. Not done, and
-refused: pictures, documents, tools that run at the provider.
+Supported: system (text or blocks), user and assistant messages with text, thinking, tool_use and tool_result blocks,
+tools. Thinking travels in blocks with a dummy signature, because clients expect one. Refused: pictures, documents,
+tools that the provider would run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
-SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+SAMPLING = ("temperature", "top_p", "top_k")
 STOP = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 KINDS = {
     400: "invalid_request_error",
@@ -149,9 +149,9 @@ def _blocks(message: Message) -> Iterator[dict[str, Any]]:
 
 
 def _messages(given: Any) -> list[Message]:
-    """One message of a request may be several here: each tool's result is one. Raises `BadRequest`."""
+    """A message of a request; each tool result in it becomes one of its own. Raises `BadRequest`."""
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
-        raise BadRequest(f"messages: got {str(given)[:80]!r}; want role user or assistant")
+        raise BadRequest(f"messages: {str(given)[:80]!r} needs the role user or assistant")
     content = given.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     if given["role"] == "assistant":
@@ -195,9 +195,7 @@ def _text(content: Any) -> str:
         return content
     for block in content:
         if _kind(block) != "text":
-            raise BadRequest(
-                f"got a block of type {_kind(block)!r}, which is not supported here: the model reads text alone"
-            )
+            raise BadRequest(f"a block of type {_kind(block)!r} is not supported: the model reads text only")
     return "\n".join(str(block.get("text", "")) for block in content)
 
 
@@ -207,9 +205,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
     tools = []
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
-            raise BadRequest(
-                f"got tool {tool.get('name')!r} of type {tool.get('type')!r}, which the provider would run"
-            )
+            raise BadRequest(f"tool {tool.get('name')!r} of type {tool.get('type')!r} would run at the provider")
         function = {
             "name": tool["name"],
             "description": tool.get("description", ""),

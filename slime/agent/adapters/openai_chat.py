@@ -1,7 +1,7 @@
 """OpenAI's chat completions: POST /v1/chat/completions.
 
-Read: system, developer, user, assistant and tool messages, text parts, tools, `reasoning_content` of assistants that
-send it back. Not done, and refused: several choices, log-probs, pictures and sound.
+Supported: system, developer, user, assistant and tool messages, text parts, tools, and `reasoning_content` of
+assistants. Refused: several choices, log-probs, pictures and sound.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ from typing import Any
 from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -32,12 +24,12 @@ class ChatCompletions(Wire):
 
     def request(self, body: Mapping[str, Any]) -> Request:
         if body.get("n") not in (None, 1):
-            raise BadRequest(f"got n {body['n']}: one request is one answer here; ask n times")
+            raise BadRequest(f"n is {body['n']}, but one request gives one answer here; send n requests")
         if body.get("logprobs"):
-            raise BadRequest("got logprobs: they are kept for training, agents do not get them")
+            raise BadRequest("logprobs are not available to agents; leave them out")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise BadRequest("got no messages")
+            raise BadRequest("there are no messages; send at least one")
         stop = body.get("stop") or ()
         return Request(
             messages=tuple(map(message_of, messages)),
@@ -103,7 +95,6 @@ def _head(request: Request, id: str, kind: str) -> dict[str, Any]:
 
 
 def usage_of(answer: Answer) -> dict[str, Any]:
-    """Tokens as they were."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.sampled_tokens,
@@ -113,14 +104,13 @@ def usage_of(answer: Answer) -> dict[str, Any]:
 
 
 def call_of(call: ToolCall) -> dict[str, Any]:
-    """A call as agents read it."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def message_of(given: Any) -> Message:
-    """One message of a request. Raises `BadRequest`."""
+    """Raises `BadRequest`."""
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
-        raise BadRequest(f"got a message {str(given)[:80]!r}; want an object with a role of {sorted(ROLES)}")
+        raise BadRequest(f"the message {str(given)[:80]!r} is not an object with a role of {sorted(ROLES)}")
     role = ROLES[given["role"]]
     reasoning = given.get("reasoning_content") or given.get("reasoning")
     return Message(
@@ -138,11 +128,11 @@ def _call(given: Any) -> ToolCall:
         function = given["function"]
         return ToolCall(str(given["id"]), str(function["name"]), canonical_arguments(function.get("arguments")))
     except (KeyError, TypeError) as error:
-        raise BadRequest(f"got a tool call {str(given)[:80]!r} without id or function") from error
+        raise BadRequest(f"the tool call {str(given)[:80]!r} lacks an id or a function") from error
 
 
 def text_of(content: Any) -> str:
-    """Text, or parts of text. Raises `BadRequest` for a part that is none."""
+    """The text of a string or of text parts. Raises `BadRequest` for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -151,17 +141,17 @@ def text_of(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise BadRequest(f"got a content part of type {kind!r}, which is not supported: the model reads text alone")
+            raise BadRequest(f"a content part of type {kind!r} is not supported: the model reads text only")
         parts.append(str(part.get("text", part.get("refusal", ""))))
     return "".join(parts)
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Functions, as chat templates read them; none if the agent forbids calls."""
+    """Functions in the form of chat templates; none if the agent forbids calls."""
     if body.get("tool_choice") == "none":
         return ()
     tools = body.get("tools") or ()
     for tool in tools:
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" not in tool:
-            raise BadRequest(f"got a tool {str(tool)[:80]!r}; want one of type function")
+            raise BadRequest(f"the tool {str(tool)[:80]!r} is not of type function")
     return tuple(tools)

@@ -1,7 +1,7 @@
 """OpenAI's responses: POST /v1/responses.
 
-Read: `instructions`, text, input items (messages, function calls and their results, reasoning), function tools. Items
-are sent back by the agent each time; `previous_response_id` is refused, because histories are the session's to compare.
+Supported: `instructions`, text, input items (messages, function calls and their results, reasoning), function tools.
+The agent sends all items each time; `previous_response_id` is refused, because sessions compare whole histories.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Reque
 from slime.agent.adapters.openai_chat import KINDS, ROLES, text_of
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
-SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
+SAMPLING = ("temperature", "top_p")
 
 
 class Responses(Wire):
@@ -24,11 +24,11 @@ class Responses(Wire):
 
     def request(self, body: Mapping[str, Any]) -> Request:
         if body.get("previous_response_id"):
-            raise BadRequest("got previous_response_id: nothing is stored here; send the items back")
+            raise BadRequest("previous_response_id is not supported, because nothing is stored; send the items back")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list) or not items:
-            raise BadRequest("got no input")
+            raise BadRequest("there is no input; send at least one item")
         instructions = body.get("instructions")
         messages = [Message("system", str(instructions))] if instructions else []
         for item in items:
@@ -53,7 +53,7 @@ class Responses(Wire):
 
 
 class _Events(Stream):
-    """Items are opened as they come: thinking, then text, then calls."""
+    """Opens items as they come: thinking, then text, then calls."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._id, self._number = request, secrets.token_hex(12), 0
@@ -196,15 +196,15 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 
 def _add(messages: list[Message], item: Any) -> None:
-    """An item of the input. What the model wrote in one turn comes back as several items. Raises `BadRequest`."""
+    """Adds an input item. One turn of the model comes back as several items. Raises `BadRequest`."""
     if not isinstance(item, Mapping):
-        raise BadRequest(f"got an input item {str(item)[:80]!r}; want an object")
+        raise BadRequest(f"the input item {str(item)[:80]!r} is not an object")
     kind = item.get("type") or "message"
     match kind:
         case "message":
             role = ROLES.get(str(item.get("role")))
             if role is None:
-                raise BadRequest(f"got a message of role {item.get('role')!r}")
+                raise BadRequest(f"the message role {item.get('role')!r} is unknown")
             message = Message(role, text_of(item.get("content")))
             last = _turn(messages) if role == "assistant" else None
             if last is None:
@@ -224,11 +224,11 @@ def _add(messages: list[Message], item: Any) -> None:
             output = text_of(item.get("output"))
             messages.append(Message("tool", output, call_id=str(item.get("call_id"))))
         case _:
-            raise BadRequest(f"got an input item of type {kind!r}, which this model cannot read")
+            raise BadRequest(f"an input item of type {kind!r} is not supported")
 
 
 def _turn(messages: list[Message]) -> Message | None:
-    """The assistant's message that the items before belong to."""
+    """The assistant's message that an item continues."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -238,7 +238,7 @@ def _begun(messages: list[Message]) -> Message:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Functions, as chat templates read them; tools that the provider would run are left out."""
+    """Functions in the form of chat templates, without tools that the provider would run."""
     if body.get("tool_choice") == "none":
         return ()
     tools = []

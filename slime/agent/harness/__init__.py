@@ -1,9 +1,9 @@
-"""Harnesses: programs that are agents, started in a sandbox and pointed at an adapter. One file each.
+"""Harnesses: agent programs that run in a sandbox and talk to an adapter.
 
     result = await ClaudeCodeHarness().run(sandbox, "Fix the bug.", url=adapter_url, key=key, folder="/work")
 
-A harness says what to install, which files and variables make its program talk to the adapter and to nobody else, and
-the command line that gives it a prompt. It knows nothing of sessions and samples.
+A harness says what to install, which files and variables make its program talk to the adapter alone, and the command
+line that gives it a prompt. It knows nothing of sessions and samples.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 MODEL = "slime"
-"""The name of the model that a program asks for."""
+"""The model name that programs ask for."""
 
 
 class Shell(Protocol):
-    """What a harness needs of a sandbox."""
+    """The part of a sandbox that a harness needs."""
 
     async def exec(self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float = ...) -> Any: ...
 
@@ -44,22 +44,22 @@ class Shell(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a program runs, and whom it asks."""
+    """Where a program runs, and the model it asks."""
 
     url: str
-    """Of the adapter, as the sandbox reaches it; without a path."""
+    """The adapter's, as the sandbox reaches it; without a path."""
     key: str
-    """Of the session."""
+    """The session's."""
     home: str
-    """The program's own folder for its settings."""
+    """The folder for the program's settings."""
     folder: str
-    """Where it works."""
+    """The folder it works in."""
     model: str = MODEL
 
 
 @dataclass(frozen=True, slots=True)
 class HarnessResult:
-    """How a program ended."""
+    """The end of a program."""
 
     code: int
     output: str
@@ -71,26 +71,26 @@ class HarnessFailed(SlimeError):
 
 
 class Harness(ABC):
-    """One program."""
+    """An agent program."""
 
     name: ClassVar[str]
     package: ClassVar[str | None] = None
-    """Of npm, with its version; None: it is there already."""
+    """npm package with version; None if nothing needs to be installed."""
 
     @abstractmethod
     def command(self, prompt: str, place: Place) -> Sequence[str]:
-        """What starts it, works on a prompt without asking anybody, and ends."""
+        """Starts the program, which works on the prompt without asking anybody, and ends."""
 
     def files(self, place: Place) -> Mapping[str, str]:
         """Settings: absolute path -> text."""
         return {}
 
     def environment(self, place: Place) -> Mapping[str, str]:
-        """Its variables, beside HOME."""
+        """Its variables, except HOME."""
         return {}
 
     async def install(self, sandbox: Shell, *, prefix: str = "/opt/agents", limit_s: float = 600.0) -> None:
-        """Puts the program into a sandbox that reaches npm; one that has it needs no call. Raises `HarnessFailed`."""
+        """Installs the program in a sandbox that reaches npm. Raises `HarnessFailed`."""
         if self.package is None:
             return
         done = await sandbox.exec(f"npm install --prefix {prefix} {self.package}", timeout_s=limit_s)
@@ -110,7 +110,7 @@ class Harness(ABC):
         path: str | None = None,
         timeout_s: float = 1800.0,
     ) -> HarnessResult:
-        """Works on a prompt until the program ends, or `timeout_s`. `path`: PATH of the sandbox, if not its own."""
+        """Works on a prompt until the program ends, at most `timeout_s`. `path`: replaces the sandbox's PATH."""
         place = Place(url, key, home, folder, model)
         for file, text in self.files(place).items():
             await sandbox.write_file(file, text)
@@ -123,13 +123,8 @@ class Harness(ABC):
 
 
 def __getattr__(name: str) -> Any:
-    """The harnesses are public names of this package; their modules import this one."""
-    if name == "ClaudeCodeHarness":
-        from slime.agent.harness.builtin import ClaudeCodeHarness
+    if name in ("ClaudeCodeHarness", "CodexHarness"):  # their module imports this one
+        from slime.agent.harness import builtin
 
-        return ClaudeCodeHarness
-    if name == "CodexHarness":
-        from slime.agent.harness.builtin import CodexHarness
-
-        return CodexHarness
+        return getattr(builtin, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

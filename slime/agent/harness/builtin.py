@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from slime.agent.harness import Harness, Place
 
-# Claude Code, by npm's `@anthropic-ai/claude-code`. It speaks Anthropic's messages.
-
 
 class ClaudeCodeHarness(Harness):
-    """Without questions, telemetry or updates; with the tools that it has."""
+    """Claude Code from npm, which speaks Anthropic's messages; without questions, telemetry or updates."""
 
     name = "claude_code"
     package = "@anthropic-ai/claude-code@2.1.330"
@@ -26,20 +24,18 @@ class ClaudeCodeHarness(Harness):
             "ANTHROPIC_BASE_URL": place.url,
             "ANTHROPIC_AUTH_TOKEN": place.key,
             "ANTHROPIC_SMALL_FAST_MODEL": place.model,
-            "IS_SANDBOX": "1",  # it refuses to skip questions as root elsewhere
+            "IS_SANDBOX": "1",  # otherwise it refuses to skip questions as root
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",
         }
 
 
-# Codex, by npm's `@openai/codex`. It speaks OpenAI's responses.
-
 KEY = "SLIME_SESSION_KEY"
 
 
 class CodexHarness(Harness):
-    """Without approvals; its own sandbox is off, for it runs in one."""
+    """Codex from npm, which speaks OpenAI's responses; without approvals and its own sandbox, for it runs in one."""
 
     name = "codex"
     package = "@openai/codex@0.169.0"
@@ -63,11 +59,8 @@ class CodexHarness(Harness):
         return {KEY: place.key}
 
 
-# opencode, by npm's `opencode-ai`. It speaks OpenAI's chat completions.
-
-
 class OpenCodeHarness(Harness):
-    """Without sharing or updates."""
+    """opencode from npm, which speaks OpenAI's chat completions; without sharing or updates."""
 
     name = "opencode"
     package = "opencode-ai@1.18.33"
@@ -91,12 +84,12 @@ class OpenCodeHarness(Harness):
         }
 
 
-# Any command line: a program that reads a base URL and a key from its environment, as the SDKs do.
-
-
 @dataclass(frozen=True)
 class CommandHarness(Harness):
-    """`words` are the command; the prompt stands for `{prompt}` in them, or at the end."""
+    """Any command line that reads a base URL and a key from the environment, as the SDKs do.
+
+    `words`: the command; the prompt replaces `{prompt}` in them, or comes last.
+    """
 
     name = "command"
     words: tuple[str, ...] = ()

@@ -1,11 +1,11 @@
-"""What a model wrote, back into thinking, text and calls. One file per format of calls.
+"""A model's text as thinking, text and calls. One file per family of formats.
 
     parsed = format.reader(tools, prompt_end).all(text)
 
 Invariants
-1. No text makes a reader raise: what cannot be read stays text, and `ill_formed` says that a call was tried.
-2. The parts that a reader lets out, joined, are the thinking and the text of `Parsed`, wherever the text was split.
-3. A format that slime does not know counts for nothing: whoever is given tools then refuses them (`known_format`).
+1. No text makes a reader raise: what cannot be read stays text, and `ill_formed` says that it tried a call.
+2. The parts that a reader returns, joined, are the thinking and the text of `Parsed`, however the text was split.
+3. A model whose format slime does not know gets no tools (`known_format`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 
 OPEN, CLOSE = "<think>", "</think>"
-"""Marks of thinking in the templates of Qwen3, DeepSeek, GLM and others."""
+"""Marks of thinking in templates of Qwen3, DeepSeek, GLM and others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What stands behind the first mark of a call."""
+    """Everything from the first mark of a call on."""
 
     found: tuple[tuple[str, str], ...]
     """(function, JSON text of its arguments), in order."""
     rest: str = ""
-    """Text beside them."""
+    """Text beside the calls."""
     ill_formed: bool = False
-    """Something was tried that cannot be read; it is in `rest`."""
+    """Whether a call was tried that cannot be read; it is in `rest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +51,26 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
-    """Each begins a call; text from the first one on is read by `read`."""
+    """Each begins a call; `read` gets the text from the first one on."""
     signs: ClassVar[tuple[str, ...]] = ()
-    """All of them stand in the chat templates of the models that write it."""
+    """Strings that all occur in the chat templates of its models."""
     breaks: ClassVar[tuple[str, ...]] = ()
-    """Those of `marks` that end the thinking, if nothing closes it: as SGLang reads answers of the family."""
+    """Those of `marks` that end thinking that is never closed, as SGLang reads answers of the family."""
     thought: ClassVar[re.Pattern[str]] = re.compile(rf"(?:{OPEN}(?:(?!{OPEN}).)*?)?{CLOSE}\n{{0,2}}", re.S)
-    """The thinking in a turn. Where the prompt begins it, a template may write its end alone for earlier turns."""
+    """The thinking in a turn. If the prompt begins it, a template may write only its end for earlier turns."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         """`text` begins with one of `marks`."""
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """Reads one answer. `tools`: as chat templates read them; without any, nothing is a call. `prompt_end`: the
-        text before the answer, which may have begun the thinking already.
+        """Reads one answer. `tools`: in the form of chat templates; without any, nothing is a call. `prompt_end`: the
+        end of the prompt, which may have begun the thinking.
         """
         return Reader(self, tools, prompt_end)
 
     def call_id(self, name: str, number: int) -> str:
-        """What a result names its call by. `number`: of the call in its conversation, from 0.
+        """The id by which a result refers to its call. `number`: of the call in its conversation, from 0.
 
         Agents send it back, and templates of some families show it to the model.
         """
@@ -83,21 +83,20 @@ FORMATS: Registry[ToolFormat] = Registry(
 
 
 class AnswerReader(ABC):
-    """Reads one answer as it comes."""
+    """Reads one answer as it arrives."""
 
     ends: ClassVar[frozenset[str]] = frozenset()
-    """End tokens that belong to what it reads; of others it is fed nothing."""
+    """End tokens that the reader needs; others are not fed to it."""
 
     @abstractmethod
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Parts ("thinking" | "text", text) that are certain now."""
+        """The parts ("thinking" | "text", text) that are certain now."""
 
     @abstractmethod
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """The parts that were held back, and all of it."""
+        """The parts that were held back, and the whole answer."""
 
     def all(self, text: str) -> Parsed:
-        """A whole answer."""
         self.feed(text)
         return self.end()[1]
 
@@ -106,25 +105,23 @@ class Reader(AnswerReader):
     """Thinking between `<think>` and `</think>`, text, then calls."""
 
     def __init__(self, format: ToolFormat, tools: Sequence[Any] = (), prompt_end: str = "") -> None:
-        """As `ToolFormat.reader`."""
         self._format, self._tools = format, tools
         self._marks, self._breaks = (format.marks, format.breaks) if tools else ((), ())
         self._thinks = prompt_end.rstrip().endswith(OPEN)
         self._begun, self._held = self._thinks, ""
         self._trims = self._thinks
-        """Line feeds beside a mark of thinking belong to it."""
+        """Line feeds beside a mark of thinking belong to the mark."""
         self._thoughts: list[str] = []
         self._words: list[str] = []
         self._calls: list[str] | None = None
         self._blank: list[str] = []
-        """White space before all else, which belongs to a mark of thinking if one follows."""
+        """Leading white space, which belongs to a mark of thinking if one follows."""
         self._doubt: list[str] | None = None
-        """What stands in the thinking from the mark of a call on: thinking if it is closed behind, else a call."""
+        """Text from a call's mark inside thinking on: it is thinking if that is closed later, else a call."""
         self._edge = ""
-        """The end of that, in which the mark that closes may have begun."""
+        """The end of that text, where the closing mark may have begun."""
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """See `AnswerReader`."""
         if self._calls is not None:
             self._calls.append(text)
             return []
@@ -136,7 +133,6 @@ class Reader(AnswerReader):
         return self._out(last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """See `AnswerReader`."""
         self._held += "".join(self._blank)
         parts = self._out(last=True)
         calls = Calls(())
@@ -159,7 +155,7 @@ class Reader(AnswerReader):
         return parts if self._thinks else parts + self._text(last)
 
     def _thinking(self, last: bool) -> list[tuple[str, str]]:
-        """The thinking, up to its end or to a call in it."""
+        """The thinking, up to its end or a call in it."""
         if self._doubt is not None:
             return self._doubted(last)
         marks = (CLOSE, *self._breaks)
@@ -175,8 +171,8 @@ class Reader(AnswerReader):
         return parts
 
     def _doubted(self, last: bool) -> list[tuple[str, str]]:
-        """Looks for the end of the thinking behind a mark of a call in it; no character is looked at twice."""
-        assert self._doubt is not None, "there is something to doubt"
+        """Looks for the end of the thinking behind a call's mark in it; looks at no character twice."""
+        assert self._doubt is not None, "called behind a call's mark only"
         self._doubt.append(self._held)
         seen, self._held = self._edge + self._held, ""
         self._edge = seen[1 - len(CLOSE) :]
@@ -197,12 +193,12 @@ class Reader(AnswerReader):
         return [("thinking", thought)]
 
     def _close(self) -> None:
-        """The thinking ends with the mark that `_held` begins with."""
+        """Ends the thinking with the mark at the start of `_held`."""
         self._held, self._thinks = self._held[len(CLOSE) :].lstrip("\n"), False
         self._trims = not self._held
 
     def _opened(self, last: bool) -> bool:
-        """Whether the beginning of the answer is certain: with a mark of thinking, or without."""
+        """Whether it is certain that the answer begins with thinking, or without."""
         start = self._held.lstrip()
         if start.startswith(OPEN):
             self._thinks, self._held = True, start[len(OPEN) :].lstrip("\n")
@@ -228,26 +224,26 @@ class Reader(AnswerReader):
 
 
 def begins(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of a text that may be the beginning of a mark."""
+    """How many characters at the end of a text may begin a mark."""
     longest = max(map(len, marks), default=0)
     ends = (n for n in range(min(longest - 1, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks))
     return next(ends, 0)
 
 
 def format_of(template: str) -> str | None:
-    """The format whose signs a chat template has, the most of them; None if it has those of none."""
+    """The format whose signs occur in a chat template, the one with most signs; None without."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 
 
 def known_format(template: str, name: str | None = None) -> ToolFormat:
-    """The format called `name`, or that of a chat template. Raises `ConfigError` if nobody knows one."""
+    """The format called `name`, or that of a chat template. Raises `ConfigError` without one."""
     name = name or format_of(template)
     if name is None:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))
         raise ConfigError(
-            "got tools, and the chat template writes calls in no format that is known here, so that all calls would "
-            f"stay text; name one as --agent-tool-format ({known}, or the import path of your own class), give another "
-            "template as --chat-template FILE, or say --agent-tool-format text to leave calls as text"
+            "the chat template writes calls in no known format, so all calls would stay text; name a format as "
+            f"--agent-tool-format ({known}, or the import path of your own class), give another template as "
+            "--chat-template FILE, or say --agent-tool-format text to leave calls as text"
         )
     return FORMATS.build(name, None)

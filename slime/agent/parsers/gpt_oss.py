@@ -1,12 +1,12 @@
-"""gpt-oss' format, harmony: a turn is messages, each with a header that says its channel and to whom it goes.
+"""gpt-oss' format, harmony: a turn consists of messages, each with a header that names its channel and recipient.
 
     <|channel|>analysis<|message|>THINKING<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The recipient may stand before the channel, as the chat template writes it. A call ends the turn, so there is one.
+The chat template writes the recipient before the channel. A call ends the turn, so there is at most one.
 Source: OpenAI's guide to the harmony format, and the chat template of gpt-oss.
 
-Invariant: a header is let out only where it turns out to be none, or its call cannot be read.
+Invariant: a header becomes text only if it turns out not to be one, or its call cannot be read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "
 _CHANNEL_OF = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _TO = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _HEADS = (_START, _CHANNEL, _MESSAGE, "to=")
-"""With one of these a message begins."""
+"""Beginnings of a message."""
 
 
 class _Kind(Enum):
-    """Of a message."""
-
     HEAD = "head"
-    """Its header is not whole yet."""
+    """Its header is incomplete."""
     THINKING = "thinking"
     TEXT = "text"
     CALL = "call"
@@ -47,12 +45,11 @@ class GptOss(ToolFormat):
     thought = re.compile(r"<\|channel\|>analysis<\|message\|>[^<]*(?:<(?!\|end\|>)[^<]*)*<\|end\|><\|start\|>assistant")
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        """Of a whole answer from its first call on."""
         got = self.reader(tools).all(text)
         return Calls(got.calls, got.text, got.ill_formed)
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """`prompt_end` is the beginning of a header."""
+        """The prompt ends with the beginning of a header, so `prompt_end` is not needed."""
         return _Harmony(bool(tools))
 
 
@@ -60,27 +57,25 @@ class _Harmony(AnswerReader):
     ends = frozenset(("<|end|>", "<|return|>", _CALL))
 
     def __init__(self, calls: bool) -> None:
-        """`calls`: there are tools that may be called."""
+        """`calls`: whether there are tools to call."""
         self._may_call = calls
         self._kind = _Kind.HEAD
         self._raw: list[str] = []
-        """The header, or the whole call: text, if it is none."""
+        """The header, or the whole call; becomes text if it is neither."""
         self._begun = ""
-        """The beginning of the header, as far as that is needed to tell."""
+        """The beginning of the header, as long as needed to recognise it."""
         self._body: list[str] = []
-        """Of a call."""
+        """The body of a call."""
         self._held = ""
-        """May be the beginning of a mark."""
+        """May begin a mark."""
         self._said: dict[str, list[str]] = {"thinking": [], "text": []}
         self._found: list[tuple[str, str]] = []
         self._ill_formed = False
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """See `AnswerReader`."""
         return self._read(self._held + text, last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """See `AnswerReader`."""
         parts = [*self._read(self._held, last=True), *self._broken()]
         text, thoughts = ("".join(self._said[kind]) for kind in ("text", "thinking"))
         return parts, Parsed(text, thoughts or None, tuple(self._found), self._ill_formed)
@@ -124,7 +119,7 @@ class _Harmony(AnswerReader):
             return self._plain(mark)
         parts = self._closed(mark) if self._kind is _Kind.CALL else self._broken()
         self._kind, self._begun = _Kind.HEAD, ""
-        if mark not in self.ends:  # the message before has no end
+        if mark not in self.ends:  # the message before lacks an end
             self._head(mark)
         return parts
 
@@ -140,7 +135,7 @@ class _Harmony(AnswerReader):
         return []
 
     def _closed(self, mark: str) -> list[tuple[str, str]]:
-        """The end of a call."""
+        """Ends a call."""
         if mark in self.ends:
             self._raw.append(mark)
         to = _TO.search("".join(self._raw[: self._raw.index(_MESSAGE)]))
@@ -156,15 +151,12 @@ class _Harmony(AnswerReader):
         return []
 
     def _broken(self) -> list[tuple[str, str]]:
-        """What was held back turns out to be text, and so does what follows."""
-        held, tried = "".join(self._drained()), self._kind is _Kind.CALL
+        """Turns what was held back, and what follows, into text."""
+        held, tried = "".join(self._raw), self._kind is _Kind.CALL
+        self._raw = []
         self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))
         self._kind = _Kind.TEXT
         return self._say("text", held) if held.strip() else []
-
-    def _drained(self) -> list[str]:
-        raw, self._raw = self._raw, []
-        return raw
 
     def _say(self, kind: str, text: str) -> list[tuple[str, str]]:
         self._said[kind].append(text)

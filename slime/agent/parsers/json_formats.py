@@ -1,151 +1,26 @@
-"""Formats whose calls are JSON: Hermes, Kimi K2, Mistral, Llama 3, DeepSeek; and that of a model that calls nothing."""
+"""Formats whose calls are JSON: Hermes, Kimi K2, Mistral, Llama 3, DeepSeek; and the format of models without calls."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
 from slime.agent.parsers.tagged import Found, call_of, followed, functions, json_at, json_or_break, named_call, scan
 
-# Hermes' format, which Qwen2.5 and Qwen3 write: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeated.
-#
-# Source: the chat templates of Qwen2.5 and Qwen3.
-
 _HERMES_HEAD = re.compile(r"<tool_call>")
 _HERMES_END = "</tool_call>"
-
-
-@FORMATS.register("hermes", "qwen25")
-class Hermes(ToolFormat):
-    """JSON between marks."""
-
-    marks = ("<tool_call>",)
-    signs = breaks = marks
-
-    def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        return scan(text, _HERMES_HEAD, _hermes_call, end=_HERMES_END)
-
-
-def _hermes_call(head: re.Match[str]) -> Found | None:
-    got = json_at(head.string, head.end())
-    call = call_of(got[0]) if got else None
-    end = followed(head.string, got[1], _HERMES_END) if got else None
-    return None if call is None or end is None else ([call], end)
-
-
-# Kimi K2's format: `functions.NAME:NUMBER`, then JSON, between marks that are tokens of their own.
-#
-# Source: the chat template of Kimi-K2-Instruct and its guide to calls.
-
 _KIMI_ALL_BEGIN, _KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _KIMI_BEGIN, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_HEAD = re.compile(
     r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.\-]+):\d+\s*<\|tool_call_argument_begin\|>|<\|tool_call_begin\|>"
 )
-
-
-@FORMATS.register("kimi_k2")
-class KimiK2(ToolFormat):
-    """A name with a number, and JSON."""
-
-    marks = (_KIMI_ALL_BEGIN, _KIMI_BEGIN)
-    signs = breaks = (_KIMI_ALL_BEGIN,)
-
-    def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        return scan(text, _KIMI_HEAD, _kimi_call, frames=(_KIMI_ALL_BEGIN, _KIMI_ALL_END), end=_KIMI_END)
-
-    def call_id(self, name: str, number: int) -> str:
-        """As the model counts its calls; the template heads each result with it."""
-        return f"functions.{name}:{number}"
-
-
-def _kimi_call(head: re.Match[str]) -> Found | None:
-    got = json_at(head.string, head.end())
-    call = named_call(head[1], got[0]) if got else None
-    end = followed(head.string, got[1], _KIMI_END) if got else None
-    return None if call is None or end is None else ([call], end)
-
-
-# Mistral's formats: `[TOOL_CALLS]` and a list of calls in JSON, or `[TOOL_CALLS]NAME[ARGS]{...}`, repeated.
-#
-# Source: the chat templates of Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2; the latter may write a call's id
-# between.
-
 _MISTRAL_HEAD = re.compile(r"\[TOOL_CALLS\]\s*(?:([^\s\[\]{}]+)(?:\[CALL_ID\][^\[\]{}]*)?\[ARGS\])?")
-
-
-@FORMATS.register("mistral")
-class Mistral(ToolFormat):
-    """A list, or a name and arguments."""
-
-    marks = ("[TOOL_CALLS]",)
-    signs = marks
-
-    def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        return scan(text, _MISTRAL_HEAD, _mistral_call)
-
-    def call_id(self, name: str, number: int) -> str:
-        """Nine letters and digits: the template refuses any other."""
-        return secrets.token_hex(5)[:9]
-
-
-def _mistral_call(head: re.Match[str]) -> Found | None:
-    got = json_at(head.string, head.end())
-    if got is None:
-        return None
-    value, end = got
-    if head[1] is not None:
-        call = named_call(head[1], value)
-        return None if call is None else ([call], end)
-    listed = [call for one in value if (call := call_of(one)) is not None] if isinstance(value, list) else []
-    return (listed, end) if listed and len(listed) == len(value) else None
-
-
-# Llama 3's format: `{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or bare, several with `;` between.
-#
-# Without the tag, JSON with a name is a call only if it names one of the tools: an answer may be JSON too.
-# Source: the chat templates of Llama 3.1 and 3.2.
-
 _LLAMA_TAG = "<|python_tag|>"
 _LLAMA_TAGGED = re.compile(r"<\|python_tag\|>|;(?=\s*\{)")
 _LLAMA_BARE = re.compile(r'(?=\{"name":)|;(?=\s*\{)')
-
-
-@FORMATS.register("llama3")
-class Llama3(ToolFormat):
-    """JSON that names a tool."""
-
-    marks = (_LLAMA_TAG, '{"name":')
-    signs = ("<|eot_id|>", '"parameters"')
-
-    def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        if _LLAMA_TAG in text:
-            return scan(text, _LLAMA_TAGGED, _llama_call)
-        known = list(functions(tools))  # a name may be anything
-        got = json_at(text, 0)
-        meant = got is None or (isinstance(got[0], dict) and got[0].get("name") in known)
-        return scan(text, _LLAMA_BARE, _llama_call) if meant else Calls((), text)
-
-
-def _llama_call(head: re.Match[str]) -> Found | None:
-    """Nothing inside JSON that is broken, or not a call itself, counts as one."""
-    got = json_or_break(head.string, head.end())
-    if isinstance(got, int):
-        return [], got
-    call = call_of(got[0])
-    return [] if call is None else [call], got[1]
-
-
-# DeepSeek's formats: the name of a function and its arguments between marks that are tokens of their own.
-#
-#     V3, R1     <call begin>function<sep>NAME, a fenced block of JSON, <call end>
-#     V3.1       <call begin>NAME<sep>JSON<call end>
-#
-# Source: the chat templates of DeepSeek-V3 and DeepSeek-V3.1.
-
 _DEEPSEEK_ALL_BEGIN, _DEEPSEEK_ALL_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
 _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = (
     "<\uff5ctool▁call▁begin\uff5c>",
@@ -156,55 +31,143 @@ _DEEPSEEK_FENCED = re.compile(rf"{_DEEPSEEK_BEGIN}\s*function\s*{_DEEPSEEK_SEP}(
 _DEEPSEEK_BARE = re.compile(rf"{_DEEPSEEK_BEGIN}([^<\n]*){_DEEPSEEK_SEP}|{_DEEPSEEK_BEGIN}")
 
 
-@FORMATS.register("deepseekv3")
-class DeepSeekV3(ToolFormat):
-    """JSON in a fenced block."""
+def _json_call(head: re.Match[str], ends: Sequence[str], name: str | None = None) -> Found | None:
+    """A call whose JSON follows `head`, and is followed by `ends`. `name`: of the function, if the JSON has only the
+    arguments.
+    """
+    got = json_at(head.string, head.end())
+    if got is None:
+        return None
+    call = call_of(got[0]) if name is None else named_call(name, got[0])
+    at: int | None = got[1]
+    for mark in ends:
+        at = None if at is None else followed(head.string, at, mark)
+    return None if call is None or at is None else ([call], at)
 
-    marks = (_DEEPSEEK_ALL_BEGIN, _DEEPSEEK_BEGIN)
-    signs = (_DEEPSEEK_SEP, "```json")
+
+@FORMATS.register("hermes", "qwen25")
+class Hermes(ToolFormat):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeated.
+
+    Source: the chat templates of Qwen2.5 and Qwen3.
+    """
+
+    marks = ("<tool_call>",)
+    signs = breaks = marks
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        return scan(
-            text,
-            _DEEPSEEK_FENCED,
-            lambda head: _deepseek_call(head, "```"),
-            frames=(_DEEPSEEK_ALL_BEGIN, _DEEPSEEK_ALL_END),
-            end=_DEEPSEEK_END,
-        )
+        return scan(text, _HERMES_HEAD, lambda head: _json_call(head, [_HERMES_END]), end=_HERMES_END)
+
+
+@FORMATS.register("kimi_k2")
+class KimiK2(ToolFormat):
+    """`functions.NAME:NUMBER`, then JSON, between marks that are tokens.
+
+    Source: the chat template of Kimi-K2-Instruct and its guide to calls.
+    """
+
+    marks = (_KIMI_ALL_BEGIN, _KIMI_BEGIN)
+    signs = breaks = (_KIMI_ALL_BEGIN,)
+
+    def read(self, text: str, tools: Sequence[Any]) -> Calls:
+        def call(head: re.Match[str]) -> Found | None:
+            return _json_call(head, [_KIMI_END], head[1] or "")
+
+        return scan(text, _KIMI_HEAD, call, frames=(_KIMI_ALL_BEGIN, _KIMI_ALL_END), end=_KIMI_END)
+
+    def call_id(self, name: str, number: int) -> str:
+        """The model counts its calls so, and the template puts it at the head of each result."""
+        return f"functions.{name}:{number}"
+
+
+@FORMATS.register("mistral")
+class Mistral(ToolFormat):
+    """`[TOOL_CALLS]` and a JSON list of calls; or `[TOOL_CALLS]NAME[ARGS]{...}`, repeated, with an optional call id.
+
+    Source: the chat templates of Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2.
+    """
+
+    marks = ("[TOOL_CALLS]",)
+    signs = marks
+
+    def read(self, text: str, tools: Sequence[Any]) -> Calls:
+        return scan(text, _MISTRAL_HEAD, _mistral_call)
+
+    def call_id(self, name: str, number: int) -> str:
+        """Nine letters and digits; the template refuses any other id."""
+        return secrets.token_hex(5)[:9]
+
+
+def _mistral_call(head: re.Match[str]) -> Found | None:
+    if head[1] is not None:
+        return _json_call(head, (), head[1])
+    got = json_at(head.string, head.end())
+    if got is None or not isinstance(got[0], list):
+        return None
+    calls = [call for one in got[0] if (call := call_of(one)) is not None]
+    return (calls, got[1]) if calls and len(calls) == len(got[0]) else None
+
+
+@FORMATS.register("llama3")
+class Llama3(ToolFormat):
+    """`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>` before it, several with `;` between.
+
+    Without the tag it is a call only if it names one of the tools, because an answer may be JSON too.
+    Source: the chat templates of Llama 3.1 and 3.2.
+    """
+
+    marks = (_LLAMA_TAG, '{"name":')
+    signs = ("<|eot_id|>", '"parameters"')
+
+    def read(self, text: str, tools: Sequence[Any]) -> Calls:
+        if _LLAMA_TAG in text:
+            return scan(text, _LLAMA_TAGGED, _llama_call)
+        known = list(functions(tools))  # a list, because the model's name may be of any type
+        got = json_at(text, 0)
+        meant = got is None or (isinstance(got[0], dict) and got[0].get("name") in known)
+        return scan(text, _LLAMA_BARE, _llama_call) if meant else Calls((), text)
+
+
+def _llama_call(head: re.Match[str]) -> Found | None:
+    """Skips JSON that is broken or not a call, so that nothing inside it counts as one."""
+    got = json_or_break(head.string, head.end())
+    if isinstance(got, int):
+        return [], got
+    call = call_of(got[0])
+    return [] if call is None else [call], got[1]
+
+
+@FORMATS.register("deepseekv3")
+class DeepSeekV3(ToolFormat):
+    """Of V3 and R1: <call begin>function<sep>NAME, a fenced block of JSON, <call end>.
+
+    Source: the chat template of DeepSeek-V3.
+    """
+
+    marks = (_DEEPSEEK_ALL_BEGIN, _DEEPSEEK_BEGIN)
+    signs: ClassVar[tuple[str, ...]] = (_DEEPSEEK_SEP, "```json")
+    head: ClassVar[re.Pattern[str]] = _DEEPSEEK_FENCED
+    ends: ClassVar[tuple[str, ...]] = ("```", _DEEPSEEK_END)
+
+    def read(self, text: str, tools: Sequence[Any]) -> Calls:
+        def call(head: re.Match[str]) -> Found | None:
+            return _json_call(head, self.ends, (head[1] or "").strip())
+
+        return scan(text, self.head, call, frames=(_DEEPSEEK_ALL_BEGIN, _DEEPSEEK_ALL_END), end=_DEEPSEEK_END)
 
 
 @FORMATS.register("deepseekv31")
-class DeepSeekV31(ToolFormat):
-    """JSON behind the name."""
+class DeepSeekV31(DeepSeekV3):
+    """<call begin>NAME<sep>JSON<call end>. Source: the chat template of DeepSeek-V3.1."""
 
-    marks = (_DEEPSEEK_ALL_BEGIN, _DEEPSEEK_BEGIN)
     signs = (_DEEPSEEK_SEP,)
-
-    def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        return scan(
-            text,
-            _DEEPSEEK_BARE,
-            lambda head: _deepseek_call(head, ""),
-            frames=(_DEEPSEEK_ALL_BEGIN, _DEEPSEEK_ALL_END),
-            end=_DEEPSEEK_END,
-        )
-
-
-def _deepseek_call(head: re.Match[str], fence: str) -> Found | None:
-    """None too for a head that begins a call and names none."""
-    got = json_at(head.string, head.end())
-    call = named_call((head[1] or "").strip(), got[0]) if got else None
-    inner = followed(head.string, got[1], fence) if got else None
-    end = followed(head.string, inner, _DEEPSEEK_END) if inner is not None else None
-    return None if call is None or end is None else ([call], end)
-
-
-# A model that calls nothing: all that it writes is text.
+    head = _DEEPSEEK_BARE
+    ends = (_DEEPSEEK_END,)
 
 
 @FORMATS.register("text", "none")
 class NoCalls(ToolFormat):
-    """No text is a call."""
+    """For models that call nothing: all they write is text."""
 
     marks = ()
 

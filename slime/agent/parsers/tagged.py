@@ -1,15 +1,14 @@
-"""Formats whose arguments are text between tags, and take their type from the tool's schema.
+"""Formats whose arguments are text between tags and get their types from the tool's schema.
 
     qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     glm45          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     minimax-m2     <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>...
-    deepseekv32    as minimax-m2 with marks of its own; each parameter says whether it is text or JSON
+    deepseekv32    as minimax-m2 with other marks; each parameter says whether it is text or JSON
 
-A value ends at the closing tag that the next tag of the format follows, so it may hold tags itself, but not the end of
-a call and the beginning of the next: there a tag is missing, and the next call is read. Pairs may be reached from
-several heads. Each pair is looked for once, whatever a text is: see `_Pairs`.
-Source: the chat templates of Qwen3-Coder, GLM-4.5 (with line feeds between tags), GLM-4.7 (without) and MiniMax-M2;
-the encoding of DeepSeek-V3.2, which has no template.
+A value ends at a closing tag with another tag of the format behind it. So it may contain tags, but not the end of a
+call and the beginning of the next: there a tag is missing, and the next call is read. `_Pairs` looks for each key and
+value once, because several heads may lead to it. Source: the chat templates of Qwen3-Coder, GLM-4.5 (with line feeds
+between tags), GLM-4.7 (without) and MiniMax-M2; the encoding of DeepSeek-V3.2, which has no template.
 """
 
 from __future__ import annotations
@@ -18,19 +17,17 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from slime.agent.messages import canonical_arguments
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
 
-# What formats of calls share: finding them in a text, reading JSON that is followed by something, typing of values.
-#
-# Invariants
-# 1. Nothing here raises on any text.
-# 2. Arguments that are read can be written as JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair.
+# Shared by all formats of calls. Nothing here raises on any text, and arguments that are read can be written as JSON in
+# UTF-8: no NaN, no infinity, no half of a surrogate pair.
 
 Found = tuple[list[tuple[str, str]], int]
-"""Calls, and where in the text they end."""
+"""Calls, and where they end in the text."""
 UNREADABLE = (ValueError, RecursionError)
 _KINDS = {"null", "boolean", "integer", "number", "string", "array", "object"}
 _SPACE = re.compile(r"\s*")
@@ -46,9 +43,9 @@ def scan(
 ) -> Calls:
     """Reads the calls behind each match of `head`.
 
-    `call`: None if it cannot read what begins there; no calls and a place, if the next is looked for from there on.
-    `frames`: marks around all calls, left out of the text. `end`: stands behind every call; where none follows, nothing
-    more is looked for.
+    `call`: returns None if it cannot read one there; no calls and a position to continue the search from there.
+    `frames`: marks around all calls, removed from the text. `end`: follows every call; the search stops behind the last
+    one.
     """
     found: list[tuple[str, str]] = []
     rest: list[str] = []
@@ -75,13 +72,13 @@ def scan(
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value that begins there, and where it ends."""
+    """The JSON value at `at`, and where it ends."""
     got = json_or_break(text, at)
     return None if isinstance(got, int) else got
 
 
 def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
-    """As `json_at`; of what cannot be read where it breaks, which is the end of the text if it nests too deep."""
+    """As `json_at`; for unreadable JSON the position of the error (the end of the text if it nests too deep)."""
     try:
         value, end = _SCAN(text, _skip(text, at))
     except StopIteration:  # nothing begins there
@@ -90,19 +87,19 @@ def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
         return len(text)
     except json.JSONDecodeError as error:
         return error.pos
-    except ValueError:  # a number that JSON does not have: nobody says where
+    except ValueError:  # a constant that JSON lacks, with unknown position
         return at
     return value, end
 
 
 def followed(text: str, at: int, by: str) -> int | None:
-    """Where `by` ends, if it stands there behind white space."""
+    """Where `by` ends, if it follows `at` and white space."""
     at = _skip(text, at)
     return at + len(by) if text.startswith(by, at) else None
 
 
 def named_call(name: Any, arguments: Any) -> tuple[str, str] | None:
-    """A call, if that is a name and those are arguments."""
+    """A call, if the name and the arguments are valid."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
@@ -113,14 +110,14 @@ def named_call(name: Any, arguments: Any) -> tuple[str, str] | None:
 
 
 def call_of(value: Any) -> tuple[str, str] | None:
-    """A call as most formats write it in JSON; `parameters` is another word for `arguments`."""
+    """A call as most formats write it in JSON; some say `parameters` for `arguments`."""
     if not isinstance(value, dict):
         return None
     return named_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
 def functions(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
-    """Name -> the JSON schema of its parameters."""
+    """Function name -> JSON schema of its parameters."""
     out: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -131,19 +128,19 @@ def functions(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def typed_arguments(name: str, values: Mapping[str, str], tools: Sequence[Any]) -> tuple[str, str] | None:
-    """A call whose values came as text: each gets the type that the schema of its parameter names."""
+    """A call whose values are text; each gets the type in its parameter's schema."""
     properties = functions(tools).get(name, {}).get("properties")
     known = properties if isinstance(properties, Mapping) else {}
     return named_call(name, {key: _typed(text, known.get(key)) for key, text in values.items()})
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """JSON of a kind that the schema allows; else text. Where a schema says nothing: JSON if it is some."""
+    """JSON of a type that the schema allows, else text. Without types in the schema: JSON if it is valid."""
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
     word = text.strip()
-    if "boolean" in kinds and word.lower() in ("true", "false"):  # Python's spelling is in some templates
+    if "boolean" in kinds and word.lower() in ("true", "false"):  # some templates write Python's spelling
         return word.lower() == "true"
     if "null" in kinds and word == "None":
         return None
@@ -157,7 +154,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any, depth: int = 8) -> set[str]:
-    """JSON types that a schema allows; empty: it does not say."""
+    """JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     said = schema.get("type")
@@ -198,7 +195,7 @@ def _refuse(constant: str) -> Any:
 
 def _skip(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
-    assert found is not None, "it matches nothing too"
+    assert found is not None, "the pattern also matches nothing"
     return found.end()
 
 
@@ -228,7 +225,7 @@ _DSML_NEXT = re.compile(rf"</{_DSML}invoke>\s*<{_DSML}invoke")
 
 @FORMATS.register("qwen3_coder")
 class Qwen3Coder(ToolFormat):
-    """Parameters in tags that name them. The model may leave `<tool_call>` out."""
+    """Parameters in tags that name them. Models may leave out `<tool_call>`."""
 
     marks = ("<tool_call>", "<function=")
     signs = ("<tool_call>", "<function=", "<parameter=")
@@ -241,32 +238,29 @@ class Qwen3Coder(ToolFormat):
 
 @FORMATS.register("glm45", "glm47")
 class Glm45(ToolFormat):
-    """Keys and values in tags."""
-
     marks = breaks = ("<tool_call>",)
     signs = ("<tool_call>", "<arg_key>")
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         pairs = _Pairs(text, _GLM_KEY, _GLM_END, _GLM_NEXT)
-        return scan(text, _GLM_HEAD, lambda head: _glm(head, pairs, tools), end="</tool_call>")
+        return scan(text, _GLM_HEAD, lambda head: _closed_by("</tool_call>", head, pairs, tools), end="</tool_call>")
 
 
 @FORMATS.register("minimax-m2")
 class MiniMaxM2(ToolFormat):
-    """Functions and parameters in tags that name them."""
-
     marks = ("<minimax:tool_call>",)
     signs = marks
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         pairs = _Pairs(text, _MINIMAX_KEY, _MINIMAX_END, _MINIMAX_NEXT)
         frames = (*self.marks, "</minimax:tool_call>")
-        return scan(text, _MINIMAX_HEAD, lambda head: _minimax(head, pairs, tools), frames=frames, end="</invoke>")
+        read = partial(_closed_by, "</invoke>", pairs=pairs, tools=tools)
+        return scan(text, _MINIMAX_HEAD, read, frames=frames, end="</invoke>")
 
 
 @FORMATS.register("deepseekv32")
 class DeepSeekV32(ToolFormat):
-    """Parameters in tags, which say whether they are text, or all of them as one JSON object."""
+    """Parameters in tags that say whether they are text, or all of them as one JSON object."""
 
     marks = (f"<{_DSML}function_calls>",)
     signs = (_DSML, "function_calls")
@@ -278,22 +272,22 @@ class DeepSeekV32(ToolFormat):
 
 
 class _Pairs:
-    """The keys and values of a text. Invariant: what a place leads to is found once, from however many heads."""
+    """The keys and values of a text. Invariant: each position is followed once, from however many heads."""
 
     def __init__(self, text: str, key: re.Pattern[str], end: re.Pattern[str], following: re.Pattern[str]) -> None:
-        """`key`: all of a pair before its value; `end`: behind it, without what follows; `following`: the end of a call
-        and the beginning of the next one.
+        """`key`: matches a pair up to its value; `end`: the tag behind the value; `following`: the end of a call and
+        the beginning of the next one.
         """
         self._text, self._key = text, key
         self._ends = [match.span() for match in end.finditer(text)]
         self._nexts = [match.start() for match in following.finditer(text)]
         self._leads: dict[int, int] = {}
-        """Where the pairs end that begin at a place."""
+        """Position -> where the pairs that begin there end."""
         self.unreadable: set[int] = set()
-        """Ends of pairs whose values cannot be read."""
+        """Where pairs with unreadable values end."""
 
     def end(self, at: int) -> int:
-        """Where the last one ends of the pairs that begin there; the place itself if none does."""
+        """Where the pairs that begin at `at` end; `at` without any."""
         passed: list[int] = []
         while at not in self._leads and (pair := self._pair(at)) is not None:
             passed.append(at)
@@ -303,13 +297,13 @@ class _Pairs:
         return at
 
     def values(self, at: int) -> Iterator[tuple[re.Match[str], str]]:
-        """(match of `key`, value) of the pairs that begin there."""
+        """(match of `key`, value) of the pairs that begin at `at`."""
         while (pair := self._pair(at)) is not None:
             head, at, start = pair
             yield head, self._text[head.end() : start]
 
     def _pair(self, at: int) -> tuple[re.Match[str], int, int] | None:
-        """(match of `key`, where the pair ends, where its value ends)."""
+        """(match of `key`, end of the pair, end of its value)."""
         head = self._key.match(self._text, at)
         if head is None:
             return None
@@ -322,6 +316,13 @@ class _Pairs:
             return None
         return head, end, start
 
+    def found(self, call: tuple[str, str] | None, last: int, end: int) -> Found | None:
+        """A call whose pairs end at `last`, and itself at `end`; notes unreadable values."""
+        if call is None:
+            self.unreadable.add(last)
+            return None
+        return [call], end
+
 
 def _qwen(head: re.Match[str], pairs: _Pairs, tools: Sequence[Any]) -> Found | None:
     last = pairs.end(head.end())
@@ -330,36 +331,16 @@ def _qwen(head: re.Match[str], pairs: _Pairs, tools: Sequence[Any]) -> Found | N
     if end is None or not (head[2] or "").strip() or (head[1] and closed is None) or last in pairs.unreadable:
         return None
     values = {key[1]: text.removeprefix("\n").removesuffix("\n") for key, text in pairs.values(head.end())}
-    call = typed_arguments(head[2].strip(), values, tools)
-    if call is None:
-        pairs.unreadable.add(last)
-        return None
-    return [call], end if closed is None else closed
+    return pairs.found(typed_arguments(head[2].strip(), values, tools), last, end if closed is None else closed)
 
 
-def _glm(head: re.Match[str], pairs: _Pairs, tools: Sequence[Any]) -> Found | None:
+def _closed_by(close: str, head: re.Match[str], pairs: _Pairs, tools: Sequence[Any]) -> Found | None:
     last = pairs.end(head.end())
-    end = followed(head.string, last, "</tool_call>")
+    end = followed(head.string, last, close)
     if end is None or not head[1] or last in pairs.unreadable:
         return None
     values = {key[1].strip(): text for key, text in pairs.values(head.end())}
-    call = typed_arguments(head[1], values, tools)
-    if call is None:
-        pairs.unreadable.add(last)
-        return None
-    return [call], end
-
-
-def _minimax(head: re.Match[str], pairs: _Pairs, tools: Sequence[Any]) -> Found | None:
-    last = pairs.end(head.end())
-    end = followed(head.string, last, "</invoke>")
-    if end is None or not head[1] or last in pairs.unreadable:
-        return None
-    call = typed_arguments(head[1], {key[1]: text for key, text in pairs.values(head.end())}, tools)
-    if call is None:
-        pairs.unreadable.add(last)
-        return None
-    return [call], end
+    return pairs.found(typed_arguments(head[1], values, tools), last, end)
 
 
 def _dsml(head: re.Match[str], pairs: _Pairs) -> Found | None:
@@ -375,11 +356,7 @@ def _dsml(head: re.Match[str], pairs: _Pairs) -> Found | None:
         return None
     if values is None:
         values = {key[1]: text if key[2] == "true" else _json_or_text(text) for key, text in pairs.values(head.end())}
-    call = named_call(head[1], values)
-    if call is None:
-        pairs.unreadable.add(last)
-        return None
-    return [call], end
+    return pairs.found(named_call(head[1], values), last, end)
 
 
 def _json_or_text(text: str) -> Any:

@@ -1,12 +1,12 @@
-"""Where an agent's commands run. One file per kind of sandbox; `LocalSandbox` needs nothing but this machine.
+"""Where an agent's commands run. One file per kind of sandbox; `LocalSandbox` needs only this machine.
 
     async with LocalSandbox(reach=("127.0.0.1", adapter_port)) as sandbox:
         await sandbox.write_file("main.py", "print(1)")
         ended = await sandbox.exec("python3 main.py", timeout_s=10)
 
 Invariants
-1. After `async with` nothing of a sandbox runs.
-2. Several commands of a sandbox share its files, and processes that a command left behind, until the end.
+1. When `async with` ends, nothing of the sandbox runs any more.
+2. Until then its commands share files, and see processes that earlier commands left running.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["SANDBOXES", "Command", "CommandFailed", "E2BSandbox", "ExecResult", 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
-    """Exit status; 128 + signal if a signal ended it."""
+    """Exit status; 128 + signal after a signal."""
     stdout: str
     stderr: str
     timed_out: bool = False
@@ -42,43 +42,43 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What `Sandbox.exec` was asked to run."""
+    """A request to `Sandbox.exec`."""
 
     line: str
-    """Of shell."""
+    """A line of shell."""
     user: str | None
-    """None: the sandbox's own."""
+    """None: the sandbox's default user."""
     env: Mapping[str, str]
     timeout_s: float
     idempotent: bool
-    """It may be sent twice."""
+    """Whether it may be sent twice."""
 
     @property
     def bounded(self) -> str:
-        """A line that ends with status 137 at the limit, for a sandbox whose image has `timeout`."""
+        """A shell line that ends with status 137 at the limit; the sandbox's image needs `timeout`."""
         return f"exec timeout -s KILL {math.ceil(self.timeout_s)} sh -c {shlex.quote(self.line)} </dev/null"
 
 
 class CommandFailed(RuntimeError):
-    """A command that was to be checked ended with another status than 0."""
+    """A checked command ended with a status other than 0."""
 
 
 class Sandbox(ABC):
-    """A place for commands, from `async with` on until its end."""
+    """A place for commands, inside `async with`."""
 
     name: ClassVar[str]
     folder: str = "/work"
-    """Where commands begin, and what relative paths of files are below."""
+    """Where commands start; relative paths of files are below it."""
     sandbox_id: str
-    """Names it in logs; set once it has begun."""
+    """Its name in logs; set once it has started."""
 
     @abstractmethod
     async def __aenter__(self) -> Self:
-        """Begins it. Raises `Unconfined` or `ConfigError` where that cannot be, with what is missing."""
+        """Starts it. Raises `Unconfined` or `ConfigError` with what is missing."""
 
     @abstractmethod
     async def __aexit__(self, *error: object) -> None:
-        """Ends it with all that runs in it."""
+        """Ends it and everything that runs in it."""
 
     async def exec(
         self,
@@ -90,31 +90,31 @@ class Sandbox(ABC):
         check: bool = False,
         idempotent: bool = False,
     ) -> ExecResult:
-        """Runs a line of shell in `folder`. `check`: raises `CommandFailed` for another status than 0. `idempotent`: a
-        sandbox that is far away may send it again when the answer got lost."""
+        """Runs a line of shell in `folder`. `check`: raises `CommandFailed` for a status other than 0. `idempotent`: a
+        remote sandbox may send it again when the answer was lost."""
         with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
-            why = "its time limit" if result.timed_out else f"status {result.code}"
-            raise CommandFailed(f"got {why} from {command[:200]!r}: {result.stderr[-500:]}")
+            why = "its time limit exceeded" if result.timed_out else f"status {result.code}"
+            raise CommandFailed(f"{command[:200]!r} ended with {why}: {result.stderr[-500:]}")
         return result
 
     @abstractmethod
     async def _exec(self, command: Command) -> ExecResult:
-        """Runs a command, whatever its status will be."""
+        """Runs a command, whatever its status."""
 
     @abstractmethod
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Writes a file of the sandbox; raises `OSError`."""
+        """Raises `OSError`."""
 
     @abstractmethod
     async def read_file(self, path: str) -> bytes:
-        """Reads a file of the sandbox; raises `OSError`."""
+        """Raises `OSError`."""
 
 
 WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
-READ_FILE = 'test -f "$1" || { echo "got something else than a plain file" >&2; exit 1; }; cat <"$1"'
-"""Lines of shell for a sandbox that has nothing better: $1 is the path."""
+READ_FILE = 'test -f "$1" || { echo "it is not a plain file" >&2; exit 1; }; cat <"$1"'
+"""Lines of shell for sandboxes without a file API: $1 is the path."""
 
 SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)
 
@@ -122,9 +122,9 @@ SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slim
 async def exec_and_wait(
     sandbox: Sandbox, command: str, *, timeout_s: float, poll_s: float = 5.0, key: str
 ) -> ExecResult:
-    """A long command by short calls: it runs detached, and its end is polled for.
+    """Runs a long command by short calls: it starts detached, then its end is polled for.
 
-    `key`: names this run; the same key again waits for the same run instead of starting a second one.
+    `key`: identifies this run; a second call with the same key waits for the same run.
     """
     folder = f"{sandbox.folder}/.slime-run-{key}"
     at = shlex.quote(folder)
@@ -148,8 +148,7 @@ async def exec_and_wait(
 
 
 def __getattr__(name: str) -> Any:
-    """`E2BSandbox` is a public name of this package; its module imports this one."""
-    if name == "E2BSandbox":
+    if name == "E2BSandbox":  # its module imports this one
         from slime.agent.sandbox.e2b import E2BSandbox
 
         return E2BSandbox

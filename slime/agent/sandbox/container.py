@@ -1,15 +1,15 @@
-"""A sandbox in a container, by the command line of docker or podman: for tasks that bring an image of their own.
+"""A sandbox in a container, by the command line of docker or podman, for tasks that bring their own image.
 
-The container has no network, no capability and a user without rights; memory and processes are bounded by control
-groups. `reach` is a socket of this machine in a mounted folder, and a small program of Python inside that listens for
-it, so an image without Python cannot have it.
+The container has no network, no capability and an unprivileged user; control groups bound memory and processes. `reach`
+is a socket of this machine in a mounted folder. A small Python program inside forwards to it, so the image needs
+Python.
 
-Consumes: the ends of clients (`docker exec`). Waits for: the client, at most a command's limit and `CLIENT_S`.
+Consumes: the ends of clients (`docker exec`). Waits for: each client, at most a command's limit and `CLIENT_S`.
 
 Invariants
-1. The container lives as long as the standard input of the client that began it, and at most `lifetime_s`: the end of
-   this process, by whatever, ends it, and it is removed with its files.
-2. What a command gets (its line, its variables, files) goes through standard input: no process list shows it.
+1. The container lives as long as the standard input of the client that started it, and at most `lifetime_s`. So it ends
+   with this process, and is removed with its files.
+2. A command's line, variables and files go through standard input, where no process list shows them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime.core.processes import scratch_prefix, socket_room
 
 RUNTIMES = ("docker", "podman")
 START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0
-"""A start may fetch the image. A client may take so much longer than its command."""
+"""A start may fetch the image. A client may take `CLIENT_S` longer than its command."""
 MOUNTED, SOCKET, FORWARDER = "/run/slime", "reach.sock", "forward.py"
 READY = "ready"
 FORWARD = """\
@@ -64,25 +64,25 @@ class ContainerSandbox(Sandbox):
     """A container of an image."""
 
     image: str
-    """Has `sh`, `timeout` and `sleep`, as nearly all have; Python, too, for `reach`."""
+    """Needs `sh`, `timeout` and `sleep`, as nearly all images have; Python, too, for `reach`."""
     runtime: str | None = None
-    """docker or podman; None: the first that is installed."""
+    """docker or podman; None: the first one installed."""
     reach: tuple[str, int] | None = None
-    """The one (host, port) that commands reach, as 127.0.0.1 at the same port."""
+    """The only (host, port) that commands can reach, as 127.0.0.1 at the same port."""
     readable: tuple[Path, ...] = ()
-    """Further files and folders of this machine, to be read at the same path."""
+    """Files and folders of this machine, readable at the same path."""
     memory_bytes: int = 2 << 30
     disk_bytes: int = 1 << 30
-    """Of each of /tmp and /work, which are in memory where the root is read-only."""
+    """Each of /tmp and /work, which are in memory if the root is read-only."""
     processes: int = 256
     read_only: bool = True
-    """The image's files cannot be changed; /tmp and /work are empty at first. An image that brings its repository in
-    /work, or changes its own files, needs False."""
+    """The image's files cannot change; /tmp and /work begin empty. False for an image that has its repository in /work
+    or changes its own files."""
     network: str = "none"
     """As `docker run --network`."""
     user: str = "1000:1000"
     lifetime_s: float = 3600.0
-    """After that it is ended."""
+    """Then it is ended."""
     sandbox_id: str = field(default_factory=lambda: f"slime-{secrets.token_hex(6)}", init=False)
 
     async def __aenter__(self) -> Self:
@@ -107,11 +107,11 @@ class ContainerSandbox(Sandbox):
         found = next((path for path in map(shutil.which, wanted) if path), None)
         if found is None:
             names = " or ".join(wanted)
-            raise ConfigError(f"got a sandbox in a container without {names}; install one, or take the local sandbox")
+            raise ConfigError(f"a container sandbox needs {names}; install one, or use the local sandbox")
         return found
 
     async def _listen(self, host: str, port: int) -> None:
-        """The socket that stands for `reach`; its folder is this user's alone, and another one in it is mounted."""
+        """The socket for `reach`. Its folder is private to this user; a folder inside it is mounted."""
         folder = Path(self._shared.name, "mounted")
         folder.mkdir(mode=0o755)
         (folder / FORWARDER).write_text(FORWARD)
@@ -141,7 +141,7 @@ class ContainerSandbox(Sandbox):
         if self.reach is not None:
             inside = ["python3", "-I", f"{MOUNTED}/{FORWARDER}", f"{MOUNTED}/{SOCKET}", str(self.reach[1])]
             self._forwarder = await self._started([*self._inside(self.user), *inside])
-            await self._ready(self._forwarder, f"python3 in {self.image}, which an address to reach needs")
+            await self._ready(self._forwarder, f"python3 in {self.image}, which `reach` needs")
 
     async def _started(self, command: list[str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
@@ -150,12 +150,12 @@ class ContainerSandbox(Sandbox):
         )
 
     async def _ready(self, process: asyncio.subprocess.Process, what: str) -> None:
-        """Returns when a client says that what it started is there. Raises `Unconfined` if it ends before."""
+        """Waits until what a client started reports that it is ready. Raises `Unconfined` if it ends before."""
         assert process.stdout is not None, "a pipe"
         async with asyncio.timeout(START_S):
             if (await process.stdout.readline()).decode().strip() != READY:
                 said = (await process.communicate())[1][-500:].decode(errors="replace").strip()
-                raise Unconfined(f"got no {what}; {self._client} says: {said}")
+                raise Unconfined(f"could not start the {what}; {self._client} says: {said}")
 
     def _inside(self, user: str) -> list[str]:
         return [self._client, "exec", "--interactive", "--user", user, self.sandbox_id]
@@ -193,13 +193,13 @@ class ContainerSandbox(Sandbox):
         client = [*self._inside(self.user), "sh", "-c", line, "sh", path]
         code, out, err = await self._run(client, data, FILE_S, self.disk_bytes)
         if code != 0:
-            raise OSError(f"got status {code} while {doing} {path}: {err[-300:].decode(errors='replace')}")
+            raise OSError(f"{doing} {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
         return out
 
     async def _run(
         self, client: list[str], stdin: bytes, limit_s: float, most: int = MAX_OUTPUT_BYTES
     ) -> tuple[int, bytes, bytes]:
-        """(status, output, errors) of a client; 137 for one that does not end."""
+        """(status, output, errors) of a client; status 137 if it does not end."""
         process = await self._started(client)
         assert process.stdin and process.stdout and process.stderr, "pipes"
         out, err = bytearray(), bytearray()

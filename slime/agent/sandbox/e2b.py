@@ -1,14 +1,14 @@
 """A sandbox at E2B, or at a service that speaks its API, by the package `e2b` (`pip install 'slime[e2b]'`).
 
-The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...). Those of slime are defaults of the fields below.
-The network between here and there loses requests: what may be sent twice is sent again.
+The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables are defaults of the fields below.
+The network may lose requests, so those that may be sent twice are sent again.
 
-Consumes: the service's answers. Waits for: each of them, at most a command's limit and `REQUEST_S`; between tries a
+Consumes: the service's answers. Waits for: each answer, at most a command's limit and `REQUEST_S`; between tries a
 random time that grows.
 
 Invariants
 1. A command that is not `idempotent` is sent once.
-2. The service ends the sandbox after `lifetime_s`, whatever becomes of this process.
+2. The service ends the sandbox after `lifetime_s`, whatever happens to this process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ IMAGE_KEY, SIZE = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "SLIME_AGENT_E2B_SAN
 
 
 def package() -> Any:
-    """The module. Raises `ConfigError` where it is not installed."""
+    """Raises `ConfigError` if it is not installed."""
     try:
         import e2b
     except ImportError as error:
-        raise ConfigError("got a sandbox of E2B without its package; do: pip install 'slime[e2b]'") from error
+        raise ConfigError("the E2B sandbox needs the e2b package: pip install 'slime[e2b]'") from error
     return e2b
 
 
@@ -60,17 +60,17 @@ def is_transient(problem: BaseException) -> bool:
 @SANDBOXES.register("e2b")
 @dataclass(kw_only=True)
 class E2BSandbox(Sandbox):
-    """One sandbox of the service."""
+    """A sandbox of the service."""
 
     folder = f"/home/{USER}"
     image: str | None = None
-    """Template; with SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY, an image that is given as this metadata. None: E2B's."""
+    """Template; or, with SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY, an image passed as this metadata. None: E2B's own."""
     reach: tuple[str, int] | None = None
-    """A public (host, port) that commands may reach, at its own name; nothing else is. None: nothing."""
+    """The only public (host, port) that commands can reach, under its own name. None: nothing."""
     size: str | None = field(default_factory=lambda: os.environ.get(SIZE))
     """Metadata `size`, for services that read it."""
     lifetime_s: float = field(default_factory=lambda: float(os.environ.get(LIFETIME, "3600")))
-    """After that the service ends it."""
+    """Then the service ends it."""
     retries: int = field(default_factory=lambda: int(os.environ.get(RETRIES, "3")))
     """Further tries of a request that may succeed later."""
     user: str = USER
@@ -100,7 +100,7 @@ class E2BSandbox(Sandbox):
     async def __aexit__(self, *error: object) -> None:
         try:
             await self._tried("end", lambda: self._remote.kill())
-        except Exception as problem:  # the service ends it in time; an answer is not worth less for that
+        except Exception as problem:  # the service ends it in time, and the answer is still good
             logger.warning("the sandbox %s may live for up to %.0f s: %s", self.sandbox_id, self.lifetime_s, problem)
 
     async def _exec(self, command: Command) -> ExecResult:
@@ -134,7 +134,7 @@ class E2BSandbox(Sandbox):
             raise OSError(f"could not {what}: {problem}") from problem
 
     async def _tried(self, what: str, request: Callable[[], Awaitable[T]], *, tries: int | None = None) -> T:
-        """The answer of one of at most so many tries; raises what the last one raised."""
+        """Makes at most `tries` tries; raises what the last one raised."""
         failures = 0
         while True:
             failures += 1

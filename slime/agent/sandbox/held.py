@@ -1,21 +1,21 @@
 """The inside of a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
 
-The supervisor leaves all namespaces and its user and forks the first process of a PID namespace. That one builds a root
-of its own (`slime.core.confine.view`, with `WRITABLE` to write), says on the control socket that it is ready, and
-starts commands as it is asked, each with the filter of system calls. With it everything ends.
+The supervisor leaves all namespaces and its user, and forks the first process of a PID namespace. That process builds a
+root of its own (`slime.core.confine.view`, with `WRITABLE` to write), reports on the control socket that it is ready,
+and starts commands on request, each with the filter of system calls. When it ends, everything ends.
 
-Where nothing holds a command and that was allowed (`unheld`), the supervisor itself starts commands, in a folder.
+If nothing can confine commands and that is allowed (`unheld`), the supervisor itself starts commands, in a folder.
 
-Consumes: requests on the control socket (JSON, with the descriptors 0, 1, 2 of a command). Produces: ends of commands,
-and for `reach` one listening socket on the sandbox's loopback, which the outside accepts on and forwards.
-Woken by: the control socket, a pipe that each end of a process writes to, and while commands run a tick of `TICK_S`
-that measures memory.
+Consumes: requests on the control socket (JSON, with a command's descriptors 0, 1 and 2). Produces: ends of commands,
+and for `reach` a listening socket on the sandbox's loopback, whose connections the outside accepts and forwards.
+Woken by: the control socket; a pipe that is written to when a process ends; and while commands run, every `TICK_S`, to
+measure memory.
 
 Invariants
-1. Nothing runs before all of the confinement holds: the first step that fails ends the process with its name.
-2. The end of the outside closes the control socket, and the kernel kills the supervisor; either ends every process.
-   Without namespaces the first alone does, and not for processes of a command that ended the supervisor.
-3. A command has no capability, no descriptor but its three, and no variable that it was not given.
+1. Nothing runs before the whole confinement holds: the first step that fails ends the process with its name.
+2. When the outside ends, it closes the control socket and the kernel kills the supervisor; either ends every process.
+   Without namespaces only the socket does, and not for processes of a command that killed the supervisor.
+3. A command has no capability, only its three descriptors, and only the variables that it was given.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from typing import Any
 
 TICK_S = 0.1
 CROWD_TICK_S = 0.02
-"""Where several processes together may have more memory than one of them."""
+"""If several processes together might exceed the memory of one."""
 KILL_PASSES = 100
 WRITABLE = ("work", "tmp", "dev/shm")
 MAX_FILES = 1024
-"""Open at a time, in each process."""
+"""Open files per process."""
 MESSAGE = 1 << 17
 libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def build_root(settings: dict[str, Any], shown: dict[str, int]) -> None:
-    """The root view, entered."""
+    """Builds and enters the root view."""
     from slime.core.confine import view
 
     root, uid, gid = "/tmp", os.getuid(), os.getgid()
@@ -65,14 +65,14 @@ def build_root(settings: dict[str, Any], shown: dict[str, int]) -> None:
 
 
 def loopback(port: int | None) -> list[int]:
-    """Raises the loopback device; the listening socket of `port`."""
+    """Brings the loopback device up; returns the listening socket of `port`."""
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
     return [] if port is None else [socket.create_server(("127.0.0.1", port)).detach()]
 
 
 def become_command(request: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) -> None:
-    """The process of one command; does not return."""
+    """Turns this process into a command; does not return."""
     from slime.core import confine
 
     try:
@@ -102,14 +102,14 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
-    """Of processes, where nobody else has their user; of a file, where no file system bounds all of them."""
+    """Limit of processes, if their user has no others; of file sizes, if no file system bounds them."""
     bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unheld"] else {}
     alone = not settings["unheld"] or os.getuid() == settings["uid"]
     return {**bounds, **({resource.RLIMIT_NPROC: settings["processes"]} if alone else {})}
 
 
 def processes(settings: dict[str, Any]) -> list[int]:
-    """Those of the sandbox but this one."""
+    """The sandbox's processes except this one."""
     from slime.core.confine import view
 
     me = os.getpid()
@@ -119,11 +119,10 @@ def processes(settings: dict[str, Any]) -> list[int]:
 
 
 def kill_all(settings: dict[str, Any]) -> None:
-    """All processes but this one."""
     if not settings["unheld"]:
         os.kill(-1, signal.SIGKILL)
         return
-    for _ in range(KILL_PASSES):  # what one forked while the others were killed is found by the next look
+    for _ in range(KILL_PASSES):  # processes may fork while others are killed
         found = processes(settings)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -134,7 +133,7 @@ def kill_all(settings: dict[str, Any]) -> None:
 
 
 def serve(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Starts and ends commands until the outside is gone."""
+    """Runs and ends commands until the outside is gone."""
     from slime.core.confine import view
 
     running: dict[int, int] = {}
@@ -161,7 +160,7 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def wake_on_ends() -> int:
-    """A pipe that can be read when a process has ended."""
+    """A pipe that becomes readable when a process ends."""
     ends, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -169,7 +168,7 @@ def wake_on_ends() -> int:
 
 
 def take(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
-    """One request, which changes what is `running` (process -> number of the command). False if the outside is gone."""
+    """Handles one request and updates `running` (pid -> number of the command). False if the outside is gone."""
     message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
     if not message:
         return False
@@ -182,7 +181,7 @@ def take(control: socket.socket, running: dict[int, int], settings: dict[str, An
     else:
         try:
             pid = os.fork()
-        except OSError:  # the bound on processes is met
+        except OSError:  # too many processes
             control.send(json.dumps({"id": request["id"], "code": 126}).encode())
         else:
             if pid == 0:
@@ -194,7 +193,7 @@ def take(control: socket.socket, running: dict[int, int], settings: dict[str, An
 
 
 def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[str, int]) -> None:
-    """The first process of the namespace."""
+    """Runs as the first process of the namespace."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -204,7 +203,7 @@ def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[
     except OSError as error:
         control.send(json.dumps({"missing": str(error)}).encode())
         return
-    libc.prctl(4, 0, 0, 0, 0)  # not dumpable: no command reads this process
+    libc.prctl(4, 0, 0, 0, 0)  # not dumpable, so that no command can read this process
     socket.send_fds(control, [json.dumps({"missing": None}).encode()], listening)
     for descriptor in listening:
         os.close(descriptor)
@@ -212,7 +211,7 @@ def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[
 
 
 def serve_unheld(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Commands as plain processes, until the outside is gone."""
+    """Runs commands as plain processes until the outside is gone."""
     libc.prctl(36, 1, 0, 0, 0)  # orphans become children of this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(json.dumps({"missing": None}).encode())
@@ -223,17 +222,17 @@ def serve_unheld(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The supervisor."""
+    """Runs as the supervisor."""
     sys.path.append(str(Path(__file__).parents[3]))
     from slime.core import confine
-    from slime.core.confine import view  # noqa: F401  (here, because its forks see no folder of the package)
+    from slime.core.confine import view  # noqa: F401  (now, because its forks cannot see the package's folder)
     from slime.core.processes import die_with_parent
 
     parent, settings = int(sys.argv[1]), json.loads(sys.argv[3])
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
     if settings["unheld"]:
-        if os.getuid() == 0:  # the kernel bounds the processes of every user but this one
+        if os.getuid() == 0:  # the kernel bounds the processes of every user but root
             confine.become(settings["uid"])
             confine.show_own_files()
         serve_unheld(control, settings)

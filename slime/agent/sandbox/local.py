@@ -1,11 +1,11 @@
-"""A sandbox on this machine: a process tree in namespaces of its own, with a root of its own (`held.py`).
+"""A sandbox on this machine: a process tree with its own namespaces and root (`held.py`).
 
-Bounds: processes by `RLIMIT_NPROC` of a user that no one else is; memory by `RLIMIT_AS` of each process, and by a sum
-over all, 50 times a second where there are several, above which every command is killed; files by the size of the
-memory file systems `/work`, `/tmp` and `/dev/shm`. Control groups are not used: containers seldom lend them.
+Limits: processes by `RLIMIT_NPROC` of a user that nobody else is; memory by `RLIMIT_AS` of each process, and by the sum
+over all, checked 50 times a second if there are several: above it every command is killed; files by the size of the
+memory file systems `/work`, `/tmp` and `/dev/shm`. Containers seldom lend control groups, so these are not used.
 
-Concurrency: one event loop. Consumes the ends of commands from the control socket, whose other end is `held.py`;
-`_ended` wakes the command that waits. Connections of `reach` are accepted here, on a socket that `held.py` made.
+Concurrency: one event loop. Consumes: ends of commands, from the control socket, whose other end is `held.py`; they
+wake the caller of the command. Connections of `reach` are accepted here, on a socket that `held.py` made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_OUTPUT_BYTES = 1 << 20
 """Of each stream of a command; more is dropped."""
 MAX_CONNECTIONS = 64
-"""Of a sandbox at a time, to the address in `reach`; each takes two descriptors of this process."""
+"""Per sandbox, to the address in `reach`; each takes two descriptors of this process."""
 MAX_REQUEST_BYTES = 1 << 16
 """Of a command with its variables."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -49,29 +49,29 @@ PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF
 @SANDBOXES.register("local")
 @dataclass(kw_only=True)
 class LocalSandbox(Sandbox):
-    """Namespaces of this machine."""
+    """Namespaces on this machine."""
 
     reach: tuple[str, int] | None = None
-    """The one (host, port) that commands reach, as 127.0.0.1 at the same port."""
+    """The only (host, port) that commands can reach, as 127.0.0.1 at the same port."""
     memory_bytes: int = 1 << 30
     readable: tuple[Path, ...] = ()
-    """Further files and folders of this machine, to be read at the same path; everybody may read them here."""
+    """Files and folders of this machine, readable at the same path; every user must be able to read them."""
     disk_bytes: int = 256 << 20
-    """Of each of /work, /tmp and /dev/shm."""
+    """Each of /work, /tmp and /dev/shm."""
     processes: int = 128
     files: int = 100_000
-    """Of each of /work, /tmp and /dev/shm."""
+    """Each of /work, /tmp and /dev/shm."""
     allow_unconfined: bool = False
-    """Run commands also where nothing can hold them, as plain processes in a folder of /tmp: they reach the network,
-    other processes and all files that their user may."""
+    """Run commands even if nothing can confine them, as plain processes in a folder of /tmp: they reach the network,
+    other processes and all files of their user."""
     lifetime_s: float = 3600.0
-    """After that everything in it is killed."""
+    """Then everything in it is killed."""
     sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
 
     async def __aenter__(self) -> Self:
         for path in self.readable:
             if not path.exists():
-                raise ConfigError(f"got {path}, which nobody may read in a sandbox, for it is not there; do: make it")
+                raise ConfigError(f"{path}, which the sandbox is to read, does not exist; make it, or leave it out")
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         try:
             await self._start()
@@ -80,9 +80,9 @@ class LocalSandbox(Sandbox):
                 raise
             if self.reach is not None and self.reach[0] not in LOOPBACK:
                 raise ConfigError(
-                    f"got an unconfined sandbox with {self.reach[0]} to reach; only loopback can be"
+                    f"an unconfined sandbox cannot reach {self.reach[0]}; only loopback works there"
                 ) from None
-            logger.warning("NOTHING HOLDS what an agent runs here, which allow_unconfined permits: %s", refusal)
+            logger.warning("agents run UNCONFINED here, because allow_unconfined permits it: %s", refusal)
             self._scratch = tempfile.TemporaryDirectory(
                 prefix=scratch_prefix("unconfined-"), ignore_cleanup_errors=True
             )
@@ -133,9 +133,9 @@ class LocalSandbox(Sandbox):
         missing = json.loads(message)["missing"] if message else "a process that starts; see standard error"
         if missing is not None:
             raise Unconfined(
-                f"got a machine that cannot hold what an agent runs (it lacks {missing}); allow user namespaces "
+                f"this machine cannot confine an agent's commands (it lacks {missing}); allow user namespaces "
                 "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer, or set "
-                "allow_unconfined where losing this machine does no harm"
+                "allow_unconfined if losing this machine does no harm"
             )
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)
@@ -157,7 +157,7 @@ class LocalSandbox(Sandbox):
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        # The kernel closes the other end when the last process of the namespace is gone.
+        # The kernel closes the other end when the last process of the namespace ends.
         self._control.settimeout(KILL_S)
         with contextlib.suppress(OSError):
             while await asyncio.to_thread(self._control.recv, 1 << 16):
@@ -168,7 +168,7 @@ class LocalSandbox(Sandbox):
             self._scratch.cleanup()
 
     def _kill(self) -> None:
-        if self._scratch is not None:  # no kernel ends its processes with it: it does that when the socket ends
+        if self._scratch is not None:  # no namespace: the supervisor kills its processes when the socket closes
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_RDWR)
             return
@@ -197,41 +197,43 @@ class LocalSandbox(Sandbox):
             waiting.set_result(said["code"])
 
     async def _exec(self, command: Command) -> ExecResult:
-        """There is one user, `agent`."""
+        """The only user is `agent`."""
         if command.user not in (None, "agent"):
-            raise ConfigError(f"got user {command.user}, but a local sandbox has one user, agent; leave it out")
+            raise ConfigError(f"the user is {command.user}, but a local sandbox has only the user agent; leave it out")
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Relative paths are below /work. Links lead nowhere but to files of the sandbox."""
+        """Relative paths are below /work. Links cannot lead out of the sandbox."""
         data = content.encode() if isinstance(content, str) else content
         line = [WRITE_FILE, "sh", path]
         code, _, err, _ = await self._run(line, data, {}, FILE_S, MAX_OUTPUT_BYTES)
         if code != 0:
-            raise OSError(f"got status {code} while writing {path}: {err[-300:].decode(errors='replace')}")
+            raise OSError(f"writing {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
 
     async def read_file(self, path: str) -> bytes:
         """As `write_file`."""
         line = [READ_FILE, "sh", path]
         code, out, err, _ = await self._run(line, b"", {}, FILE_S, self.disk_bytes)
         if code != 0:
-            raise OSError(f"got status {code} while reading {path}: {err[-300:].decode(errors='replace')}")
+            raise OSError(f"reading {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
         return out
 
     async def _run(
         self, line: list[str], stdin: bytes, env: Mapping[str, str], timeout_s: float, most: int
     ) -> tuple[int, bytes, bytes, bool]:
-        """(status, what it printed, what it said of errors, whether it met the limit)."""
+        """(status, stdout, stderr, whether it reached the time limit)."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         request = json.dumps({"id": number, "run": line, "env": {**PLAIN, "HOME": self.folder, **env}}).encode()
         if len(request) > MAX_REQUEST_BYTES:
-            raise ConfigError(f"got a command of {len(request)} bytes, above {MAX_REQUEST_BYTES}; write it to a file")
+            raise ConfigError(
+                f"the command has {len(request)} bytes, more than {MAX_REQUEST_BYTES}; put it into a file"
+            )
         source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source, "r+b", buffering=0) as file, _Pipe(loop, most) as out, _Pipe(loop, most) as err:
             file.write(stdin)
             file.seek(0)
-            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # or a command would have memory there that no sum has
+            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # otherwise a command could grow it, uncounted
             waiting = self._ended[number] = loop.create_future()
             late = False
             try:
@@ -255,7 +257,7 @@ class LocalSandbox(Sandbox):
 
 
 class _Pipe:
-    """What one stream of a command carries, until the command ends; background processes may hold it for longer."""
+    """One output stream of a command, until the command ends; background processes may keep it open longer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int) -> None:
         self.data, self._loop, self._most = bytearray(), loop, most
@@ -280,20 +282,20 @@ class _Pipe:
         return bool(taken)
 
     def drain(self) -> None:
-        """What is in the pipe now, and not what a process in the background goes on to write."""
+        """Reads what is in the pipe now, not what background processes go on to write."""
         for _ in range(16):
             if not self._take():
                 return
 
 
 class Forwarding:
-    """Connections of one sandbox to what it may reach, at most `MAX_CONNECTIONS` at a time."""
+    """Forwards connections of a sandbox to its `reach`, at most `MAX_CONNECTIONS` at a time."""
 
     def __init__(self, sandbox_id: str, host: str, port: int) -> None:
         self._sandbox_id, self._far, self._open, self._refused = sandbox_id, (host, port), 0, False
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its begin to its end."""
+        """Forwards one connection until it ends."""
         with contextlib.closing(writer):
             if self._open >= MAX_CONNECTIONS:
                 self._refuse(writer)
@@ -309,8 +311,8 @@ class Forwarding:
                 self._open -= 1
 
     def _refuse(self, writer: asyncio.StreamWriter) -> None:
-        """Says why, as HTTP does, since adapters speak that; the log has it once."""
-        why = f"got more than {MAX_CONNECTIONS} connections at a time out of this sandbox; close some\n"
+        """Answers with the reason, in HTTP, because adapters speak that; logs it once."""
+        why = f"more than {MAX_CONNECTIONS} connections at a time out of this sandbox; close some\n"
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {len(why)}"
         writer.write(f"{head}\r\nConnection: close\r\n\r\n{why}".encode())
         if not self._refused:
@@ -319,7 +321,7 @@ class Forwarding:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the end of one or the other."""
+    """Copies until one side ends."""
     with contextlib.suppress(OSError):
         while taken := await reader.read(1 << 16):
             writer.write(taken)

@@ -137,11 +137,11 @@ OTHER = turns_with_calls("<tool_call>{{ c.function.name ~ ': ' ~ c.function.argu
 AGENTS = ("--custom-generate-function-path", "examples.agent_openai_loop:generate")
 """Without one, flags of agents have no effect."""
 REFUSED = [
-    (UNKNOWN, (), r"writes calls in no format that is known here.*--agent-tool-format text to leave calls"),
+    (UNKNOWN, (), r"writes calls in no known format.*--agent-tool-format text to leave calls"),
     (
         UNKNOWN.replace("tools", "notools"),
         (),
-        r"got tools, which the chat template does not write.*--chat-template FILE",
+        r"the chat template does not write tools.*--chat-template FILE",
     ),
     (OTHER, (), r"'<tool_call>look_up.*which the format hermes does not read"),
     (

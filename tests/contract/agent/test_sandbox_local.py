@@ -88,12 +88,12 @@ def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert "sesame" not in ended.stdout and str(other.pid) not in (await sandbox.exec("ls /proc")).stdout.split()
         await sandbox.exec(f"ln -s {grader} link; ln -s /etc/shadow shadow; kill -9 {other.pid}; kill -9 1; kill -2 1")
         for path in ("link", "shadow", "../root/.bashrc", str(grader)):
-            with pytest.raises(OSError, match="got status"):
+            with pytest.raises(OSError, match="ended with status"):
                 await sandbox.read_file(path)
-        with pytest.raises(OSError, match="got status"):
+        with pytest.raises(OSError, match="ended with status"):
             await sandbox.write_file("link", "changed")
         for path in ("/usr/bin/changed", "/etc/passwd"):
-            with pytest.raises(OSError, match="got status"):
+            with pytest.raises(OSError, match="ended with status"):
                 await sandbox.write_file(path, "changed")
 
     try:
@@ -107,7 +107,7 @@ def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_may_be_read_is_read_and_not_written() -> None:
     async def body(sandbox: LocalSandbox) -> None:
         assert await sandbox.read_file(f"{folder}/program") == b"a program"
-        with pytest.raises(OSError, match="got status"):
+        with pytest.raises(OSError, match="ended with status"):
             await sandbox.write_file(f"{folder}/program", "changed")
         assert folder.name in (await sandbox.exec(f"ls {folder.parent}")).stdout.split()
 
@@ -116,7 +116,7 @@ def test_what_may_be_read_is_read_and_not_written() -> None:
         os.chmod(folder, 0o755)
         (folder / "program").write_text("a program")
         inside(body, readable=(folder,))
-        with pytest.raises(ConfigError, match="nobody may read"):
+        with pytest.raises(ConfigError, match="does not exist"):
             inside(body, readable=(folder / "missing",))
 
 
@@ -129,7 +129,7 @@ def test_programs_of_several_processes_share_memory() -> None:
         assert (await sandbox.exec("head -c 30m /dev/zero >/dev/shm/full")).code != 0
         await sandbox.exec("ln -s /dev/zero endless; mkfifo silent")
         for name in ("endless", "silent"):
-            with pytest.raises(OSError, match="else than a plain file"):
+            with pytest.raises(OSError, match="not a plain file"):
                 await sandbox.read_file(name)
 
     inside(body, disk_bytes=20 << 20)
@@ -342,4 +342,4 @@ def test_what_nothing_holds_runs_only_where_that_is_allowed() -> None:
     folder = said[2].split()[0]
     assert said[1] == str(["text", folder, folder, "0"]) and said[2].endswith("True"), done
     assert said[3:] == ["True begun", "", "True", "137", "fine", "", "False", ""], done
-    assert "WARNING NOTHING HOLDS" in done.stderr and gone("7303"), done
+    assert "WARNING agents run UNCONFINED" in done.stderr and gone("7303"), done

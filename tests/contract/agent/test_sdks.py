@@ -200,10 +200,10 @@ def test_errors_come_in_the_shape_of_each_api() -> None:
             await client.with_options(api_key="sk-nobody").models.list()
         with pytest.raises(anthropic.AuthenticationError):
             await claude.with_options(api_key="nobody").messages.create(model="m", max_tokens=1, messages=USER)
-        with pytest.raises(openai.BadRequestError, match="one request is one answer"):
+        with pytest.raises(openai.BadRequestError, match="one request gives one answer"):
             await client.chat.completions.create(model="m", messages=USER, n=2)
         picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
-        with pytest.raises(anthropic.BadRequestError, match="reads text alone"):
+        with pytest.raises(anthropic.BadRequestError, match="reads text only"):
             await claude.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": [picture]}])
         await client.chat.completions.create(model="m", messages=USER)
         with pytest.raises(openai.BadRequestError, match="had its 1 turns"):

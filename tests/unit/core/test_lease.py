@@ -99,5 +99,5 @@ def test_a_file_that_names_no_owner_is_taken_over(tmp_path: Path, left: str) -> 
 
 @pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/save"])
 def test_a_folder_that_cannot_be_written_is_refused(folder: str) -> None:
-    with pytest.raises(ConfigError, match=rf"got --save {folder}, where nothing can be written .*name another folder"):
+    with pytest.raises(ConfigError, match=rf"--save {folder} is not writable .*name another folder"):
         Lease(Path(folder), "mine", flag="--save").__enter__()

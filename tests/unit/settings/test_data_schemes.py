@@ -38,6 +38,6 @@ def test_what_a_task_cannot_be_is_said_before_the_start(tmp_path: Path) -> None:
     for name, says in {
         "rg:spell_bakward": "no task 'spell_bakward'; give one of spell_backward",
         "rg:spell_backward?size=none": "got prompt_data size=none",
-        "gr:spell_backward": "got --prompt-data gr, which names no data scheme; known are rg",
+        "gr:spell_backward": "--prompt-data gr: there is no such data scheme; known are rg",
     }.items():
         assert says in refused([*base, "--prompt-data", name])

@@ -52,7 +52,7 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("eval: [", "which is not YAML"),
+        ("eval: [", "is not YAML"),
         ({"datasets": []}, "unknown key 'datasets'"),
         ({"eval": {}}, "no eval.datasets"),
         ({"eval": {"datasets": [{"name": "a"}]}}, "no name or no path"),

@@ -42,7 +42,7 @@ def test_the_partition_that_was_said_goes_before_the_even_one() -> None:
     table, state = model(num_hidden_layers=3)
     first, _ = held(table, state, EngineLayout(pp_size=2, stage_layers=(2, 1))).values()
     assert {n.split(".")[2] for n in first if ".layers." in n} == {"0", "1"}
-    with pytest.raises(ConfigError, match="sum up to 3"):
+    with pytest.raises(ConfigError, match="do not add up to the 3 layers"):
         held(table, state, EngineLayout(pp_size=2, stage_layers=(1, 1)))
     with pytest.raises(ConfigError, match="fewer stages"):
         held(table, state, EngineLayout(pp_size=4))
