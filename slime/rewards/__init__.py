@@ -1,5 +1,5 @@
-"""Graders: from a finished sample to a score, behind one contract, run where they can be killed.
+"""Graders: from a finished sample to a score, in processes that can be killed.
 
-`types` is the contract, `graders` holds one grader per file, `worker` is the killable process, `pool` the room's front.
-Imports core and config only; a grader's own libraries are imported inside its worker.
+`graders` holds the graders and their contract, `scores` the results, `grader_worker` is the killable process, `process`
+its parent's side, and `pool` what the rollout calls. A grader's own libraries are imported inside its process.
 """

@@ -1,7 +1,7 @@
-"""What a grader process is given of the environment: a short list of variables.
+"""The environment of a grader process: a short list of variables.
 
-Graders read text that a model wrote, so a process that runs them holds no secret of the run. The keys of trackers, of
-Ray and of model hubs stay behind. A user's own grader that needs one is given it by name: `SLIME_REWARD_ENV=A,B`.
+Graders read text that a model wrote, so their processes get no secret of the run: keys of trackers, of Ray and of model
+hubs stay out. A user's own grader gets further variables by name: `SLIME_REWARD_ENV=A,B`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 EXTRA = "SLIME_REWARD_ENV"
-"""Names, separated by commas, of further variables for user graders."""
+"""Names of further variables for users' graders, separated by commas."""
 ALLOWED = frozenset(
     [
         "PATH",
@@ -36,20 +36,20 @@ ALLOWED = frozenset(
 )
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
 SECRET_ENDS = ("TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD")
-"""Of names of variables that are not handed on for their beginnings."""
+"""Variables that end so are left out in spite of `ALLOWED_PREFIXES`."""
 NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
 )
-"""For graders that may ask a server; proxies in either case. A proxy's address can hold a password."""
+"""For graders that may ask a server; proxies in upper or lower case, whose addresses can hold a password."""
 FEW_THREADS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # glibc sets 64 MiB of addresses aside for each arena, and makes up to eight for each core of the machine: with many
-    # cores a limit of memory is used up by threads that hold nothing.
+    # glibc reserves 64 MiB of addresses per arena and makes up to eight arenas per core. On a machine with many cores,
+    # threads that hold nothing would use up the memory limit.
     "MALLOC_ARENA_MAX": "2",
 }
-"""Of libraries that take as much as the machine has."""
+"""For libraries that otherwise take the whole machine."""
 
 
 def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, str]:

@@ -1,21 +1,22 @@
-"""One grader process: reads samples as frames from stdin, writes scores as frames to stdout, can be killed any time.
+"""One grader process: reads samples as frames from stdin and writes scores as frames to stdout. It may be killed any
+time.
 
 Consumes: frames of `process.GraderProcess`, which starts it and owns both pipes; the first configures it, each later
-one is a request. Produces: for each, with its id, the word that work on it begins and how long it may take, from a
-grader that computes the word that it looks at the answer from now on, then one reply. Waits for: the next frame, and
-for the graders that it runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a
-frame. The parent is trusted (its first frame carries pickled args for user hooks); nothing that a grader or a model
-wrote is ever unpickled anywhere: replies are JSON.
+one is a request. Produces, for each request: a frame when work on it begins, with its time limit; from a grader that
+computes, a frame when it begins to look at the answer; then one reply. Waits for: the next frame, and the graders that
+it runs: async ones within their limit, others for as long as the parent lets it live. Woken by: a frame. It trusts the
+parent, whose first frame carries pickled args for user hooks. Nothing that a grader or a model wrote is ever unpickled:
+replies are JSON.
 
 Invariants
-1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.
-2. What a grader prints goes to stderr; the reply pipe is a descriptor that graders do not know.
-3. Every request gets a reply unless the process dies; an exception is a reply, also one that is meant to end processes.
-   It is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and raised nothing that the
-   machine, the installation or the row is to blame for.
-4. A process that is to be held has given up all but libraries (`held`) before it sees an answer, and answers are run
-   as no program.
-5. As many async graders run side by side as may be asked, also where each of them waits in a thread (`to_thread`).
+1. It dies with its parent: the kernel sends SIGKILL when the parent thread ends, or stdin reaches its end.
+2. What a grader prints goes to stderr; graders do not know the descriptor of the reply pipe.
+3. Every request gets a reply unless the process dies; any exception becomes a reply, even one that should end the
+   process. It is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and the machine, the
+   installation and the row are not to blame.
+4. A process of kind `held` gives up everything but libraries (`held`) before it sees an answer, and runs no answer as a
+   program.
+5. Up to `CONCURRENT_PER_PROCESS` async graders run side by side, even if each waits in a thread (`to_thread`).
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from slime.rewards.held import Gate, shut_in
 from slime.rewards.scores import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 ONLINE, OFFLINE, HELD = "online", "offline", "held"
-"""Kinds of processes: with the network and the settings of the run; without them; and without all but libraries."""
+"""Kinds of processes: with the network and the run's settings; without them; with nothing but libraries."""
 HEADER = struct.Struct("<I")
-"""Length of the JSON that follows, in bytes."""
+"""Length in bytes of the JSON that follows."""
 CONCURRENT_PER_PROCESS = 64
-"""Most async graders that one process runs side by side, and its threads for what they block on."""
+"""Async graders that one process runs side by side, and threads for what they block on."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Largest file that a grader may write."""
+"""Size limit of files that a grader writes."""
 
 
 def limit_resources(memory_limit_bytes: int | None) -> None:
-    """Bounds memory and file sizes, and turns core dumps off. A grader beyond the memory limit gets `MemoryError`."""
+    """Bounds memory and file sizes, and turns core dumps off. A grader above the memory limit gets `MemoryError`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     if memory_limit_bytes is not None:
@@ -64,7 +65,7 @@ def limit_resources(memory_limit_bytes: int | None) -> None:
 
 
 def load_custom(path: str) -> Callable[..., Any]:
-    """Loads a user's reward function (the group kind is called alike). Raises `HookError`."""
+    """A user's reward function, for samples or groups. Raises `HookError`."""
     from slime.settings.hooks import load_hook
 
     return load_hook(path, "custom_rm")
@@ -76,21 +77,21 @@ class Server:
     def __init__(self, replies: BinaryIO, *, parent: int, kind: str) -> None:
         self.replies, self.parent, self.kind = replies, parent, kind
         self.gate: Gate | None = None
-        """Of a process that is held."""
+        """In a `held` process."""
         self.args: object = None
         self.limit_s = 0.0
         self.functions: dict[str, Callable[..., Any]] = {}
-        """The user's, by path."""
+        """Users' functions by path."""
         self.graders: dict[str, Grader] = {}
-        """By the name that asks for them."""
+        """By `rm_type`."""
 
     def configure(self, message: dict[str, Any]) -> tuple[str, ...]:
-        """Takes the settings of the first frame; what this machine cannot hold the process from."""
+        """Applies the settings of the first frame; returns the parts of the confinement that this machine lacks."""
         sys.path[:0] = [p for p in message["sys_path"] if p not in sys.path]
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
         self.limit_s = message["limit_s"]
         limit_resources(message["memory_limit_bytes"])
-        with contextlib.suppress(Exception):  # what fails here fails again, with its reason, when a sample is graded
+        with contextlib.suppress(Exception):  # grading a sample will raise it again, as a reason
             if message["custom"]:
                 self.function(message["grader"])
             else:
@@ -98,10 +99,10 @@ class Server:
         if self.kind != HELD:
             return ()
         for name, settings in message["others"]:
-            with contextlib.suppress(Exception):  # as above; afterwards no file of its own can be read
+            with contextlib.suppress(Exception):  # as above; later its files could not be read
                 self.grader(name, settings)
         missing = shut_in()
-        die_with_parent(self.parent)  # a change of user takes that back
+        die_with_parent(self.parent)  # a change of user cancels the first call
         self.gate = Gate()
         return missing
 
@@ -111,7 +112,7 @@ class Server:
         self.replies.flush()
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the grader that the request names. Whatever goes wrong becomes a reason."""
+        """Runs the requested grader. Any failure becomes a reason."""
         limit_s, failure, memory = self.limit_s, "unscored", False
         try:
             samples = [Sample.from_dict(s) for s in request["samples"]]
@@ -155,27 +156,25 @@ class Server:
         return {"scores": [{failure: reason}] * len(request["samples"]), "out_of_memory": memory}
 
     def function(self, path: str) -> Callable[..., Any]:
-        """The user's function at a path, loaded once."""
         if path not in self.functions:
             self.functions[path] = load_custom(path)
         return self.functions[path]
 
     def grader(self, name: str, settings: dict[str, Any]) -> Grader:
-        """The grader of a name, made once."""
         if name not in self.graders:
             self.graders[name] = make_grader(name, settings)
         return self.graders[name]
 
 
 class _Exited(Exception):
-    """Carries what a grader raised beside the exceptions: out of a task it would end the event loop."""
+    """Carries a `BaseException` of a grader out of its task, where it would end the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
-    """The result. Raises `_Exited` for `SystemExit` and the like, which ask for more than the end of a grading."""
+    """Raises `_Exited` for `SystemExit` and the like, which would end more than this grading."""
     try:
         return await work
     except (Exception, asyncio.CancelledError):
@@ -185,13 +184,13 @@ async def _contained(work: Awaitable[Any]) -> Any:
 
 
 def _is_ended() -> bool:
-    """Whether somebody cancels the task that asks."""
+    """Whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def encode(value: Any, failure: str) -> dict[str, Any]:
-    """A reward as the wire knows it, or the reason why it is none, under the name `failure`."""
+    """A reward for the wire; or, under the key `failure`, why it is not one."""
     score = check_reward(value)
     if isinstance(score, Unscored):
         return {failure: score.reason}
@@ -206,7 +205,8 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
 
 
 async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
-    """Reads frames until end-of-file. A request marked `concurrent` runs as a task, any other before the next read."""
+    """Reads frames until the end of the file. A request marked `concurrent` runs as a task; others block the
+    reading."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)
@@ -233,11 +233,11 @@ async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str
 
 
 def main() -> None:
-    """Entry of `python -m slime.rewards.grader_worker PARENT_PID online|offline|held`."""
+    """`python -m slime.rewards.grader_worker PARENT_PID online|offline|held`."""
     parent, kind = int(sys.argv[1]), sys.argv[2]
     if kind == OFFLINE:
         confine.leave(confine.NEW_NETWORK)
-        confine.Calls(namespaces=True).give_up()  # no socket of another program either; the sandbox of code needs those
+        confine.Calls(namespaces=True).give_up()  # nor sockets of other programs; the sandbox of code needs namespaces
     die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")
@@ -245,7 +245,7 @@ def main() -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     asyncio.run(serve(requests, replies, parent=parent, kind=kind))
-    os._exit(0)  # a grader's left-over thread must not keep the process
+    os._exit(0)  # a grader's left-over thread must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""How a process is held that grades texts: no answer runs in it, and what ran could do nothing.
+"""Confinement of a process that grades texts: no answer runs in it, and if one did, it could do nothing.
 
-Libraries of graders evaluate answers as Python: verifiers of reasoning-gym do (`eval`), and sympy's `parse_expr`, to
-which they hand formulas. Such an answer could read the label, write its own reward and everybody's after it, and use
-the machine. Two things stand against that, in a process that many gradings share (`worker`):
+Libraries of graders evaluate answers as Python: verifiers of reasoning-gym do (`eval`), and sympy's `parse_expr`, which
+they give formulas to. Such an answer could read the label, write its own reward and all later ones, and use the
+machine. Two things prevent that in a process that many gradings share (`grader_worker`):
 
-- the gate (`Gate`) looks at all code before Python runs it. While a grader looks at an answer, it lets through modules
+- the gate (`Gate`) inspects all code before Python runs it. While a grader looks at an answer, it lets through modules
   that are being imported, and formulas: numbers, texts, lists, sympy's classes, a few functions.
-- the process gives up all but libraries (`shut_in`, by `slime.core.confine`): no network, no other process, no program,
-  a root of its own in which libraries alone are in view, a small disk in memory to write to, and nobody's user.
+- the process gives up everything but libraries (`shut_in`, by `slime.core.confine`): no network, no other process, no
+  program, a root of its own with libraries only, a small memory disk to write to, and a user that nobody else is.
 
 Invariants
-1. An answer cannot run an attribute, an import, a function of Python's that is not in `FUNCTIONS`, or a definition.
-2. A machine that lacks a part of the holding gives the others all the same, and the process says which part.
+1. An answer cannot run an attribute, an import, a function of Python that is not in `FUNCTIONS`, or a definition.
+2. If the machine lacks a part of the confinement, the other parts still hold, and the process reports what is missing.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from slime.core.confine import view
 
 NAMESPACES = "namespaces"
 ROOT = "/tmp"
-"""Where the view is built: a folder that every system has, out of sight from then on."""
+"""Where the view is built: a folder of every system, which is out of sight afterwards."""
 TMP_BYTES, TMP_FILES = 1 << 24, 1000
 MAX_THREADS, MAX_FILES = 32, 64
 DEVICES = ("/dev/null", "/dev/urandom")
 
 FUNCTIONS = frozenset({"abs", "divmod", "float", "int", "list", "max", "min", "pow", "round", "str", "sum", "tuple"})
 FUNCTIONS |= {"cbrt", "diff", "expand", "factor", "integrate", "real_root", "root", "simplify", "sqrt", "sympy"}
-"""What formulas may name beside sympy's classes and constants; the last is of its own `from sympy import *`."""
+"""Names that formulas may use besides sympy's classes and constants; `sympy` is for its `from sympy import *`."""
 LIBRARIES_MAKE = frozenset({"collections", "dataclasses"})
-"""Modules of Python's that make code of the names that a library gives them."""
+"""Python's modules that generate code from names that a library gives them."""
 IMPORTS, PARSER = "importlib._bootstrap", "sympy.parsing.sympy_parser"
 
 
 class NotAFormula(ValueError):
-    """An answer that a library was about to run as a program."""
+    """A library was about to run an answer as a program."""
 
 
 class Gate:
-    """Refuses to run anything but formulas, while it is closed. It stays as long as the process."""
+    """While it is closed, refuses to run anything but formulas. Lasts as long as the process."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -58,7 +58,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """While a grader looks at an answer."""
+        """For the time in which a grader looks at an answer."""
         self._closed = True
         try:
             yield
@@ -72,11 +72,11 @@ class Gate:
         code, asks = given[0], sys._getframe(1)
         if isinstance(code, CodeType) and (_is_library(asks) or is_formula(code, _symbols_of(asks))):
             return
-        raise NotAFormula("got an answer that is a program, which no grader runs")
+        raise NotAFormula("the answer is a program, and graders run no programs")
 
 
 def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
-    """Whether it names nothing but `symbols` and what formulas may, and defines nothing. Attributes and imports are
+    """Whether code uses only `symbols` and the names that formulas may, and defines nothing. Attributes and imports are
     names, too.
     """
     if any(isinstance(one, CodeType) for one in code.co_consts):
@@ -85,7 +85,7 @@ def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
 
 
 def _symbols_of(asks: FrameType) -> list[str]:
-    """Names of a task's own symbols, which `parse_expr` was given."""
+    """Names of a task's own symbols, from the arguments of `parse_expr`."""
     given = asks.f_locals.get("local_dict") if asks.f_globals.get("__name__") == PARSER else None
     import sympy
 
@@ -93,7 +93,7 @@ def _symbols_of(asks: FrameType) -> list[str]:
 
 
 def _is_library(asks: FrameType) -> bool:
-    """Whether the one who asks Python to run code is a library that makes code, or a module is being imported."""
+    """Whether code is run by a library that generates code, or by the import of a module."""
     if asks.f_globals.get("__name__") in LIBRARIES_MAKE:
         return True
     above: FrameType | None = asks
@@ -106,7 +106,7 @@ def _is_library(asks: FrameType) -> bool:
 
 @functools.cache
 def _of_sympy() -> frozenset[str]:
-    """Its classes and constants by the names that `parse_expr` knows."""
+    """sympy's classes and constants, under the names that `parse_expr` knows."""
     import sympy
 
     def is_part(value: object) -> bool:
@@ -116,9 +116,9 @@ def _of_sympy() -> frozenset[str]:
 
 
 def shut_in() -> tuple[str, ...]:
-    """Gives up all but libraries, for good; what of it this machine does not give.
+    """Gives up everything but libraries, for good; returns the parts that this machine lacks.
 
-    The process must have one thread. What is in `sys.modules` and beside it can still be imported.
+    The process must have one thread. What is in `sys.modules`, and beside it, can still be imported.
     """
     shown = libraries()
     user = confine.any_user() if os.getuid() == 0 else None
@@ -133,7 +133,7 @@ def shut_in() -> tuple[str, ...]:
 
 
 def libraries() -> list[str]:
-    """Where what has been imported stands, and all that may be."""
+    """Where imported modules are, and all that may be imported."""
     places = [sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     places += [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     for name, module in list(sys.modules.items()):
@@ -144,7 +144,7 @@ def libraries() -> list[str]:
 
 
 def _works(user: int | None, shown: list[str]) -> bool:
-    """Whether this machine gives namespaces and a view, tried by a child: half of it could not be taken back."""
+    """Whether this machine has namespaces and a view. A child tries it, because half of it could not be undone."""
     child = os.fork()
     if child == 0:
         try:

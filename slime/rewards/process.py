@@ -1,18 +1,17 @@
 """The parent's side of one grader process: start, ask, kill.
 
 Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that encodes
-the request, the frame that says that work on it begins (`TAKE_LIMIT_S`), and the reply (the limit that this frame
-names). Is woken by: the reader task, which resolves the futures of that id, or fails all of them when the process ends,
-and by the clock. All methods run on one event loop.
+the request; the frame that says that work on it begins (`TAKE_LIMIT_S`); and the reply, within the limit in that frame.
+Woken by: the clock, and the reader task, which resolves the futures of a request, or fails them all when the process
+ends. All methods run on one event loop.
 
 Invariants
-1. After `kill` the process is reaped and both pipes are closed, whatever is unread and whoever else holds them.
-2. The clock of a grading starts when the grader does: no time in a queue, of encoding or in the pipe counts. A grader
-   that computes is stopped by the processor time that it used since, which a busy machine does not lengthen, and by the
-   clock only after `WALL_FACTOR` times as long.
-3. A failure is blamed on the answer only if the grader was looking at it, and used up its processor time or was ended
-   by a signal that its own computing raised.
-4. Requests are encoded in threads that belong to grading: no thread of users' code is between them and their grader.
+1. After `kill` the process is reaped and both pipes are closed, even if data is unread or others hold the pipes.
+2. The clock of a grading starts when the grader does; queue, encoding and pipe do not count. A grader that computes is
+   limited in processor time, which a busy machine does not lengthen, and by the clock only at `WALL_FACTOR` times that.
+3. A failure is blamed on the answer only if the grader was looking at it, and used up its processor time or died of a
+   signal that its own computing raised.
+4. Threads of the pool encode requests, so users' threads cannot delay them.
 """
 
 from __future__ import annotations
@@ -39,64 +38,63 @@ from slime.rewards.grader_worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
-"""Limit of starting the interpreter and taking the settings, and of taking a request; grading has its own."""
+"""Limit for starting the interpreter and taking the settings, and for taking a request; gradings have their own."""
 MAX_LIMIT_S = 7 * 86400.0
-"""No grader may say that it takes longer."""
+"""Longest limit that a grader may ask for."""
 WALL_FACTOR = 5.0
-"""A grader that computes is given up after so many times its limit by the clock: so many times slower than an idle
-machine may one be that many graders share."""
+"""A grader that computes is stopped after so many times its limit by the clock, because many graders may share a
+machine."""
 MIN_WAIT_S = 0.02
-"""Processor time is not looked at more often."""
+"""Between looks at the processor time."""
 OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
-"""What ends a process for what it computed itself: a stack or a memory that ran out inside a library, for example."""
+"""Signals that a process raises by what it computes, for example when a library runs out of stack or memory."""
 
 
 class GraderDied(SlimeError, RuntimeError):
     """The grader process ended before it answered."""
 
     looked = False
-    """It was looking at the answer."""
+    """Whether it was looking at the answer."""
     by_itself = False
-    """Nobody here ended it."""
+    """Whether it ended without being killed from here."""
 
 
 class GradingTimeout(SlimeError, TimeoutError):
-    """The grader did not answer within its limit."""
+    """The grader exceeded its limit."""
 
     def __init__(self, reason: str, *, by_answer: bool = False) -> None:
         super().__init__(reason)
         self.by_answer = by_answer
-        """The grader computed for so long, and on the answer."""
+        """Whether it spent the time computing on the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What each grader process is started with."""
+    """Settings common to all grader processes."""
 
     limit_s: float
-    """`--reward-timeout-s`, for the graders to keep."""
+    """`--reward-timeout-s`."""
     memory_limit_bytes: int | None
-    """Address space of the process; None: no limit."""
+    """Address space; None: no limit."""
     args: object
-    """Handed to the user's functions; must pickle."""
+    """For users' functions; must pickle."""
     threads: ThreadPoolExecutor
-    """Where requests are encoded."""
+    """They encode requests."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """One request that is under way."""
+    """A request in progress."""
 
     taken: asyncio.Future[float]
-    """The limit of the grading, in seconds, once it begins."""
+    """Resolves to the grading's limit in seconds when it begins."""
     reply: asyncio.Future[dict[str, Any]]
     since_s: float = 0.0
-    """Processor time of the process when work on it began, then when the grader began to look at the answer."""
+    """Processor time of the process when work on it began, later when the grader began to look at the answer."""
     looks: bool = False
-    """The grader looks at the answer."""
+    """Whether the grader looks at the answer."""
 
     def fail(self, death: GraderDied) -> None:
-        """Both waits end with `death`, if they have not ended."""
         for future in (self.taken, self.reply):
             if not future.done():
                 future.set_exception(death)
@@ -104,7 +102,7 @@ class _Waiting:
 
 
 class GraderProcess:
-    """One running worker. Create with `start`."""
+    """A running worker. Create with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, threads: ThreadPoolExecutor) -> None:
         self._process, self._threads = process, threads
@@ -114,15 +112,16 @@ class GraderProcess:
         self._write_lock = asyncio.Lock()
         self.dead = False
         self.missing: tuple[str, ...] = ()
-        """What does not hold it that should."""
+        """Parts of the confinement that its machine lacks."""
         self.num_reserved = 0
-        """Requests that the pool has given to this process; the pool's to count."""
+        """Requests that the pool has assigned to this process; counted by the pool."""
 
     @classmethod
     async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], kind: str) -> GraderProcess:
         """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded.
 
-        `kind`: one of `worker`'s. `warm_up`: a request, and the `others` that a process that is held has to know.
+        `kind`: one of those in `grader_worker`. `warm_up`: a request, with the `others` that a `held` process must
+        load.
         """
         offline = kind != ONLINE
         process = await asyncio.create_subprocess_exec(
@@ -162,10 +161,9 @@ class GraderProcess:
         return self._process.pid
 
     async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0, computes: bool = False) -> dict[str, Any]:
-        """Sends one request and waits for its reply. Raises `GraderDied`, or `GradingTimeout` from the grader's limit.
+        """Sends one request and waits for its reply. Raises `GraderDied` or `GradingTimeout`.
 
-        `grace_s`: how much longer than that limit, which the grader keeps itself. `computes`: the limit is one of
-        processor time.
+        `grace_s`: extra time for a grader that watches the limit itself. `computes`: the limit is in processor time.
         """
         if self.dead:
             raise GraderDied(self._ended("is gone"))
@@ -209,12 +207,11 @@ class GraderProcess:
                 raise GradingTimeout(f"timeout after {wall_s:g} s (of which a processor had it for {used_s:.1f} s)")
 
     def _processor_s(self) -> float:
-        """Processor time that the process has used so far, in seconds; zero if it is gone."""
         return processor_s([self.pid])
 
     @property
     def end(self) -> str:
-        """How it ended. Asked after `kill`."""
+        """How it ended; for use after `kill`."""
         return how_it_ended(self._process.returncode)
 
     def _ended(self, how: str) -> str:
@@ -222,11 +219,11 @@ class GraderProcess:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended by what it computed. Asked after `kill`."""
+        """Whether its own computing ended it; for use after `kill`."""
         return -(self._process.returncode or 0) in OWN_CRASHES
 
     async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:
-        """Writes a request; returns its limit as soon as the grader works on it. Raises `GraderDied`."""
+        """Writes a request; returns its limit when the grader begins to work on it. Raises `GraderDied`."""
         silence = Silence(self._processor_s)
         try:
             return await within(self._taken(data, taken), TAKE_LIMIT_S, silence)
@@ -241,12 +238,12 @@ class GraderProcess:
         return await taken
 
     async def kill(self) -> None:
-        """Ends the process and everything it started in its group; returns when it is reaped."""
+        """Kills the process and its group; returns when it is reaped."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # not `Process.kill`, which would take its exit status away
-        # Before the wait, which lasts until both pipes are closed: an unread one, or one that a child of the grader
-        # holds, would not be. What is left open is closed by the garbage collector, perhaps after the event loop.
+            os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose its exit status
+        # The wait below lasts until both pipes are closed, which an unread one, or one that a child of the grader
+        # holds, would not be. Pipes left open are closed by the garbage collector, perhaps after the event loop.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
         for pipe in (transport.get_pipe_transport(0), transport.get_pipe_transport(1)):
             if pipe is not None and not pipe.is_closing():
@@ -257,7 +254,7 @@ class GraderProcess:
         transport.close()
 
     async def _read(self) -> None:
-        """Resolves waiting requests until the pipe ends or carries nonsense."""
+        """Resolves waiting requests until the pipe ends or carries garbage."""
         assert self._process.stdout is not None, "the worker is started with a stdout pipe"
         try:
             while True:
@@ -280,7 +277,7 @@ class GraderProcess:
                 if "limit_s" not in reply and not waiting.reply.done():
                     waiting.reply.set_result(reply)
         except (asyncio.IncompleteReadError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # end of the process, or a grader that wrote into the pipe: both end this worker
+            pass  # the process ended, or a grader wrote into the pipe: either ends this worker
         finally:
             self.dead = True
             for waiting in self._waiting.values():
@@ -294,5 +291,5 @@ def _encode(message: dict[str, Any]) -> bytes:
 
 
 def _import_path() -> list[str]:
-    """Where the worker finds what this process can import, the current directory included."""
+    """Import paths of this process for the worker, with the current directory."""
     return [os.path.abspath(p) for p in sys.path if p != ""] + [os.getcwd()]

@@ -1,10 +1,10 @@
-"""The contract of every grader: a score, or the reason why there is none.
+"""The result of every grader: a score, or the reason why there is none.
 
 Invariants
-1. A failure of anything but the answer is never a number: it yields `Unscored`, and the rollout decides whether to try
+1. A failure of anything but the answer is never a number: it gives `Unscored`, and the rollout decides whether to try
    again.
-2. An answer gains nothing by making its grader fail: one that a grader which only computes cannot deal with has the
-   score of a wrong answer, and says so (`Scored.ungradable`).
+2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle it, it scores like a
+   wrong answer and says so (`Scored.ungradable`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from typing import Any
 from slime.core.blame import RAISED_AT
 
 MAX_RESULT_BYTES = 64 * 1024
-"""Longest JSON encoding of one reward; a longer one is refused (hostile or mistaken)."""
+"""Limit of one reward as JSON; a longer one is hostile or a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The grader answered."""
-
     value: float | dict[str, Any]
-    """The reward, finite; a dict carries several numbers and `--reward-key` picks one."""
+    """Finite; a dict has several numbers, of which `--reward-key` picks one."""
     ungradable: str = ""
-    """Why the grader could not deal with the answer, which then has the reward of a wrong one; empty if it could."""
+    """Why the grader could not handle the answer, which then has the reward of a wrong one; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """The grader gave no usable answer."""
+    """There is no reward."""
 
     reason: str
     """One line, for the sample's metadata, the log and the counters."""
@@ -41,7 +39,7 @@ Score = Scored | Unscored
 
 
 def check_reward(value: Any) -> Score:
-    """Judges what a grader returned: a finite number or a dict with finite numbers is a score, all else is not."""
+    """A finite number, or a dict of finite numbers, is a score; anything else is unscored."""
     if isinstance(value, bool):
         return Scored(float(value))
     if isinstance(value, int | float):
@@ -63,7 +61,7 @@ def check_reward(value: Any) -> Score:
 
 
 def reason_kind(reason: str) -> str:
-    """A reason without its details, as a metric name: lower case words joined by `_`, at most four."""
+    """A reason without details, as a metric name: lower case words joined by `_`, at most four."""
     reason = reason.partition(RAISED_AT)[0].lower()
     words = "".join(c if c.isalpha() else " " for c in reason).split()
     return "_".join(words[:4]) or "unknown"
