@@ -62,8 +62,8 @@ def socket_room(below: str, *, given: str | None = None) -> str:
 
 def too_long(variable: str, room: str, below: str) -> str:
     return (
-        f"{variable} {room} of {len(os.fsencode(room))} characters is too long: the path of its socket {below} may have "
-        f"{SOCKET_PATH_BYTES}"
+        f"{variable} {room} of {len(os.fsencode(room))} characters is too long: its socket {below} may have a path of "
+        f"{SOCKET_PATH_BYTES} characters"
     )
 
 
