@@ -1,16 +1,16 @@
-"""How a process is held that runs what others wrote: programs of a model, commands of an agent, foreign pickles.
+"""Confines processes that run foreign input: programs of a model, commands of an agent, foreign pickles.
 
-One implementation for all three. A supervisor leaves the network and the other namespaces and becomes a user that
-nobody else is (`leave`), builds what its children see of the file system (`view`), and forks them. Each of these takes
-its limits, gives up its rights, and with Landlock and a filter of system calls (`landlock`, `calls`) what is left of
-files, sockets and calls (`give_up`). While they run, the supervisor looks at their memory (`tree`).
+All three use it. A supervisor leaves the network and the other namespaces and becomes a user that nobody else is
+(`leave`), builds what its children see of the file system (`view.build`), and forks them. Each child takes its limits
+and gives up its rights, and by Landlock (`confine`) and a filter of system calls (`Calls`) the remaining files, sockets
+and calls (`give_up`). While they run, the supervisor watches their memory (`view.exceeds`).
 
 Standard library only, Linux only: supervisors run this without any package.
 
 Invariants
-1. What was given up does not come back, in the process and all that it starts.
-2. A process that root starts is another user's afterwards, wherever root may change that: the kernel bounds the number
-   of processes of everybody but root.
+1. What a process gave up does not come back, for it and all that it starts.
+2. A process started by root becomes another user's, if root may change that, because the kernel bounds the number of
+   processes of every user but root.
 """
 
 from __future__ import annotations
@@ -29,295 +29,165 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Landlock: a process that gives up files, TCP, sockets with names and signals for good. Linux since 5.13.
-
 READ, ALL = 0b1101, -1
-"""Rights to a path: execute, read a file, list a folder; and all that there are."""
+"""Landlock's rights to a path: execute, read a file, list a folder; and all of them."""
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-"""Where a system keeps what Python needs to run."""
+"""What Python needs of a system."""
 _RIGHTS_SINCE, _OF_FILES = {1: 13, 2: 14, 3: 15, 5: 16}, 0b1100000000000111
-"""Number of file rights since a version of its interface; the rights that a plain file can have."""
-_NO_NEW_PRIVILEGES = 38
+"""Number of file rights since a version of Landlock; the rights that apply to a plain file."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 
 def readable_libraries(more: Iterable[str] = ()) -> dict[str, int]:
-    """Paths -> rights of this Python and its system, and of `more`."""
+    """Read rights for this Python, its system, and `more`."""
     return dict.fromkeys((*LIBRARIES, sys.prefix, sys.base_prefix, *more), READ)
 
 
 def confine(allowed: Mapping[str, int]) -> bool:
-    """This process and its children use files below these paths alone, no TCP, and signal nobody else. False without.
+    """By Landlock, restricts this process and its children to files below these paths, without TCP or signals to
+    others.
 
-    `allowed`: path -> rights (`READ`, `ALL`); a path that is not there is left out.
+    `allowed`: path -> rights (`READ`, `ALL`); missing paths are skipped. Returns False without Landlock (Linux 5.13).
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    abi = libc.syscall(_CREATE_RULESET, None, 0, 1)
+    abi = _libc.syscall(_CREATE_RULESET, None, 0, 1)
     if abi < 1:
         return False
     rights = (1 << max(bits for since, bits in _RIGHTS_SINCE.items() if since <= abi)) - 1
     attributes = (ctypes.c_uint64 * 3)(rights, 0b11, 0b11)  # files; TCP bind and connect; abstract sockets and signals
-    ruleset = libc.syscall(_CREATE_RULESET, attributes, 24 if abi >= 6 else 16 if abi >= 4 else 8, 0)
+    ruleset = _libc.syscall(_CREATE_RULESET, attributes, 24 if abi >= 6 else 16 if abi >= 4 else 8, 0)
     if ruleset < 0:
         return False
     for path, wanted in allowed.items():
-        with contextlib.suppress(OSError):  # a system without such a file
+        with contextlib.suppress(OSError):  # this system lacks the file
             descriptor = os.open(path, os.O_PATH)
             permitted = wanted & (rights if os.path.isdir(path) else rights & _OF_FILES)
             rule = permitted.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
-            libc.syscall(_ADD_RULE, ruleset, 1, rule, 0)
+            _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0)
             os.close(descriptor)
-    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    return bool(libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
+    _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return bool(_libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
 
 
-# System calls that a process gives up for good, by a filter of the kernel (seccomp). Standard library only.
-#
-# The filter is a program of classic BPF (seccomp(2)): it looks at the number of a call and its arguments in registers,
-# never at memory. Calls whose meaning stands in memory are refused as a kernel without them does (`clone3`, io_uring),
-# so that libraries take the older ones. x86-64 and aarch64; a call by the tables of another architecture ends the
-# process.
+# The filter of system calls (seccomp(2)) is a program of classic BPF. It sees the number of a call and its arguments in
+# registers, never memory. Calls whose arguments are in memory are refused as by a kernel without them (`clone3`,
+# io_uring), so that libraries use older ones. Only for x86-64 and aarch64; a call by the table of another architecture
+# ends the process.
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> column below, and its name in the kernel."""
 _X32 = 0x40000000
-_SAME = {
-    "pidfd_getfd": 438,
-    "pidfd_send_signal": 424,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "mount_setattr": 442,
-    "quotactl_fd": 443,
-    "open_tree_attr": 467,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "clone3": 435,
-    "memfd_secret": 447,
-    "process_madvise": 440,
-    "process_mrelease": 448,
-    "fchmodat2": 452,
-    "setxattrat": 463,
-    "landlock_create_ruleset": 444,
-    "landlock_add_rule": 445,
-    "landlock_restrict_self": 446,
-    "file_setattr": 469,
-}
-_NUMBERS: dict[str, tuple[int, int]] = {
-    "clone": (56, 220),
-    "fork": (57, -1),
-    "vfork": (58, -1),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "ioctl": (16, 29),
-    "fcntl": (72, 25),
-    "setsockopt": (54, 208),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "shmget": (29, 194),
-    "shmctl": (31, 195),
-    "shmat": (30, 196),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "vmsplice": (278, 75),
-    "io_setup": (206, 0),
-    "inotify_init": (253, -1),
-    "inotify_init1": (294, 26),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "fanotify_init": (300, 262),
-    "lookup_dcookie": (212, 18),
-    "quotactl": (179, 60),
-    "nfsservctl": (180, 42),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "syslog": (103, 116),
-    "acct": (163, 89),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "vhangup": (153, 58),
-    "modify_ldt": (154, -1),
-    "chmod": (90, -1),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "chown": (92, -1),
-    "fchown": (93, 55),
-    "lchown": (94, -1),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "utime": (132, -1),
-    "utimes": (235, -1),
-    "futimesat": (261, -1),
-    "utimensat": (280, 88),
-    "iopl": (172, -1),
-    "ioperm": (173, -1),
-    **{name: (number, number) for name, number in _SAME.items()},
-}
-"""Name of a call -> its number on x86-64 and aarch64; -1 where there is none."""
-_NAMESPACES: tuple[str, ...] = (
-    "unshare",
-    "setns",
-    "mount",
-    "umount2",
-    "pivot_root",
-    "chroot",
-    "open_tree",
-    "move_mount",
-    "fsopen",
-)
-_NAMESPACES += ("fsconfig", "fsmount", "fspick", "mount_setattr", "open_tree_attr")
-_LOOKED_AT: tuple[str, ...] = (
-    "clone",
-    "clone3",
-    "fork",
-    "vfork",
-    "execve",
-    "execveat",
-    "socket",
-    "socketpair",
-    "ioctl",
-    "fcntl",
-)
-_LOOKED_AT += ("setsockopt",)
-_PROGRAMS = ("fork", "vfork", "execve", "execveat")
-_FILES: tuple[str, ...] = (
-    "chmod",
-    "fchmod",
-    "fchmodat",
-    "fchmodat2",
-    "chown",
-    "fchown",
-    "lchown",
-    "fchownat",
-    "utime",
-    "utimes",
-)
-_FILES += ("futimesat", "utimensat", "file_setattr")
-_ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "setxattrat")
-"""Refused as by a file system that has them not: lists of access rights of a file in memory are beyond its size."""
-_LANDLOCK = ("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self")
-"""Rules are memory that nothing bounds. Who is held has his own already."""
-_OWN_PACE = ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "setpriority", "ioprio_set")
-_WATCHES = ("inotify_init", "inotify_init1")
-_KILLS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
-_OF_PROCESSES = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
-_OF_MANY = ("tkill", "pidfd_send_signal", "setpriority", "ioprio_set")
-"""Calls on a process: the first argument of the first two kinds is its number, in the second 0 is the caller; the third
-kind names processes in further ways."""
-_MISSING: tuple[str, ...] = (
-    "io_uring_setup",
-    "io_uring_enter",
-    "io_uring_register",
-    "memfd_create",
-    "memfd_secret",
-    "io_setup",
-)
-_MISSING += _LANDLOCK
-"""Refused as by a kernel that has them not: programs know how to go on."""
+_TABLE = """
+clone 56 220, fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, socketpair 53 199,
+ioctl 16 29, fcntl 72 25, setsockopt 54 208, kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138,
+rt_tgsigqueueinfo 297 240, prlimit64 302 261, sched_setaffinity 203 122, sched_setscheduler 144 119,
+sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, shmget 29 194, shmctl 31 195,
+shmat 30 196, msgget 68 186, semget 64 190, mq_open 240 180, memfd_create 319 279, add_key 248 217,
+request_key 249 218, keyctl 250 219, unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41,
+chroot 161 51, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, ptrace 101 117, process_vm_readv 310 270,
+process_vm_writev 311 271, kcmp 312 272, vmsplice 278 75, io_setup 206 0, inotify_init 253 -1, inotify_init1 294 26,
+migrate_pages 256 238, move_pages 279 239, open_by_handle_at 304 265, name_to_handle_at 303 264,
+fanotify_init 300 262, lookup_dcookie 212 18, quotactl 179 60, nfsservctl 180 42, kexec_load 246 104,
+kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106, reboot 169 142,
+swapon 167 224, swapoff 168 225, syslog 103 116, acct 163 89, settimeofday 164 170, clock_settime 227 112,
+clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161, setdomainname 171 162, vhangup 153 58,
+modify_ldt 154 -1, chmod 90 -1, fchmod 91 52, fchmodat 268 53, chown 92 -1, fchown 93 55, lchown 94 -1,
+fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, utime 132 -1, utimes 235 -1, futimesat 261 -1,
+utimensat 280 88, iopl 172 -1, ioperm 173 -1
+"""
+"""Call, its number on x86-64 and on aarch64; -1 without one."""
+_SAME = """
+pidfd_getfd 438, pidfd_send_signal 424, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432,
+fspick 433, mount_setattr 442, quotactl_fd 443, open_tree_attr 467, io_uring_setup 425, io_uring_enter 426,
+io_uring_register 427, clone3 435, memfd_secret 447, process_madvise 440, process_mrelease 448, fchmodat2 452,
+setxattrat 463, landlock_create_ruleset 444, landlock_add_rule 445, landlock_restrict_self 446, file_setattr 469
+"""
+"""Call, its number on both."""
+_NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _TABLE.split(","))}
+_NUMBERS |= {name: (int(number), int(number)) for name, number in map(str.split, _SAME.split(","))}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_NAMESPACES = _words("""
+unshare setns mount umount2 pivot_root chroot open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr
+open_tree_attr
+""")
+_LOOKED_AT = _words("clone clone3 fork vfork execve execveat socket socketpair ioctl fcntl setsockopt")
+_PROGRAMS = _words("fork vfork execve execveat")
+_FILES = _words("""
+chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat file_setattr
+""")
+_ATTRIBUTES = _words("setxattr lsetxattr fsetxattr setxattrat")
+"""Refused as by a file system without them: access lists of a file in memory are not part of its size."""
+_LANDLOCK = _words("landlock_create_ruleset landlock_add_rule landlock_restrict_self")
+"""Rules are memory that nothing bounds, and a confined process has its own already."""
+_OWN_PACE = _words("sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority ioprio_set")
+_WATCHES = _words("inotify_init inotify_init1")
+_KILLS = _words("kill tgkill rt_sigqueueinfo rt_tgsigqueueinfo")
+_OF_PROCESSES = _words("prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr")
+_OF_MANY = _words("tkill pidfd_send_signal setpriority ioprio_set")
+"""Calls on a process. The first argument of `_KILLS` and `_OF_PROCESSES` is its number, where 0 means the caller in the
+latter; `_OF_MANY` name processes in other ways."""
+_MISSING = _words("io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret io_setup") + _LANDLOCK
+"""Refused as by a kernel without them: programs can go on."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX = 1031, 8, 15
 _SET_OWNER_BY_IOCTL = (0x8901, 0x8902)
-"""Whom a signal goes to when a file is ready."""
+"""Who gets a signal when a file is ready."""
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _PROTOCOLS = (0, 6, 17)
-"""Of internet sockets: that of the type, TCP, UDP."""
+"""Protocols of internet sockets: the default, TCP, UDP."""
 _STREAM, _SEQPACKET = 1, 5
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-_PR_GET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 21, 38
+_PR_GET_SECCOMP = 21
 _SECCOMP, _SET_MODE_FILTER, _ALL_THREADS = (317, 277), 1, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What a process keeps of the calls that are given up. Its children have no more.
+    """The system calls that a process keeps, and its children at most.
 
-    Buffers of pipes and sockets keep the sizes that the kernel gives them, whoever asks: they are memory that no limit
-    of a process counts. Nobody changes the limits of another process, who may be the one that holds it.
+    Pipes and sockets keep the buffer sizes that the kernel chose, because no limit of a process counts that memory.
+    Nobody may change the limits of another process, which may be the supervisor.
     """
 
     internet: bool = False
     """Sockets of TCP and UDP, and those that list the devices of the network."""
     unix: bool = False
-    """Sockets that have a path or a name; without it connected pairs alone, no watches of files, and no choice of
-    processors and priority: a program could make itself slow."""
+    """Sockets with a path or a name. Without it: only connected pairs, no watches of files, and no choice of processors
+    and priority, by which a program could slow itself down."""
     programs: bool = True
-    """Other processes, to start and to signal, and changes of owners, rights and times of files, which Landlock does
-    not see; without it threads alone."""
+    """Starting and signalling other processes, and changing owners, rights and times of files, which Landlock does not
+    check. Without it: only threads."""
     namespaces: bool = False
-    """Namespaces and mounts: for a process that is going to hold others."""
+    """Namespaces and mounts, for a process that will confine others."""
 
     @staticmethod
     def available() -> bool:
-        """Whether this kernel and machine know such filters."""
-        state = ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_SECCOMP, 0, 0, 0, 0)
+        """Whether this kernel and machine support such filters."""
+        state = _libc.prctl(_PR_GET_SECCOMP, 0, 0, 0, 0)
         return platform.machine() in _ARCHITECTURES and sys.byteorder == "little" and state >= 0
 
     def give_up(self) -> bool:
-        """Gives up all that this does not keep. False where the kernel has no such filter."""
+        """Gives up all other calls. False if the kernel has no such filter."""
         if not self.available():
             return False
         filters = self._filters()
         code = ctypes.create_string_buffer(b"".join(filters))
-        libc = ctypes.CDLL(None, use_errno=True)
         program = _Program(len(filters), ctypes.addressof(code))
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         seccomp = _SECCOMP[_ARCHITECTURES[platform.machine()][0]]
-        return bool(libc.syscall(seccomp, _SET_MODE_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0)
+        return bool(_libc.syscall(seccomp, _SET_MODE_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0)
 
     def _filters(self) -> list[bytes]:
-        """The program."""
         column, architecture = _ARCHITECTURES[platform.machine()]
         program = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, _KILL)]
         program += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _refuse(errno.ENOSYS)]
@@ -327,7 +197,7 @@ class Calls:
         return [*program, _step(_RETURN, _ALLOW)]
 
     def _answers(self) -> Iterator[tuple[str, list[bytes]]]:
-        """(call, what the filter does on it)"""
+        """(call, the filter's answer to it)"""
         kept = {*_LOOKED_AT, *_KILLS, *_OF_PROCESSES, *(_NAMESPACES if self.namespaces else ())}
         kept |= {*_FILES, *_OF_MANY} if self.programs else set()
         kept |= {*_LANDLOCK} if self.namespaces else set()
@@ -353,7 +223,7 @@ class Calls:
             yield "clone", [_argument(0), *of_new, *of_all, _step(_RETURN, _ALLOW)]
         if self.programs:
             allowed = [*_one_of((0,), [_step(_RETURN, _ALLOW)]), _argument(2), _step(_EQUAL, 0, 0, 3)]
-            allowed += [_argument(2, upper=True), _step(_EQUAL, 0, 0, 1), _step(_RETURN, _ALLOW)]  # they are asked for
+            allowed += [_argument(2, upper=True), _step(_EQUAL, 0, 0, 1), _step(_RETURN, _ALLOW)]  # only reads limits
             yield "prlimit64", [_argument(0), *allowed, _refuse(errno.EPERM)]
             return
         for name in _PROGRAMS:
@@ -374,7 +244,7 @@ class Calls:
         return [*answer, _refuse(errno.EAFNOSUPPORT)]
 
     def _socketpair(self) -> list[bytes]:
-        """Datagrams of a pair can be sent to a path, too."""
+        """Datagram sockets of a pair can send to a path, too."""
         answer = [_argument(0), _step(_EQUAL, _UNIX, 1, 0), _refuse(errno.EAFNOSUPPORT)]
         if not self.unix:
             kinds = _one_of((_STREAM, _SEQPACKET), [_step(_RETURN, _ALLOW)])
@@ -383,7 +253,7 @@ class Calls:
 
 
 class _Program(ctypes.Structure):
-    """What the kernel takes."""
+    """The kernel's `struct sock_fprog`."""
 
     _fields_ = (("length", ctypes.c_ushort), ("filters", ctypes.c_void_p))
 
@@ -397,54 +267,51 @@ def _refuse(number: int) -> bytes:
 
 
 def _argument(number: int, *, upper: bool = False) -> bytes:
-    """Its lower half, which is all that the kernel takes of an int, or the other one."""
+    """The argument's lower half, which is all that the kernel takes of an int; or its upper half."""
     return _step(_LOAD, _ARGUMENTS + 8 * number + 4 * upper)
 
 
 def _one_of(values: tuple[int, ...], then: list[bytes]) -> list[bytes]:
-    """`then`, which returns, if what was loaded is one of these."""
+    """If the loaded value is one of these: `then`, which must return."""
     tests = [_step(_EQUAL, value, len(values) - i - 1, 0) for i, value in enumerate(values)]
     tests[-1] = _step(_EQUAL, values[-1], 0, len(then))
     return list(itertools.chain(tests, then))
 
 
-__all__ = ["CALLS", "LANDLOCK", "Calls", "any_user", "become", "close_all_but", "give_up", "leave", "show_own_files"]
-
 FIRST_USER, NUM_USERS = 1_000_000_000, 1_000_000_000
-"""Users that no system gives out."""
+"""Ids that no system assigns."""
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USER, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 LANDLOCK, CALLS = "Landlock", "seccomp"
 MEMORY_LOCKED_BYTES = 1 << 16
-_SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38
+_SET_DUMPABLE = 4
 _CAPABILITY_VERSION_3 = 0x20080522
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def any_user() -> int:
-    """A user and group, by chance, that nobody else is."""
+    """A random user and group id that nobody else has."""
     return FIRST_USER + secrets.randbelow(NUM_USERS)
 
 
 def become(user: int) -> None:
-    """This process of root's is another user's from now on."""
+    """Turns this process of root into another user's."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def show_own_files() -> None:
-    """This process may read its own files in /proc again, which a change of user takes."""
+    """Lets this process read its own files in /proc again, which a change of user prevents."""
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ()) -> dict[str, int] | None:
-    """Moves this process, which must have one thread, into new namespaces of these kinds; None where not permitted.
+    """Moves this process, which must have one thread, into new namespaces; None if that is not permitted.
 
-    A user namespace of its own makes that possible without privileges, on kernels and in containers that allow it.
-    `user`: whom a process of root's is from then on, if it may become another; it keeps its rights in the namespaces.
-    `keep`: files and folders for a `view`; the result has a descriptor of each, for another user might not find them.
-    Raises `OSError` if one is not there.
+    Its own user namespace makes that possible without privileges, on kernels and in containers that allow it.
+    `user`: what a process of root becomes, if it may; it keeps its rights in the namespaces. `keep`: files and folders
+    for a `view`; the result has a descriptor of each, because the new user might not find them. Raises `OSError` if one
+    is missing.
     """
     uid, gid = os.getuid(), os.getgid()
     change = user is not None and uid == 0
@@ -462,15 +329,15 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
         show_own_files()
     elif left:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with contextlib.suppress(OSError):  # without its names the process still has its rights
+            with contextlib.suppress(OSError):  # the process has its rights even without names
                 Path("/proc/self", name).write_text(text)
     return kept if whole else None
 
 
 def _start_mapper(user: int) -> tuple[int, int]:
-    """A process that gives this one, in its user namespace to be, the names of `user`: (pipe to tell it, process).
+    """Forks a process that gives this one the ids of `user` in its coming user namespace: (pipe to tell it, pid).
 
-    It stays outside, where root may name anybody.
+    The forked process stays outside, where root may assign any id.
     """
     told, tell = os.pipe()
     parent, mapper = os.getpid(), os.fork()
@@ -491,10 +358,10 @@ def _start_mapper(user: int) -> tuple[int, int]:
 def give_up(
     *, limits: Mapping[int, int], calls: Calls, user: int | None, files: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """The last steps of a process that is to be held, in the one order that works; of `LANDLOCK`, `CALLS`, what fails.
+    """Does the last steps of confinement, in the only order that works; returns those of `LANDLOCK`, `CALLS` that fail.
 
-    `limits`: RLIMIT -> value. `user`: whom a process of root's becomes, if it is still that and may; None: it stays
-    what it is. `files`: what `landlock.confine` leaves; None: all that is in view.
+    `limits`: RLIMIT -> value. `user`: what a process of root becomes, if it may; None: unchanged. `files`: for
+    `confine`; None: everything in view.
     """
     bounds = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: MEMORY_LOCKED_BYTES, resource.RLIMIT_MSGQUEUE: 0}
     for limit, value in (bounds | dict(limits)).items():
@@ -503,7 +370,7 @@ def give_up(
         resource.setrlimit(limit, (value, value))
     missing = [] if files is None or confine(files) else [LANDLOCK]
     if user is not None and os.getuid() == 0:
-        with contextlib.suppress(OSError):  # in a namespace that knows root alone
+        with contextlib.suppress(OSError):  # the namespace knows only root
             become(user)
     _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -512,6 +379,6 @@ def give_up(
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """All descriptors above 2 but these."""
+    """Closes all descriptors above 2 except `kept`."""
     for begin, end in itertools.pairwise([2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
         os.closerange(begin + 1, end)

@@ -1,8 +1,8 @@
-"""What a held process sees of the file system: a root of its own, with the system's programs and libraries to read.
+"""The file system of a confined process: its own root, with the system's programs and libraries to read.
 
-`build` makes it in a mount namespace that has been left, once; each process enters it (`enter`) in a mount namespace of
-its own, with places to write that are memory, bounded, and gone with the namespace. Nothing of the outside but what is
-named is in it, no socket of another program either.
+A process that has left its mount namespace makes it once (`build`). Each confined process enters it (`enter`) in a
+mount namespace of its own, with bounded places to write in memory, which vanish with the namespace. It contains nothing
+else of the outside, no socket of another program either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SHOWN_OF_PROC = frozenset(("cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "sys"))
 SHOWN_OF_PROC |= {"thread-self", "uptime", "version", "vmstat"}
-"""Beside processes; all else of /proc (the kernel's command line, its keys and symbols) is empty."""
+"""Besides processes; everything else of /proc (the kernel's command line, its keys and symbols) is empty."""
 SMALLER = MappingProxyType(
     {
         "user/max_inotify_instances": "16",
@@ -30,14 +30,14 @@ SMALLER = MappingProxyType(
         "net/ipv4/tcp_wmem": "4096 65536 131072",
     }
 )
-"""Setting of the namespaces, below /proc/sys -> its value here: of queues and buffers that grow by themselves."""
+"""Settings below /proc/sys -> values in the namespaces, for queues and buffers that would grow."""
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _READ_ONLY = 0x1000, 0x4000, 0x40000, 2, 4, 8, 1
 _DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = 2, -100, 0x8000, 442
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Those that are there, by all of their names, without what is inside of others or of `SYSTEM`."""
+    """Existing paths and their real paths, without those inside of others or of `SYSTEM`."""
     found = {name for path in paths if os.path.exists(path) for name in (path, os.path.realpath(path))}
     kept: list[str] = []
     for path in sorted(found, key=len):
@@ -54,8 +54,8 @@ def build(
 ) -> None:
     """Makes the view in the folder `root`. Raises `OSError` with the name of the step that failed.
 
-    `readable`: path -> descriptor, as `confine.leave` gives them, shown at the same paths; `places`: folder -> what
-    `writable` takes, None for one that is left empty; `texts`: name of a file of /etc -> content.
+    `readable`: path -> descriptor, from `confine.leave`, shown at the same path; `places`: folder -> arguments of
+    `writable`, None for an empty folder; `texts`: name of a file in /etc -> content.
     """
     mount("none", "/", None, _REC | _PRIVATE)
     mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -81,7 +81,7 @@ def build(
 
 
 def show(source: str, target: str) -> None:
-    """A file or folder of the outside, to be read only."""
+    """Shows a file or folder of the outside, read-only."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -93,17 +93,17 @@ def show(source: str, target: str) -> None:
 
 
 def writable(target: str, num_bytes: int, num_files: int) -> None:
-    """An empty place in memory, of so many bytes and files."""
+    """An empty place in memory."""
     options = f"size={num_bytes},nr_inodes={num_files},mode=700"
     mount("tmpfs", target, "tmpfs", _NOSUID | _NODEV, options)
 
 
 def show_processes(target: str) -> None:
-    """/proc of the namespace of processes that this one is the first of, with what programs need of it."""
+    """/proc of the PID namespace whose first process this is, with what programs need of it."""
     mount("proc", target, "proc", _NOSUID | _NODEV | _NOEXEC)
     Path(target, "sys/user/max_user_namespaces").write_text("0")
     for name, value in SMALLER.items():
-        with contextlib.suppress(OSError):  # a kernel without it
+        with contextlib.suppress(OSError):  # not in this kernel
             Path(target, "sys", name).write_text(value)
     for name in os.listdir(target):
         if name.isdigit() or name in SHOWN_OF_PROC:
@@ -116,7 +116,7 @@ def show_processes(target: str) -> None:
 
 
 def enter(root: str) -> None:
-    """Makes the view the root of all processes of this mount namespace, to be read only."""
+    """Makes the view the read-only root of all processes of this mount namespace."""
     os.chdir(root)
     _must("pivot_root", _libc.pivot_root(b".", b"."))
     _must("pivot_root", _libc.umount2(b".", _DETACH))
@@ -137,18 +137,15 @@ def _set(path: str, attributes: int, *, recursive: bool) -> None:
 
 
 def _must(what: str, status: int) -> None:
-    """Raises `OSError` with the name of a step that failed."""
     if status != 0:
         raise OSError(f"{what} ({os.strerror(ctypes.get_errno())})")
 
 
-# What the processes of a tree use of memory: the bound where no control group is lent, since the kernel bounds each
-# process alone.
+# Memory of a process tree, to bound it where no control group is lent, because the kernel bounds only single processes.
 #
-# What counts is memory of their own, swapped or not, and shared memory, not files. First the sum of what each has
-# mapped, which costs little; only where that is too much, what they share is counted once, as the kernel divides it
-# among them. What the kernel keeps for sockets and pipes is nowhere said: so many may be open as would have that memory
-# if all were full.
+# Counted are private memory, swapped or not, and shared memory, but no files. The first check sums what each process
+# has mapped, which is cheap. Only if that is too much, shared pages are counted once, as the kernel divides them. The
+# kernel does not report its memory for sockets and pipes, so their number is bounded as if all were full.
 
 _OF_STATUS = ("RssAnon", "RssShmem", "HugetlbPages", "VmSwap")
 _OF_MAPS = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_Hugetlb")
@@ -156,7 +153,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def threads_of(pid: int) -> list[int]:
-    """The main one first, which may have ended before others; none of a process that is gone."""
+    """The main thread first, which may end before others; empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:
@@ -164,7 +161,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Those that any thread of it started; none of a process that is gone."""
+    """Children of all its threads; empty if the process is gone."""
     found: list[int] = []
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
@@ -173,7 +170,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pids: Iterable[int]) -> list[int]:
-    """All processes below these."""
     found, left = [], list(pids)
     while left:
         children = children_of(left.pop())
@@ -183,12 +179,12 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a thread of it still runs; a process without one merely waits to be reaped."""
+    """Whether one of its threads still runs; otherwise it only waits to be reaped."""
     return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
 
 
 def fields_of(pid: int) -> dict[str, str]:
-    """What the kernel says of a process, or of a thread; empty if it is gone."""
+    """The kernel's status of a process or a thread; empty if it is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -205,7 +201,7 @@ def processor_with_children_s(pids: Iterable[int]) -> float:
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
-    """Whether these processes together have more memory, or more sockets and pipes than could be filled with it."""
+    """Whether these processes together exceed the memory, or have more sockets and pipes than would fill it."""
     if sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes:
         return True
     most_open = most_bytes // _buffer_bytes()
@@ -214,14 +210,14 @@ def exceeds(pids: Collection[int], most_bytes: int) -> bool:
 
 @functools.cache
 def _buffer_bytes() -> int:
-    """Of a socket, which has more than a pipe, where no process may change it (`calls`)."""
+    """Buffer of a socket, which is larger than that of a pipe; no confined process may change it."""
     one, other = socket.socketpair()
     with one, other:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def _open_of(pid: int) -> list[str]:
-    """Paths of its descriptors. A thread that has ended shows none."""
+    """Paths of its descriptors, from a thread that has not ended."""
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
             if names := os.listdir(f"/proc/{thread}/fd"):
@@ -240,7 +236,7 @@ def _buffers(pids: Iterable[int]) -> set[str]:
 
 
 def _with_memory(pid: int) -> tuple[int, dict[str, str]]:
-    """A thread that the kernel tells the process's memory of, with its fields; it tells none of one that has ended."""
+    """A thread for which the kernel reports the process's memory, with its status; not for threads that ended."""
     fields: dict[str, str] = {}
     for thread in (pid, *threads_of(pid)[1:]):
         fields = fields_of(thread)
@@ -255,7 +251,7 @@ def _mapped_bytes(pid: int) -> int:
 
 
 def _share_bytes(pid: int) -> int:
-    """Its share of what it has mapped; all of it where the kernel does not say that."""
+    """Its memory with shared pages divided; everything mapped if the kernel does not divide."""
     try:
         lines = Path(f"/proc/{_with_memory(pid)[0]}/smaps_rollup").read_text().splitlines()
     except OSError:
