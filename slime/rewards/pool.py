@@ -1,23 +1,23 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
-Consumes: the samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
-reason why there is none. Waits for: a slot of a lane, then a process of it, then its reply, the last within the limit
-of the grader, from when it begins (`process`). Is woken by: a slot that is given back, the end of a process's start,
-the reply or the death of the process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
+Consumes: samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
+reason why there is none. Waits for: a slot of a lane, then one of its processes, then the reply, which must come within
+the grader's limit (`process`). Woken by: a freed slot, the end of a process's start, the reply or the death of the
+process, and the clock; for a free place in a full lane it polls every `START_POLL_S`.
 
-The `held` lane runs graders that compute on texts alone, which can be held (`held`), the `offline` lane others of the
-registry that compute, each in no more processes than there are cores; the `serial` lane users' functions (and graders
-that need the network), one request per process; the `concurrent` lane runs many per process (async graders that wait on
-the network).
+The `held` lane runs graders that compute from texts alone and can be confined (`held`); the `offline` lane runs other
+registered graders that compute; each has at most as many processes as there are cores. The `serial` lane runs users'
+functions and graders that need the network, one request per process. The `concurrent` lane runs async graders, which
+wait on the network, many per process.
 
 Invariants
-1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`. An answer
-   that a grader which only computes cannot deal with is scored as a wrong one, unless the settings say otherwise.
-2. A request beyond its time limit costs its process, which is killed and replaced; requests that shared the process
-   are asked again, each in a process of its own, because which of them blocked it cannot be seen.
-3. Processes start on first use and are all gone after `close`.
-4. Nothing here uses the event loop's own threads, which users' code may hold: grading has threads of its own.
-5. No process gets a secret of the run: neither in its settings nor in its environment (`environment`).
+1. Every call returns a `Scored` or an `Unscored`; it raises only for a configuration mistake or after `close`. Unless
+   the settings say otherwise, an answer that a computing grader cannot handle scores like a wrong one.
+2. A request beyond its limit costs its process, which is killed and replaced. Requests that shared the process are
+   repeated, each in a process of its own, because nobody can see which one blocked it.
+3. Processes start on first use; after `close` all are gone.
+4. Grading has its own threads, because users' code may hold the event loop's.
+5. No process gets a secret of the run in its settings or environment (`environment`).
 """
 
 from __future__ import annotations
@@ -47,35 +47,36 @@ from slime.settings.eval_config import eval_datasets
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-"""How often one request is asked when its process dies under it, or runs out of the memory that others used before."""
+"""Tries of a request whose process dies, or runs out of memory that earlier gradings used."""
 ASYNC_GRACE_S = 5.0
-"""How much longer than the worker's own limit the pool waits for an async grader before it kills the process."""
+"""Time beyond the worker's own limit before the pool kills the process of an async grader."""
 ENCODING_THREADS = 2
-"""They hold the interpreter while they work: more would not be faster."""
+"""They hold the GIL while they work, so more would not be faster."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
-"""Samples with more text (prompt, response, label, metadata) are not sent: encoding them would hold the interpreter."""
+"""Samples with more text (prompt, response, label, metadata) are not sent, because encoding them would hold the GIL."""
 SLOW_S, SLOW_SHARE, SLOW_PER_PROCESS = 2.0, 0.25, 3
-"""A request that takes longer, or this share of its limit, lets another take its slot; so many for each process may."""
+"""A request that takes longer, or longer than this share of its limit, lets another use its slot; at most so many per
+process."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Processes of one kind, and the slots that bound what they are asked."""
+    """Processes of one kind, and the slots that limit their requests."""
 
     max_processes: int
     per_process: int
     slots: asyncio.Semaphore
     kind: str = ONLINE
-    """Of its processes, as `worker` knows them."""
+    """A kind in `grader_worker`."""
     processes: list[GraderProcess] = field(default_factory=list)
     starting: set[asyncio.Task[None]] = field(default_factory=set)
     num_slow: int = 0
-    """Requests that gave up their slots and still run, each in a process beyond `max_processes`."""
+    """Running requests that gave up their slots, each in a process beyond `max_processes`."""
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_s: float) -> AsyncIterator[None]:
-        """A place among the requests that run; hung ones must not keep it from the others until their limit."""
+        """A place among the running requests. Hung requests must not keep it from others until their limit."""
         await self.slots.acquire()
         slow = False
 
@@ -101,15 +102,15 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Who grades a sample, and where."""
+    """The grader of a sample, and its lane."""
 
     grader: str
-    """Name in the registry, or path of a user's function."""
+    """Registered name, or path of a user's function."""
     lane: _Lane
     custom: bool = False
     """A user's function."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of a grader of the registry."""
+    """Of a registered grader."""
     wrong: Reward | None = None
     """The reward of a wrong answer, if the grader only computes."""
 
@@ -120,7 +121,7 @@ class _Failed:
 
     reason: str
     by_answer: bool = False
-    """The answer is to blame."""
+    """Whether the answer is to blame."""
 
 
 class GraderPool:
@@ -138,13 +139,13 @@ class GraderPool:
         args: object = None,
         ungradable_is_wrong: bool = True,
     ) -> None:
-        """`eval_rm_types`: those that evaluation datasets name. `args`: handed to the user's functions, without
-        secrets, and asked for the settings of graders. `ungradable_is_wrong`: an answer that a grader cannot deal with
-        is scored as a wrong one; else it is unscored. Raises `ConfigError` on an unknown `rm_type`.
+        """`eval_rm_types`: those of evaluation datasets. `args`: the source of graders' settings; users' functions get
+        it without secrets. `ungradable_is_wrong`: if off, an answer that a grader cannot handle is unscored. Raises
+        `ConfigError` for an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
         self._graders = {name: GRADERS.get(name) for name in named if name}
-        """Name -> grader; those of rows come when they are met, and cannot be import paths."""
+        """By name. Graders that rows name are added when met, and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
         self._args, self._ungradable_is_wrong = args, ungradable_is_wrong
         shown = args.without_secrets() if isinstance(args, Args) else args
@@ -162,17 +163,18 @@ class GraderPool:
         self._closed = self._warned = False
 
     async def score(self, sample: Sample) -> Score:
-        """Scores one sample. `Unscored` says why there is no score; raises `ConfigError` if no grader is chosen."""
+        """`Unscored` says why there is no score. Raises `ConfigError` if no grader is chosen."""
         return (await self._grade([sample], group=False))[0]
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores all samples of a prompt, in order: by one call of the user's function, or one by one by a built-in."""
+        """Scores a prompt's samples, in order: by one call of the user's function, or one by one by a built-in
+        grader."""
         if self._custom_rm_path is None:
             return list(await asyncio.gather(*(self.score(s) for s in samples)))
         return await self._grade(list(samples), group=True)
 
     async def close(self) -> None:
-        """Kills every process, also those that are being started."""
+        """Kills every process, even those that are starting."""
         self._closed = True
         lanes = (self._held, self._offline, self._serial, self._concurrent)
         starts = [start for lane in lanes for start in lane.starting]
@@ -185,7 +187,7 @@ class GraderPool:
         self._threads.shutdown(wait=False)
 
     def _choose(self, sample: Sample) -> _Choice:
-        """Who grades the sample. Its own choice wins over the run's."""
+        """The sample's own choice overrides the run's."""
         custom = sample.custom_rm_path or self._custom_rm_path
         if custom is not None:
             return self._function(custom)
@@ -197,7 +199,7 @@ class GraderPool:
         return self._grader(str(rm_type))
 
     def _function(self, path: str) -> _Choice:
-        """A user's function. Raises `HookError`."""
+        """Raises `HookError`."""
         if path not in self._is_async:
             function = load_custom(path)
             self._is_async[path] = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -208,7 +210,7 @@ class GraderPool:
         return _Choice(path, self._serial, custom=True)
 
     def _grader(self, name: str) -> _Choice:
-        """A grader of the registry. Raises `ConfigError`."""
+        """Raises `ConfigError`."""
         if name not in self._graders:
             self._graders[name] = GRADERS.get_registered(name)
         kind = self._graders[name]
@@ -220,7 +222,7 @@ class GraderPool:
         return _Choice(name, self._held if kind.held else self._offline, settings=settings, wrong=kind.wrong)
 
     def _settings_of(self, kind: type[Grader]) -> dict[str, Any]:
-        """A key of its own is its own to see."""
+        """A grader may see its own secret settings."""
         return {} if self._args is None else settings_of(kind, self._args)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
@@ -248,18 +250,18 @@ class GraderPool:
                 return self._scores(choice, reply, len(samples))
             failed = reply
             if failed.reason.startswith("timeout") and lane.per_process == 1:
-                break  # it had a process to itself, so the limit was its own
+                break  # it was alone in its process, so the time was its own
             lane = self._serial if lane is self._concurrent else lane
         return [self._failed(choice, failed.reason, by_answer=failed.by_answer)] * len(samples)
 
     def _failed(self, choice: _Choice, reason: str, *, by_answer: bool) -> Score:
-        """What becomes of a sample whose grader failed."""
+        """The score of a sample whose grader failed."""
         if not by_answer or choice.wrong is None or not self._ungradable_is_wrong:
             return Unscored(reason)
         return Scored(copy.deepcopy(choice.wrong), ungradable=reason)
 
     def _scores(self, choice: _Choice, reply: dict[str, Any], num_samples: int) -> list[Score]:
-        """Decodes a reply; whatever does not fit becomes a reason."""
+        """Decodes a reply; what does not fit becomes a reason."""
         entries = reply.get("scores")
         if not isinstance(entries, list) or len(entries) != num_samples:
             return [Unscored("the grader process sent a malformed reply")] * num_samples
@@ -281,7 +283,7 @@ class GraderPool:
             reply = await process.ask(message, grace_s=grace_s, computes=message["computes"])
             if not reply.get("out_of_memory") or lane.per_process > 1:
                 return reply
-            await self._drop(lane, process)  # with what earlier gradings left in it; the next try has another
+            await self._drop(lane, process)  # with the memory that earlier gradings left; the next try gets another
             ((name, reason),) = reply["scores"][0].items()
             return _Failed(reason, name == "ungradable")
         except GradingTimeout as expiry:
@@ -293,14 +295,14 @@ class GraderPool:
             told = f"{death}: it {process.end}" if death.by_itself else str(death)
             return _Failed(told, death.looked and process.crashed)
         except asyncio.CancelledError:
-            if lane.per_process == 1:  # it is still busy with what nobody waits for
+            if lane.per_process == 1:  # it is still busy for nobody
                 await asyncio.shield(self._drop(lane, process))
             raise
         finally:
             process.num_reserved -= 1
 
     async def _process(self, lane: _Lane, message: dict[str, Any]) -> GraderProcess:
-        """Reserves a place in an idle process, else in a new one, else in the least busy one if it takes several."""
+        """Reserves a place: in an idle process, else a new one, else the least busy one that takes several requests."""
         while True:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
@@ -309,7 +311,7 @@ class GraderPool:
             if process is not None and (
                 process.num_reserved == 0 or (full and process.num_reserved < lane.per_process)
             ):
-                process.num_reserved += 1  # no await since the choice: nobody else can have taken the place
+                process.num_reserved += 1  # no await since the choice, so the place is still free
                 return process
             if full:
                 await asyncio.sleep(START_POLL_S)
@@ -323,10 +325,10 @@ class GraderPool:
             others = [(name, self._settings_of(kind)) for name, kind in self._graders.items() if kind.held]
             warm_up = {**message, "others": others if lane is self._held else []}
             process = await GraderProcess.start(self._settings, warm_up=warm_up, kind=lane.kind)
-            lane.processes.append(process)  # here, so that no cancellation comes between
+            lane.processes.append(process)  # here, so that a cancellation cannot come between
             if process.missing and not self._warned:
                 self._warned = True
-                logger.warning("graders of texts are not held by %s on this machine", " and ".join(process.missing))
+                logger.warning("this machine lacks %s to confine graders of texts", " and ".join(process.missing))
 
         self._require_open()
         task = asyncio.create_task(start(), name="grader-start")
@@ -339,7 +341,6 @@ class GraderPool:
             raise
 
     def _require_open(self) -> None:
-        """Raises `SlimeError` after `close`."""
         if self._closed:
             raise SlimeError("the grader pool is closed; nothing can be scored any more")
 
@@ -350,7 +351,7 @@ class GraderPool:
 
 
 def _num_chars(value: Any) -> int:
-    """Characters of the text inside a nest of lists and dicts."""
+    """Characters of all text in nested lists and dicts."""
     if isinstance(value, dict):
         return sum(_num_chars(k) + _num_chars(v) for k, v in value.items())
     return (
@@ -359,26 +360,24 @@ def _num_chars(value: Any) -> int:
 
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
-    """The sample as JSON; unless `whole`, without the per-token lists: most of the bytes, read by no built-in.
+    """The sample as JSON; unless `whole`, without per-token lists, which are most of the bytes and unused by built-ins.
 
-    No grader gets the routed experts, which say nothing about an answer.
+    Routed experts are left out, because they say nothing about an answer.
     """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
 
 
-# Whether this machine can hold the code that graders run, looked at before any process starts.
-#
-# The settings cannot say it: what is refused here may run on another machine.
-
+# Whether this machine can confine the code that graders run, checked before any process starts. It is not a rule of the
+# settings, because another machine may run what this one refuses.
 ALLOW = "allow_unconfined_code"
-"""Setting of a grader that runs code."""
+"""Setting of graders that run code."""
 
 
 def code_problems(args: Args) -> list[str]:
-    """What is wrong if a grader that the settings name runs code which nothing would hold here; empty if nothing.
+    """Why this machine cannot confine the code that the graders in the settings run; empty if it can.
 
-    A grader that a row names is refused when it is asked: its samples stay unscored, with the same reason.
+    A grader that only a row names is refused when it is used: its samples stay unscored, with the same reason.
     """
     named = {args.rm_type, *(one.rm_type for one in eval_datasets(args))}
     kinds = [GRADERS.get(name) for name in sorted(name for name in named if name)]

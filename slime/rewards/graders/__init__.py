@@ -1,16 +1,16 @@
-"""The graders: one class for each `--rm-type`, one module for each class.
+"""The graders: one class for each `--rm-type`.
 
     @GRADERS.register("my_grader")
     class MyGrader(Grader):
         "What it wants and what it returns."
         def grade(self, sample, limit_s): ...
 
-Built-in ones are the modules of this package; a user's own is named by its import path (`--rm-type my_pkg.my_grader`).
-The fields of a grader that is a dataclass are settings of those names; of the rest of the run it sees nothing. Graders
-run in processes of their own (`slime.rewards.grader_worker`), which import their libraries: here that happens inside
-methods.
+Built-in graders are in the modules of this package; a user's own is named by its import path (`--rm-type
+my_pkg.my_grader`). The fields of a grader that is a dataclass are settings of the same names; it sees nothing else of
+the run. Graders run in processes of their own (`slime.rewards.grader_worker`), which import their libraries, so modules
+here import them inside methods.
 
-A name with the prefix `boxed_` grades the content of the last `\\boxed{}` alone.
+With the prefix `boxed_` a grader sees only the content of the last `\\boxed{}`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 BUILT_IN_LIMIT_S = 10.0
-"""Longest grading by one that only computes a formula: it needs milliseconds, or it hangs."""
+"""Limit of graders that only compute a formula: they need milliseconds, or they hang."""
 
 Reward = float | dict[str, Any]
 """A finite number, or several by name, of which `--reward-key` picks one."""
 
 NOT_OF_THE_ANSWER = (OSError, ImportError, SlimeError)
-"""What a grader that only computes raises when the machine, the installation or the row is to blame."""
+"""Exceptions of computing graders that blame the machine, the installation or the row, not the answer."""
 
 BOXED_PREFIX = "boxed_"
 
@@ -44,76 +44,71 @@ class Grader(ABC):
 
     name: ClassVar[str]
     waits: ClassVar[bool] = False
-    """`grade` is async and waits more than it computes: one process runs many at a time, with the network."""
+    """`grade` is async and mostly waits: one process runs many at a time, with the network."""
     is_slow: ClassVar[bool] = False
-    """It computes for longer than a formula takes, within limits of its own: it may take the whole `limit_s`."""
+    """It computes longer than a formula takes and may use the whole `limit_s`."""
     needs_network: ClassVar[bool] = False
-    """Its process keeps the network. One that `waits` has it anyway; any other has none, where the kernel permits."""
+    """Its process keeps the network, as all that `waits` do; others lose it, where the kernel permits."""
     held: ClassVar[bool] = False
-    """It computes from the sample alone, with libraries: its process gives up all else (`slime.rewards.held`), and may
-    run no program that stands in an answer."""
+    """It computes from the sample alone, with libraries: its process gives up everything else (`slime.rewards.held`)
+    and runs no program in an answer."""
     runs_code: ClassVar[bool] = False
-    """It runs what a model wrote, in the `sandbox`: a machine that cannot hold that is refused before the start."""
+    """It runs a model's code in the `sandbox`; machines that cannot confine that are refused before the start."""
     finds_box: ClassVar[bool] = False
-    """It needs what stands around the box: with the prefix `boxed_` it would score nothing but failures."""
+    """It needs the text around the box, so with the prefix `boxed_` it would only fail."""
     needs_label: ClassVar[bool] = False
-    """Without a label it can score nothing."""
+    """Without a label it cannot score."""
     score_keys: ClassVar[tuple[str, ...]] = ()
-    """What `--reward-key` may pick of a grader that returns several numbers."""
+    """What `--reward-key` may pick, if it returns several numbers."""
     wrong: ClassVar[Reward | None] = None
-    """The reward of a wrong answer. A grader that computes it from the answer alone says it, and an answer that such a
-    grader cannot deal with has it. None: when it fails, that may be the fault of a service, so the sample is unscored.
-    """
+    """The reward of a wrong answer, and of one that the grader cannot handle, if it computes from the answer alone.
+    None: a failure may be the fault of a service, so the sample stays unscored."""
 
     @abstractmethod
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
-        """The reward of one finished sample.
+        """The reward of one finished sample. `limit_s`: from `limit_of`.
 
-        An exception leaves the sample unscored. In a grader that says what `wrong` is, it is the answer's doing, but
-        for those in `NOT_OF_THE_ANSWER`. `limit_s`: by `limit_of`.
+        An exception leaves the sample unscored. In a grader with `wrong` it is the answer's fault, except those in
+        `NOT_OF_THE_ANSWER`.
         """
 
     def prepare(self, sample: Sample) -> None:
-        """What there is to do before anyone looks at the answer: reads the label, loads what the row's task needs.
+        """Prepares without looking at the answer: reads the label, loads what the row's task needs.
 
-        What it raises, and what it takes too long for, leaves the sample unscored, whatever the answer.
+        If it raises or takes too long, the sample stays unscored, whatever the answer.
         """
         return
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Seconds after which the pool gives up on this sample: of processor time if the grader says what `wrong` is,
-        else by the clock. `limit_s`: `--reward-timeout-s`.
+        """Seconds before the pool gives up on this sample: of processor time for graders with `wrong`, else by the
+        clock. `limit_s`: `--reward-timeout-s`.
         """
         return limit_s if self.waits or self.is_slow else min(limit_s, BUILT_IN_LIMIT_S)
 
     def warm_up(self) -> None:
-        """Imports what takes long, before the first sample comes and its time runs."""
+        """Imports slow libraries before the first sample's time runs."""
         return
 
     def check(self, args: Args) -> str | None:
-        """What of the settings cannot work with it (got / because / do); None if nothing. Asked before the start."""
+        """Why the settings cannot work with it, checked before the start; None if they can."""
         return None
 
 
 class GraderRegistry(Registry[Grader]):
-    """The graders by name, with or without the prefix."""
-
     def get(self, name: str) -> type[Grader]:
-        """The grader that `--rm-type` names. Raises `ConfigError` if there is none, or it cannot have the prefix."""
+        """Raises `ConfigError` for an unknown grader, or one that cannot have the prefix."""
         base = name.removeprefix(BOXED_PREFIX)
         grader = super().get(base)
         if grader.finds_box and base != name:
-            raise ConfigError(
-                f"got --rm-type {name!r} (or metadata rm_type), but {base} finds the box itself; drop the prefix"
-            )
+            raise ConfigError(f"--rm-type {name!r} (or metadata rm_type): {base} finds the box itself; drop the prefix")
         return grader
 
     def get_registered(self, name: str) -> type[Grader]:
-        """The same for a name that stands in the data, which choose no code: an import path is refused."""
+        """For names in the data, which may not choose code: an import path is refused."""
         if name.removeprefix(BOXED_PREFIX) not in self:
             raise ConfigError(
-                f"got metadata rm_type {name!r}, which names no grader; a row may name {', '.join(self.names())} or "
-                "what --rm-type names"
+                f"metadata rm_type {name!r} is not a grader; a row may name {', '.join(self.names())} or what --rm-type "
+                "names"
             )
         return self.get(name)
 
@@ -128,26 +123,22 @@ def make_grader(rm_type: str, settings: Mapping[str, Any] | None = None) -> Grad
 
 
 class Boxed(Grader):
-    """Shows another grader the content of the last `\\boxed{}` alone."""
+    """Shows a grader only the content of the last `\\boxed{}`."""
 
     def __init__(self, inner: Grader) -> None:
         self._inner = inner
 
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
-        """As the other one."""
         from slime.rewards.graders.answers import last_boxed
 
         boxed = dataclasses.replace(sample, response=last_boxed(sample.response) or "")
         return self._inner.grade(boxed, limit_s)
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """As the other one."""
         return self._inner.limit_of(sample, limit_s)
 
     def prepare(self, sample: Sample) -> None:
-        """As the other one."""
         self._inner.prepare(sample)
 
     def warm_up(self) -> None:
-        """As the other one."""
         self._inner.warm_up()
