@@ -1,20 +1,20 @@
-"""Assertions about a program, which another process checks: the program answers calls, and never learns what is wanted.
+"""Assertions about a program, checked by another process: the program answers calls and never learns what is expected.
 
-The program's process runs its definitions and then serves calls over a socket (`serve`). The checker's process runs the
-statements of the test (`check`); the names in them that are the program's stand for remote functions and classes. What
-crosses the socket is plain data, in both directions: numbers, texts, containers of them. The checker builds it
-from JSON, as the built-in types and nothing else, and compares it itself, so no `__eq__` of the program's has a say.
+The program's process runs its definitions, then serves calls over a socket (`serve`). The checker's process runs the
+test's statements (`check`), in which the program's names stand for remote functions and classes. Only plain data
+crosses the socket, in either direction: numbers, texts, containers of them. The checker builds it from JSON, as
+built-in types, and compares it itself, so no `__eq__` of the program matters.
 
-Any other object stays where it is, and the other side gets a `Remote` for it: an instance of a program's class, on
-which a test calls methods; a function or an object of its own that a test hands to the program. A `Remote` takes part
-in no comparison and no arithmetic with plain data: that would ask the program whether its answer is right, and tell it
-the right one. Two objects of the program's may be compared with each other, which asks the program.
+Any other object stays where it is, and the other side gets a `Remote` for it: an instance of a program's class, whose
+methods a test calls; a function or an object of the test that it hands to the program. A `Remote` cannot be compared or
+combined with plain data, because that would ask the program whether its answer is right, and tell it the right one. Two
+objects of the program may be compared with each other, which asks the program.
 
 Invariants
 1. The checker sends the arguments of calls, and no other value of the test.
-2. The checker serves the program nothing but calls of functions that it handed over, and public attributes of objects
-   whose classes the test defines.
-3. The verdict is the checker's to write, after the last statement, if no message was missing or malformed.
+2. The checker serves to the program only calls of functions that it handed over, and public attributes of objects whose
+   classes the test defines.
+3. The checker writes the verdict, after the last statement, if no message was missing or malformed.
 
 Standard library only, and nothing of slime: the supervisor of the sandbox imports it, whose forks have no packages.
 """
@@ -42,16 +42,16 @@ from types import ModuleType
 from typing import Any
 
 HEADER = struct.Struct("<I")
-"""Length of the JSON that follows, in bytes."""
+"""Length in bytes of the JSON that follows."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 ARRAY_KINDS = "biufcU"
-"""Of NumPy's, those whose arrays cross as such; of others the items do, as a list."""
+"""NumPy kinds whose arrays cross as arrays; others cross as lists."""
 MAX_ITEMS = 1_000_000
-"""Longest iterator that is handed to a program, as a list."""
+"""Longest iterator that crosses to a program, as a list."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
-"""Usual names of modules that are not their own."""
+"""Usual names of modules that differ from their own."""
 TESTS = "tests"
-"""The module of what a test defines."""
+"""The module of a test's definitions."""
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
@@ -75,9 +75,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__float__": float,
     "__round__": round,
 }
-"""What may be asked of an object that stayed on the other side."""
+"""What may be asked of an object on the other side."""
 BETWEEN_REMOTES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
-"""Operators of two objects of the same side."""
+"""Operators between two objects of the same side."""
 OPERATIONS |= {f"__{name}__": getattr(operator, name) for name in BETWEEN_REMOTES}
 
 PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -102,12 +102,12 @@ PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], A
     "namedtuple": ((), lambda value: [type(value).__name__, [*value._fields], [*value]], lambda p: _named(*p)),
     "ndarray": ((), lambda value: [value.dtype.str, [*value.shape], value.ravel().tolist()], lambda p: _array(*p)),
 }
-"""Name on the wire -> type (or () where `_plain_name` knows it by more than that), what it is made of, and how it is
-made of that."""
+"""Name on the wire -> type (() if `_plain_name` needs more than that to recognise it), its parts, and how to build it
+from them."""
 
 
 class Remote:
-    """An object of the other side."""
+    """An object on the other side."""
 
     __slots__ = ("__ask", "__key")
 
@@ -147,27 +147,27 @@ for _name in OPERATIONS:
 
 
 class NotPlain(BaseException):
-    """A test hands over what cannot cross. No `Exception`, so that no test takes it for the program's error."""
+    """A test hands over what cannot cross. Not an `Exception`, so that no test mistakes it for the program's error."""
 
 
 class Broken(BaseException):
-    """The other side is gone or sent nonsense. No `Exception`, as above."""
+    """The other side is gone or sent garbage. Not an `Exception`, as above."""
 
 
 class Peer:
-    """One end of the conversation. Calls are nested: who waits for an answer serves the calls that come before it."""
+    """One end of the conversation. Calls nest: while one waits for its answer, it serves those that come before it."""
 
     def __init__(self, channel: int, *, guarded: bool) -> None:
-        """`guarded`: the checker's end, which serves no more than it must."""
+        """`guarded`: the checker's end, which serves only what it must."""
         self._channel, self._guarded = channel, guarded
         self._kept: dict[int, Any] = {}
-        """Key -> object of this side that the other one has a `Remote` for."""
+        """Key -> object of this side for which the other side has a `Remote`."""
         self._keys: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
         self._own_errors: dict[str, type[Exception]] = {}
-        """Classes of errors that the program defines and the test names."""
+        """Error classes that the program defines and the test names."""
         self.failure: BaseException | None = None
-        """What broke the conversation, whoever caught it."""
+        """What broke the conversation, even if the test caught it."""
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises `Broken`."""
@@ -207,7 +207,7 @@ class Peer:
         return failure
 
     def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """What the other side makes of `operation` on its object. Raises what that raised, by its name."""
+        """The result of `operation` on an object of the other side. Raises what it raised, by name."""
         try:
             call = {"do": operation, "target": self.encode(target), "args": [self.encode(a) for a in args]}
             call["kwargs"] = {name: self.encode(value) for name, value in kwargs.items()}
@@ -228,7 +228,7 @@ class Peer:
         return value
 
     def converse(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message; serves the other side until the answer to it is there."""
+        """Sends a message, and serves the other side until the answer comes."""
         self.send(message)
         while True:
             got = self.receive()
@@ -240,7 +240,6 @@ class Peer:
             self.send({"answer": self.serve(got)})
 
     def serve(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one call."""
         try:
             target, args = self.decode(call["target"]), [self.decode(a) for a in call["args"]]
             kwargs = {str(name): self.decode(value) for name, value in call["kwargs"].items()}
@@ -248,7 +247,7 @@ class Peer:
                 raise PermissionError("a program may call what it was given, and read public attributes of it")
             value = OPERATIONS[call["do"]](target, *args, **kwargs)
             answer = {"value": self.encode(value)}
-            if value is None and call["do"] == "call" and not self._guarded:  # it may have worked in place
+            if value is None and call["do"] == "call" and not self._guarded:  # it may have changed its arguments
                 after = [self.encode(a) for a in args]
                 answer |= {"args": after} if after != call["args"] else {}
             return answer
@@ -264,8 +263,8 @@ class Peer:
             return {"raised": {"names": names, "args": args, "state": state}}
 
     def _error(self, raised: dict[str, Any], operation: str) -> BaseException:
-        """The error of the other side as one of this side. What would end a loop of the test, or the checker, is a
-        `RuntimeError`, but for the end of an iterator that is asked for its next item.
+        """An error of the other side as one of this side. Errors that would end a loop of the test, or the checker,
+        become `RuntimeError`, except the end of an iterator whose next item is asked for.
         """
         args = [self.decode(a) for a in raised["args"]]
         names = [str(name) for name in raised["names"]]
@@ -285,7 +284,7 @@ class Peer:
         return RuntimeError(names[0], *args)
 
     def define(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the program has under these names: functions and classes as `Remote`, classes of errors as such."""
+        """The program's objects of these names: functions and classes as `Remote`, error classes as such."""
         found = self.converse({"names": list(names)})
         space: dict[str, Any] = {}
         for name, value in found.items():
@@ -301,7 +300,7 @@ class Peer:
         return space
 
     def show(self, space: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """The program's side of `define`."""
+        """The program's answer to `define`."""
         shown: dict[str, Any] = {}
         for name in names:
             value = space.get(name)
@@ -331,7 +330,7 @@ class Peer:
         return self._key_of(value)
 
     def _key_of(self, value: Any) -> dict[str, Any]:
-        """How an object that stays here is named on the wire."""
+        """The wire name of an object that stays here."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if self._guarded:
             if module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
@@ -341,13 +340,13 @@ class Peer:
                 if len(items) <= MAX_ITEMS:
                     return {"iterator": [self.encode(item) for item in items]}
             if not callable(value) and type(value).__module__ != TESTS:
-                raise NotPlain(f"the test hands a {type(value).__name__} to the program, which takes plain data alone")
+                raise NotPlain(f"the test hands a {type(value).__name__} to the program, which takes only plain data")
         key = self._keys.setdefault(id(value), len(self._keys))
-        self._kept[key] = value  # so its id belongs to nobody else
+        self._kept[key] = value  # so that its id is not reused
         return {"mine": key}
 
     def decode(self, data: Any) -> Any:
-        """The value of JSON. Raises `ValueError` and the like if there is none."""
+        """The value of JSON. Raises `ValueError` and the like if it is invalid."""
         if data is None or isinstance(data, bool | int | float | str):
             return data
         if isinstance(data, list):
@@ -371,7 +370,7 @@ class Peer:
 
 
 def _plain_name(value: Any) -> str | None:
-    """Of `PLAIN`, what the value crosses as."""
+    """The name in `PLAIN` as which the value crosses; None without."""
     kind = type(value)
     if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
         return "namedtuple"
@@ -383,7 +382,7 @@ def _plain_name(value: Any) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _named_type(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)  # it refuses names that are not public
+    return namedtuple(name, fields)  # which refuses private names
 
 
 def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
@@ -391,7 +390,7 @@ def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
-    """Numbers and texts only: an array of objects would compare by what they say. Raises `ValueError`."""
+    """Only numbers and texts: the items of an array of objects would compare themselves. Raises `ValueError`."""
     import numpy
 
     dtype = numpy.dtype(kind)
@@ -401,12 +400,12 @@ def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
 
 
 def _bare(value: Any) -> Any:
-    """The plain value in an instance of a subclass."""
+    """The plain value of an instance of a subclass."""
     return float(value) if isinstance(value, float) else "".join(value)
 
 
 def _replace_content(before: Any, after: Any) -> None:
-    """Makes a container that a program worked on in place what it made of it."""
+    """Gives a container the content that a program left in its copy."""
     if type(before) is not type(after):
         return
     if isinstance(before, list | bytearray):
@@ -422,7 +421,7 @@ def _replace_content(before: Any, after: Any) -> None:
 
 
 def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
-    """Whether the checker serves this: it runs the test's own code, and nothing from which the test could be read."""
+    """Whether the checker serves this: only the test's own code, and nothing that reveals the test."""
     if operation == "call":
         return callable(target)
     if type(target).__module__ != TESTS or isinstance(target, type):
@@ -431,7 +430,7 @@ def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
 
 
 def serve(channel: int, space: dict[str, Any]) -> None:
-    """The program's process, after its definitions: answers calls until the checker is gone."""
+    """The program's process, behind its definitions: answers calls until the checker is gone."""
     peer = Peer(channel, guarded=False)
     with contextlib.suppress(Broken):
         while True:
@@ -441,9 +440,9 @@ def serve(channel: int, space: dict[str, Any]) -> None:
 
 
 def check(channel: int, test: dict[str, Any]) -> Any:
-    """The checker's process: True if all of `test["statements"]` hold, False if not, else why nobody can say.
+    """The checker's process: True if all of `test["statements"]` hold, False if not, else why that cannot be decided.
 
-    `test["names"]`: those of the program's in the statements. `test["modules"]`: names -> modules that they stand for.
+    `test["names"]`: the program's names in them. `test["modules"]`: names -> modules that they stand for.
     """
     sys.set_int_max_str_digits(0)
     module = sys.modules[TESTS] = ModuleType(TESTS)
@@ -463,18 +462,18 @@ def check(channel: int, test: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of a test's statements."""
+    """The names in a test's statements."""
 
     asked: list[str]
-    """What the program is asked for. Built-in names are never the program's, unless one is its entry point."""
+    """Names of the program. Built-in names are not, unless one is its entry point."""
     modules: dict[str, str]
-    """Name -> module of the standard library (or `ALIASES`) that the checker imports: the test takes attributes of it,
-    and does not import it itself."""
+    """Name -> module of the standard library (or `ALIASES`) that the checker imports, because the test uses its
+    attributes without importing it."""
     free: frozenset[str]
-    """What the test uses and neither defines nor imports (as in `count = count(2)`). Without any it says nothing about
-    the program."""
+    """Names that the test uses and neither defines nor imports (as in `count = count(2)`). Without any, it does not
+    test the program."""
     bound: frozenset[str]
-    """What it defines, imports or assigns to."""
+    """Names that it defines, imports or assigns."""
 
 
 def names_in(statements: Sequence[str], entry_point: str | None = None) -> Names:

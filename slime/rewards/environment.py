@@ -10,30 +10,11 @@ from collections.abc import Mapping
 
 EXTRA = "SLIME_REWARD_ENV"
 """Names of further variables for users' graders, separated by commas."""
-ALLOWED = frozenset(
-    [
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LD_LIBRARY_PATH",
-        "PYTHONHOME",
-        "PYTHONHASHSEED",
-        "PYTHONUTF8",
-        "PYTHONDONTWRITEBYTECODE",
-        "SLIME_RUN_ID",
-        "CUDA_VISIBLE_DEVICES",
-        "XDG_CACHE_HOME",
-        "TRANSFORMERS_OFFLINE",
-        "NLTK_DATA",
-    ]
-)
+_NAMES = """
+PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH PYTHONHOME PYTHONHASHSEED
+PYTHONUTF8 PYTHONDONTWRITEBYTECODE SLIME_RUN_ID CUDA_VISIBLE_DEVICES XDG_CACHE_HOME TRANSFORMERS_OFFLINE NLTK_DATA
+"""
+ALLOWED = frozenset(_NAMES.split())
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
 SECRET_ENDS = ("TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD")
 """Variables that end so are left out in spite of `ALLOWED_PREFIXES`."""

@@ -107,8 +107,8 @@ class GraderRegistry(Registry[Grader]):
         """For names in the data, which may not choose code: an import path is refused."""
         if name.removeprefix(BOXED_PREFIX) not in self:
             raise ConfigError(
-                f"metadata rm_type {name!r} is not a grader; a row may name {', '.join(self.names())} or what --rm-type "
-                "names"
+                f"metadata rm_type {name!r} is not a grader; a row may name {', '.join(self.names())}, or what "
+                "--rm-type names"
             )
         return self.get(name)
 

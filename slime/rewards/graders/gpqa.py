@@ -1,9 +1,9 @@
 """Multiple choice (GPQA; Rein et al., 2023, arXiv:2311.12022): 1.0 if the answer commits to the right letter, else 0.0.
 
-The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, the number of one from 0.
-`metadata["choices"]` lists their texts in order; without it A to D are open, or as many as the label needs.
-What counts, best first, after the last `</think>`: the `<answer>` element, the last box, the last "answer is C", a last
-line that is a letter. Several letters in one place are not an answer, nor is a letter that only stands in a text.
+The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, a number from 0.
+`metadata["choices"]` lists the texts in order; without it the letters are A to D, or as many as the label needs. In
+this order, what counts behind the last `</think>` is the `<answer>` element, the last box, the last "answer is C", or a
+last line that is a letter. Several letters in one place, or a letter inside a text, are not an answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking, last_answer_element, last_boxed
 
 TAIL_CHARS = 4_000
-"""Without a mark only the end of the response is searched."""
+"""Without a mark, only the end of the response is searched."""
 MAX_MARKED_CHARS = 500
-"""A longer marked "answer" is a text."""
+"""A longer marked answer is a text."""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|mathit|boxed|bf|rm)\s*\{([^{}]*)\}")
 _SAID = re.compile(
@@ -39,15 +39,20 @@ _PROSE = re.compile(r"\s+(?!because|since|as\b|due|for\b|which|given|based|with|
 
 
 def plain(text: str) -> str:
-    """The text without the dress of LaTeX and Markdown, full-width letters made plain."""
+    """The text without markup of LaTeX and Markdown, and with full-width letters made plain."""
     text = unicodedata.normalize("NFKC", text)
     for _ in range(3):  # \text{\textbf{C}}
         text = _WRAPPED.sub(r" \1 ", text)
     return re.sub(r"[*_$\\]+", "", text)
 
 
+def folded(text: str) -> str:
+    """The text of a choice, for comparisons."""
+    return " ".join(plain(text).split()).casefold().rstrip(".")
+
+
 def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
-    """The one letter that `text` begins with; None if it is a word of prose or the first of several."""
+    """The one letter at the beginning of `text`; None if it is a word of prose or the first of several letters."""
     found = _LETTER.match(text)
     if found is None or found[1].upper() not in letters:
         return None
@@ -64,8 +69,8 @@ def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
 
 
 def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
-    """The letter of a marked answer: written as a letter, or as the text of the choice."""
-    words = " ".join(plain(text).split()).casefold().rstrip(".")
+    """The letter of a marked answer, which may be the text of the choice."""
+    words = folded(text)
     same = [letter for letter, choice in zip(letters, choices, strict=False) if words == choice]
     if len(same) == 1:
         return same[0]
@@ -93,26 +98,25 @@ def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> 
 
 
 def choices_of(sample: Sample) -> list[str]:
-    """The texts of the row's choices, folded."""
-    given = sample.metadata.get("choices") or ()
-    return [" ".join(plain(str(choice)).split()).casefold().rstrip(".") for choice in given]
+    """The folded texts of the row's choices."""
+    return [folded(str(choice)) for choice in sample.metadata.get("choices") or ()]
 
 
 def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
-    """The letter of the label. Raises `DataError` if it names none."""
+    """The label's letter. Raises `DataError` if it names none."""
     label = sample.label
     if label is None:
         label = sample.metadata.get("correct_letter")
-    folded = " ".join(plain(str(label)).split()).casefold().rstrip(".")
-    if folded in choices and choices.count(folded) == 1:
-        return ALPHABET[choices.index(folded)]
+    text = folded(str(label))
+    if text in choices and choices.count(text) == 1:
+        return ALPHABET[choices.index(text)]
     if choices and str(label).strip().isdecimal() and int(label) < len(choices):
         return ALPHABET[int(label)]
     letter = None if label is None else leading_letter(plain(str(label)), ALPHABET, marked=True)
     if letter is None or (choices and ALPHABET.index(letter) >= len(choices)):
         raise DataError(
-            f"got the label {label!r:.100} with {len(choices)} choices; the gpqa grader needs a letter, the text of a "
-            "choice, or with metadata['choices'] its number from 0"
+            f"the label {label!r:.100} names none of {len(choices)} choices; the gpqa grader needs a letter, the text "
+            "of a choice, or with metadata['choices'] its number from 0"
         )
     return letter
 
@@ -129,7 +133,7 @@ class MultipleChoice(Grader):
         correct_letter(sample, choices_of(sample))
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns 1.0 or 0.0. Raises as `prepare`."""
+        """Raises as `prepare`."""
         choices = choices_of(sample)
         right = correct_letter(sample, choices)
         letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]

@@ -1,7 +1,7 @@
 """Verifiable instructions, in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911): one check for each id.
 
-Each check gets the response and its own keyword arguments and says whether the instruction is followed. Nothing here
-knows a language: a word is a run of letters and digits, a sentence ends with its punctuation mark.
+A check gets the response and its arguments and returns whether the instruction is followed. Nothing here knows a
+language: a word is a run of letters and digits, a sentence ends with its punctuation mark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, Grader, Reward
 from slime.rewards.graders.answers import after_thinking
 
-# ruff: noqa: RUF001  (marks of other scripts are meant)
+# ruff: noqa: RUF001  (marks of other scripts are intended)
 
 
 Check = Callable[..., bool]
@@ -28,23 +28,8 @@ RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "more than": operator.gt,
     "exactly": operator.eq,
 }
-ABBREVIATIONS = (
-    "mr",
-    "mrs",
-    "ms",
-    "dr",
-    "prof",
-    "st",
-    "vs",
-    "etc",
-    "e.g",
-    "i.e",
-    "cf",
-    "no",
-    "fig",
-    "inc",
-    "ltd",
-    "jr",
+ABBREVIATIONS = frozenset(
+    ("mr", "mrs", "ms", "dr", "prof", "st", "vs", "etc", "e.g", "i.e", "cf", "no", "fig", "inc", "ltd", "jr")
 )
 _SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+[”’」』）]*")
 _BULLET = re.compile(r"^[ \t]*(?:[*+•][ \t]+|-[ \t]+|\*(?=[^*\s]))", re.MULTILINE)
@@ -57,7 +42,7 @@ def words(text: str) -> list[str]:
 
 
 def num_sentences(text: str) -> int:
-    """Sentences by their end marks; a mark after an abbreviation, an initial or a list's number ends none."""
+    """Counts end marks of sentences, except after an abbreviation, an initial or the number of a list item."""
     count, start = 0, 0
     for mark in _SENTENCE_END.finditer(text):
         before = text[max(start, mark.start() - 40) : mark.start()].split()
@@ -72,24 +57,24 @@ def num_sentences(text: str) -> int:
 
 
 def compare(value: int, target: Any, relation: str | None) -> bool:
-    """Whether `value` stands in `relation` (default: at least) to `target`. Raises KeyError on an unknown relation."""
+    """Whether `value` is in `relation` (default: at least) to `target`. Raises KeyError for an unknown relation."""
     return RELATIONS[relation or "at least"](value, int(target))
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the word, or phrase, stands in the text by itself, in any case."""
+    """Whether the word or phrase stands alone in the text, in any case."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def paragraphs(text: str, divider: str = r"\s?\*\*\*\s?") -> list[str] | None:
-    """Text between the dividers; an empty one at either end does not count, an empty one between makes it None."""
+    """Texts between dividers. An empty one at either end does not count; None if one in between is empty."""
     parts = [part.strip() for part in re.split(divider, text)]
     parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
     return parts if all(parts) else None
 
 
 def is_json(text: str) -> bool:
-    """An object or list as JSON, in a code fence or not."""
+    """An object or list in JSON, with or without a code fence."""
     body = re.sub(r"^```\w*\s*\n?|\n?```$", "", text.strip()).strip()
     try:
         return isinstance(json.loads(body), dict | list)
@@ -98,7 +83,7 @@ def is_json(text: str) -> bool:
 
 
 def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """So many paragraphs with empty lines between, of which the n-th (from 1) begins with the word."""
+    """This number of paragraphs, separated by empty lines, of which the n-th (from 1) begins with the word."""
     parts = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(parts) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(parts):
         return False
@@ -107,32 +92,31 @@ def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word
 
 
 def two_responses(text: str) -> bool:
-    """Two different texts with six asterisks between."""
-    parts = [part.strip() for part in text.split("******")]
-    parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+    """Two different texts separated by six asterisks."""
+    parts = paragraphs(text, r"\*{6}")
+    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
 
 
 def postscript(text: str, postscript_marker: str = "P.S.") -> bool:
-    """A line that begins with the marker, blanks between its letters aside."""
+    """A line that begins with the marker, whatever blanks are between its letters."""
     marker = r"\s?".join(re.escape(c) for c in postscript_marker if not c.isspace())
     return re.search(rf"^\s*{marker}.+$", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def sections(text: str, num_sections: int, section_spliter: str = "Section") -> bool:
-    """At least so many headings of the form `<splitter> <number>`."""
+    """At least this many headings of the form `<splitter> <number>`."""
     found = re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)
     return len(found) >= int(num_sections)
 
 
 def highlights(text: str, num_highlights: int) -> bool:
-    """At least so many `*highlighted*` or `**highlighted**` parts of a line."""
+    """At least this many `*highlighted*` or `**highlighted**` parts of lines."""
     found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
     return sum(1 for part in found if part.strip("* ")) >= int(num_highlights)
 
 
 def capital_words(text: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
-    """How many words are written in capitals only."""
+    """How many words are all capitals."""
     return compare(sum(1 for w in words(text) if w.isupper()), capital_frequency, capital_relation)
 
 
@@ -147,13 +131,13 @@ def occurrences(text: str, keyword: str, frequency: int, relation: str | None = 
 
 
 def one_case(text: str, *, upper: bool) -> bool:
-    """All letters that have a case have this one, and there is one."""
+    """Whether all letters have this case, and there is one."""
     cased = [c for c in text if c.isupper() or c.islower()]
     return bool(cased) and all(c.isupper() is upper for c in cased)
 
 
 def _count(measure: Callable[[str], int], target: str, default: str = "at least") -> Check:
-    """A check that compares a count of the text with the argument named `target`, as `relation` says."""
+    """A check that compares a count with the argument named `target`, by `relation`."""
 
     def check(text: str, relation: str | None = None, **kwargs: Any) -> bool:
         return compare(measure(text), kwargs[target], relation or default)
@@ -205,36 +189,28 @@ CHECKS: Mapping[str, Check] = {
 }
 """Instruction id -> check(text, **kwargs)."""
 
-# Instruction following: the row's verifiable instructions, checked strictly and loosely.
-#
-# The row carries `metadata["instruction_id_list"]` (ids of `instructions.CHECKS`) and `metadata["kwargs"]`, one object
-# of arguments for each id, as IFEval's data do; arguments that are null are left out. Strict: the answer as it stands,
-# after the last `</think>`. Loose: or without its first line, its last line, both, and each of these without asterisks.
-#
-# Returns a dict; train on it with `--reward-key score` (all followed, strictly), or one of the other keys.
-
 
 def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(id, arguments) of each instruction. Raises `DataError` if there is none, or an unknown one."""
+    """(id, arguments) of each instruction. Raises `DataError` without any, or for an unknown one."""
     ids = metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
-        raise DataError("got a row without metadata['instruction_id_list']; the ifbench grader needs one id or more")
+        raise DataError("the row has no metadata['instruction_id_list']; the ifbench grader needs at least one id")
     unknown = sorted({str(i) for i in ids if i not in CHECKS})
     if unknown:
-        raise DataError(f"got unknown instructions {unknown}; known are {', '.join(CHECKS)}")
+        raise DataError(f"the instructions {unknown} are unknown; known are {', '.join(CHECKS)}")
     kwargs = metadata.get("kwargs") or [{}] * len(ids)
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
-        raise DataError(f"got {len(ids)} instruction ids and kwargs {str(kwargs)!r:.100}; write one object for each id")
+        raise DataError(f"the kwargs {str(kwargs)!r:.100} do not fit {len(ids)} instruction ids; write one object each")
     return [(i, {k: v for k, v in (k or {}).items() if v is not None}) for i, k in zip(ids, kwargs, strict=True)]
 
 
 def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether one instruction is followed; an empty text follows none."""
+    """Whether an instruction is followed; an empty text follows none."""
     return bool(text.strip()) and CHECKS[name](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
-    """The text as the loose score may read it."""
+    """The texts that count for the loose score."""
     lines = text.split("\n")
     shortened = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return list(dict.fromkeys([*shortened, *(part.replace("*", "") for part in shortened)]))
@@ -242,25 +218,28 @@ def variants(text: str) -> list[str]:
 
 @GRADERS.register("ifbench")
 class InstructionFollowing(Grader):
-    """All instructions of the row are followed."""
+    """Whether the row's instructions are followed, strictly and loosely.
+
+    The row has `metadata["instruction_id_list"]` (ids in `CHECKS`) and `metadata["kwargs"]`, one object of arguments
+    per id, as in IFEval's data; null arguments are left out. Strict: the answer as it is, behind the last `</think>`.
+    Loose: also without its first line, its last line or both, and each of these without asterisks.
+    """
 
     score_keys = ("score", "loose", "strict_share", "loose_share")
     held = True
     wrong: ClassVar[Reward] = dict.fromkeys(score_keys, 0.0)
 
     def prepare(self, sample: Sample) -> None:
-        """Raises `DataError` on instructions that are unknown, and on arguments that do not fit them."""
+        """Raises `DataError` for unknown instructions and for arguments that do not fit."""
         for name, arguments in instructions(sample.metadata):
             try:
                 follows("A text of some words.", name, arguments)
             except (TypeError, KeyError, ValueError, AttributeError) as problem:
-                raise DataError(f"got arguments {arguments} for {name}, which do not fit it: {problem!r}") from problem
+                raise DataError(f"the arguments {arguments} do not fit {name}: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """Returns `score` and `loose` (1.0 if all are followed, else 0.0), `strict_share` and `loose_share`.
-
-        Raises as `prepare`.
-        """
+        """`score` and `loose`: 1.0 if all are followed, else 0.0; `strict_share` and `loose_share`. Raises as
+        `prepare`."""
         self.prepare(sample)
         wanted = instructions(sample.metadata)
         answer = after_thinking(sample.response).strip()

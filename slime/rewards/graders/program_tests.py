@@ -1,17 +1,16 @@
-"""Code: the last code block of the answer, a Python program, is run against the tests of its row, each in a sandbox.
+"""Code: the answer's last code block, a Python program, runs against the tests of its row, each in a sandbox.
 
-The tests stand in `metadata["tests"]`, else in the label (as JSON text or not), in one of these shapes:
+The tests are in `metadata["tests"]`, else in the label (as JSON text or not), in one of these forms:
 - `[{"input": text, "output": text}, ...]` or `{"inputs": [...], "outputs": [...]}`: standard input and output;
-- the latter with `"fn_name"`: each input is the list of arguments, each output what the function returns;
-- a list of Python statements, or one text of them: assertions; with `metadata["entry_point"]` the text, or one of the
-  list, defines `check(candidate)`, as HumanEval does (Chen et al., 2021, arXiv:2107.03374). Statements of a list that
-  name nothing of the program do not count as tests; they run before each of the others.
+- the latter with `"fn_name"`: each input is a list of arguments, each output the function's return value;
+- a list of Python statements, or one text of them: assertions. With `metadata["entry_point"]`, the text or one of the
+  list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). Statements of a list that name
+  nothing of the program are not tests; they run before each of the others.
 
 The score is the share of tests passed, or with `metadata["code_reward"] = "all"` 1.0 for all of them, else 0.0.
-`metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) bound one test. A program that is too slow fails
-its test and is not asked again: the tests after it count as failed. All tests together may take `--reward-timeout-s`
-and `SECONDS_PER_TEST` more for each, by the program's own clock (`sandbox`): those after that count as failed, too.
-What the tests check never shares a process with the program.
+`metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) limit each test. A program that is too slow
+fails its test and all later ones. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` for each, by
+the program's own clock (`sandbox`); later ones fail, too. What a test expects never shares a process with the program.
 """
 
 from __future__ import annotations
@@ -30,38 +29,38 @@ from slime.rewards.graders.answers import after_thinking
 
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
 SECONDS_PER_TEST = 1.0
-"""What each test adds to the limit of all, unless its own limit is lower."""
+"""Each test adds this to the common limit, unless its own limit is lower."""
 _BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
 PYTHON = frozenset({"", "python", "py", "python3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test."""
+    """A test."""
 
     request: dict[str, Any]
-    """What the sandbox gets beside the program."""
+    """For the sandbox, besides the program."""
     stdin: str
     expected: Any
-    """Printed text, returned value, or True for assertions that hold."""
+    """Printed text, return value, or True for assertions."""
     kind: str
     """`stdin`, `call` or `assert`."""
 
 
 def last_program(response: str) -> str | None:
-    """The last complete code block that is Python or says no language; None without one."""
+    """The last complete code block that is Python or names no language; None without one."""
     blocks = [body for language, body in _BLOCK.findall(after_thinking(response)) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None
 
 
 def cases_of(sample: Sample) -> list[Case]:
-    """The tests of the row. Raises `DataError` if it has none or in no known shape."""
+    """Raises `DataError` if the row has no tests, or in an unknown form."""
     tests = sample.metadata.get("tests", sample.label)
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
             tests = json.loads(tests)
         except ValueError as problem:
-            raise DataError(f"got tests that are not JSON ({problem}); write a list or an object") from None
+            raise DataError(f"the tests are not JSON ({problem}); write a list or an object") from None
     if isinstance(tests, dict) and len(tests.get("inputs", ())) == len(tests.get("outputs", ())) > 0:
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
         name = tests.get("fn_name") or sample.metadata.get("fn_name")
@@ -78,21 +77,21 @@ def cases_of(sample: Sample) -> list[Case]:
     if isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests):
         return [Case({}, _text(t["input"]), _text(t["output"]), "stdin") for t in tests]
     raise DataError(
-        f"got tests {str(tests)!r:.100}; the code grader needs metadata['tests'] (or the label) as "
-        "[{'input', 'output'}], {'inputs', 'outputs'[, 'fn_name']}, or Python assertions"
+        f"the form of the tests {str(tests)!r:.100} is unknown; the code grader needs metadata['tests'] (or the label) "
+        "as [{'input', 'output'}], {'inputs', 'outputs'[, 'fn_name']}, or Python assertions"
     )
 
 
 def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
-    """Raises `DataError` if they are not Python, or say nothing about the program."""
+    """Raises `DataError` if the statements are not Python, or do not name the program."""
     entry = str(entry_point) if entry_point else None
     try:
         found = [names_in([statement], entry) for statement in statements]
     except SyntaxError as problem:
-        raise DataError(f"got tests that are not Python ({problem})") from None
+        raise DataError(f"the tests are not Python ({problem})") from None
     bound = frozenset().union(*(names.bound for names in found))
     if entry and "check" not in bound:
-        raise DataError("got metadata entry_point, and tests that do not define check(candidate)")
+        raise DataError("metadata names an entry_point, but the tests do not define check(candidate)")
     pairs = list(zip(statements, found, strict=True))
     setup = [statement for statement, names in pairs if not names.free - bound and not entry]
     cases = []
@@ -104,7 +103,7 @@ def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
         cases.append(Case({"asserts": test}, "", True, "assert"))
     if not cases:
         raise DataError(
-            "got assertions that name no function of the program; call one, or give metadata entry_point with a "
+            "the assertions name no function of the program; call one, or give metadata entry_point with a "
             "check(candidate)"
         )
     return cases
@@ -119,7 +118,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal but for white space at line ends and at the end; else word by word, where floats may differ by 1e-6."""
+    """Equal except for trailing white space; or word by word, where floats may differ by 1e-6."""
     if _lines(printed) == _lines(expected):
         return True
     ours, theirs = printed.split(), expected.split()
@@ -128,7 +127,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 def _close(word: str, expected: str) -> bool:
     if len(word) > 64 or not any(c in expected for c in ".eE"):
-        return False  # whole numbers are compared as text
+        return False  # integers are compared as text
     try:
         return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-9)
     except ValueError:
@@ -136,9 +135,8 @@ def _close(word: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Equal as JSON values (a tuple is a list), floats within 1e-6; True does not equal 1. What cannot be compared (an
-    integer beyond all floats, with a float) is not equal.
-    """
+    """Equal as JSON values (a tuple is a list), floats within 1e-6; True is not 1. Values that cannot be compared (a
+    float with an integer beyond all floats) differ."""
     try:
         return _same(got, expected)
     except (ArithmeticError, RecursionError):
@@ -165,21 +163,21 @@ class ProgramTests(Grader):
     wrong = 0.0
 
     allow_unconfined_code: bool = False
-    """Run programs also where nothing holds them."""
+    """Run programs even if nothing can confine them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Of the program's own clock, for all tests. Raises `DataError` on a row without tests."""
+        """For all tests, by the program's own clock. Raises `DataError` for a row without tests."""
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
 
     def prepare(self, sample: Sample) -> None:
-        """Raises `DataError` on a row without tests."""
+        """Raises `DataError` for a row without tests."""
         cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.
+        """The share of tests passed, or 0.0 / 1.0; 0.0 without a complete code block.
 
-        Raises `DataError` on a row without tests, or with some that cannot be checked from outside of the program,
-        `Unconfined` where nothing holds a program and `--allow-unconfined-code` was not given, `OSError` where the
+        Raises `DataError` for a row without tests, or with one that cannot be checked from outside of the program;
+        `Unconfined` if nothing can confine a program and `--allow-unconfined-code` is not given; `OSError` if the
         machine cannot run it.
         """
         from slime.rewards.graders.sandbox import Sandbox
@@ -187,7 +185,7 @@ class ProgramTests(Grader):
         cases, program = cases_of(sample), last_program(sample.response)
         all_or_nothing = {"all": True, "share": False}.get(sample.metadata.get("code_reward", "share"))
         if all_or_nothing is None:
-            raise DataError(f"got metadata code_reward {sample.metadata['code_reward']!r}; write 'share' or 'all'")
+            raise DataError(f"metadata code_reward is {sample.metadata['code_reward']!r}; write 'share' or 'all'")
         if program is None:
             return 0.0
         own_s, num_passed = 0.0, 0
@@ -202,7 +200,7 @@ class ProgramTests(Grader):
                 if case.kind == "stdin":
                     passed = ended.code == 0 and same_output(ended.output, case.expected)
                 elif case.kind == "assert" and ended.result is not None and isinstance(ended.result[0], str):
-                    raise DataError(f"got a test that cannot be checked from outside of the program: {ended.result[0]}")
+                    raise DataError(f"a test cannot be checked from outside of the program: {ended.result[0]}")
                 else:
                     passed = ended.result is not None and same_value(ended.result[0], case.expected)
                 num_passed += passed
@@ -213,5 +211,5 @@ class ProgramTests(Grader):
 
 
 def _time_limit_s(sample: Sample) -> float:
-    """Seconds of one test."""
+    """Of one test."""
     return float(sample.metadata.get("time_limit_s", TIME_LIMIT_S))

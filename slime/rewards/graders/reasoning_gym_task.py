@@ -1,9 +1,9 @@
 """reasoning-gym: the score of the task's own verifier (0.0 to 1.0), for the entry that the sample was made from.
 
-The dataset row carries the task and its entry: `metadata["reasoning_gym"] = {"dataset": ..., "entry": ...}` (and
-`settings` of the task, if they are not its defaults), as rows of `--prompt-data rg:TASK` do; or
-`metadata["source_dataset"]` with the entry (question, answer, metadata) under `metadata["entry"]`, beside it, or with
-only the label. The verifiers want the bare answer, so it is taken out of the response first: `bare_answer`.
+The row names the task and its entry: `metadata["reasoning_gym"] = {"dataset": ..., "entry": ...}` (with `settings` if
+they are not the task's defaults), as in rows of `--prompt-data rg:TASK`; or `metadata["source_dataset"]` with the entry
+(question, answer, metadata) in `metadata["entry"]`, beside it, or with only the label. Verifiers want the bare answer,
+which `bare_answer` extracts from the response.
 Source: `score_answer` of the tasks of reasoning_gym.
 """
 
@@ -22,16 +22,14 @@ from slime.rewards.graders.answers import last_answer_element, last_boxed
 
 NUMBER = re.compile(r"[-+]?\d+(?:[.,/]\d+)*")
 TAIL_CHARS = 2_000
-"""Without a marked answer only the end of the response is searched."""
-
-
+"""Without a marked answer, only the end of the response is searched."""
 BOARDS = ("arc_agi", "rearc")
-"""Tasks whose verifier compares boards that are tuples; JSON made them lists."""
+"""Tasks whose verifier compares boards as tuples, which JSON turned into lists."""
 
 
 @functools.lru_cache(maxsize=256)
 def score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
-    """`settings`: of the task, as JSON."""
+    """`settings`: the task's, as JSON."""
     import reasoning_gym
 
     function: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
@@ -52,7 +50,7 @@ def _with_boards(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
-    """The task's name and entry. Raises `DataError` if the metadata do not tell them."""
+    """The task's name and entry. Raises `DataError` if the metadata lack them."""
     metadata = sample.metadata
     task = metadata.get("reasoning_gym")
     if isinstance(task, dict) and task.get("dataset") and isinstance(task.get("entry"), dict):
@@ -63,16 +61,15 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
     source = metadata.get("source_dataset") or (entry.get("metadata") or {}).get("source_dataset")
     if not source or entry.get("answer") is None:
         raise DataError(
-            f"got metadata with keys {sorted(metadata)}; the reasoning_gym grader needs source_dataset and the entry's "
-            "answer there: write them into the metadata column of the dataset"
+            f"the metadata with keys {sorted(metadata)} lack source_dataset or the entry's answer, which the "
+            "reasoning_gym grader needs; write them into the metadata column of the dataset"
         )
     return str(source), entry
 
 
 def bare_answer(response: str, reference: str) -> str:
-    """What the response commits to: the `<answer>` element, else the last box, else the last number if the reference
-    is a number, else the last line that is not empty.
-    """
+    """The `<answer>` element, else the last box, else the last number if the reference is a number, else the last
+    line that is not empty."""
     for marked in (last_answer_element(response), last_boxed(response)):
         if marked is not None:
             return marked
@@ -91,11 +88,10 @@ class ReasoningGymTask(Grader):
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:
-        """Loads the task. Raises `DataError` on a row that does not say one."""
+        """Loads the task. Raises `DataError` if the row names none."""
         score_function(task_entry(sample)[0], _settings_of(sample))
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns the verifier's score."""
         source, entry = task_entry(sample)
         score = score_function(source, _settings_of(sample))
         seen = _with_boards(entry) if source in BOARDS else entry

@@ -1,15 +1,15 @@
 """Remote reward: POSTs prompt, response, label and metadata as JSON to `--rm-url`; the answer is the reward.
 
-The service answers a number, or an object: with `reward` or `score` alone that number, otherwise the whole object.
-With `--rm-batch-size` N > 1 samples that wait at the same time travel together, as a list of at most N such objects,
-and the answer is a list of as many rewards.
+The service answers with a number, or an object: if it has only `reward` or `score`, that number, else the whole object.
+With `--rm-batch-size` N > 1, samples that wait at the same time are sent together as a list of at most N objects, and
+the answer is a list of as many rewards.
 
 Broken connections, 429 and 5xx are tried again with a growing pause (or the service's `Retry-After`), until the pool's
-limit for each sample. Other statuses never are; a batch that is refused with a 4xx is taken apart once, so that one
-sample that the service does not like costs no other its reward.
+limit for each sample; other statuses are not. A batch refused with a 4xx is sent once more one by one, so that one bad
+sample costs no other its reward.
 
-Who wakes whom: `grade` puts a sample on the batcher's open list; the first of a list starts the task that sends it
-after `GATHER_S` and wakes all who wait for it. All of it runs on the worker's event loop.
+Who wakes whom: `grade` adds a sample to the batcher's open list. The first sample of a list starts the task that sends
+it after `GATHER_S` and wakes all its waiters. All of it runs on the worker's event loop.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 def reward_of(answer: Any) -> Any:
-    """A lone `reward` or `score` is unwrapped; all else stays as the service gave it."""
+    """Unwraps a lone `reward` or `score`; anything else is returned as it is."""
     if isinstance(answer, dict) and len(answer) == 1:
         return next((answer[key] for key in ("reward", "score") if key in answer), answer)
     return answer
 
 
 async def post(session: Any, url: str, payload: Any) -> Any:
-    """The JSON answer to one payload, tried again while that can succeed; the caller sets the limit.
+    """The JSON answer, after further tries if these can help; the caller sets the limit.
 
-    Raises `RequestRejected` on a 4xx other than 429, `EngineError` on any other answer that is none.
+    Raises `RequestRejected` for a 4xx other than 429, `EngineError` for any other invalid answer.
     """
     import aiohttp
 
@@ -80,7 +80,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
-        """The service's answer for one sample. Raises what `post` raises, `DataError` on a list of another length."""
+        """The service's answer for one sample. Raises as `post`, and `DataError` for a list of another length."""
         if self._batch_size <= 1:
             return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -95,12 +95,12 @@ class Batcher:
     async def _send(self, batch: Batch) -> None:
         await asyncio.sleep(GATHER_S)
         if self._open is batch:
-            self._open = []  # whoever comes now begins another
+            self._open = []  # later samples begin another batch
         waiting = [(payload, future) for payload, future in batch if not future.done()]
         try:
             async with asyncio.timeout(self._limit_s):
                 rewards = await self._rewards([payload for payload, _ in waiting])
-        except Exception as problem:  # whoever waits gets it
+        except Exception as problem:  # passed on to all waiters
             rewards = [problem] * len(waiting)
         for (_, future), reward in zip(waiting, rewards, strict=True):
             if future.done():
@@ -111,7 +111,7 @@ class Batcher:
                 future.set_result(reward)
 
     async def _rewards(self, payloads: list[dict[str, Any]]) -> list[Any]:
-        """One reward, or exception, for each payload."""
+        """A reward or an exception for each payload."""
         try:
             answer = await post(self.session, self._url, payloads) if payloads else []
         except RequestRejected:
@@ -129,28 +129,28 @@ def _another_shape(answer: Any, num_samples: int) -> BaseException:
     if isinstance(answer, BaseException):
         return answer
     size = len(answer) if isinstance(answer, list) else type(answer).__name__
-    return DataError(f"got {size} from the reward service for {num_samples} samples; it answers a list of rewards")
+    return DataError(f"the reward service gave {size} for {num_samples} samples; it must answer a list of rewards")
 
 
 @GRADERS.register("remote_rm")
 @dataclass(kw_only=True)
 class RemoteReward(Grader):
-    """What the service at `--rm-url` answers."""
+    """The answer of the service at `--rm-url`."""
 
     waits = True
 
     rm_url: str | None = None
     """Address of the reward service."""
     rm_batch_size: int = 1
-    """Most samples in one request to it: 1 sends an object for each, more a list of objects."""
+    """Most samples in one request: 1 sends an object for each, more a list of objects."""
 
     def __post_init__(self) -> None:
         self.batcher: Batcher | None = None
 
     async def grade(self, sample: Sample, limit_s: float) -> Any:
-        """Returns the service's reward. Raises `RequestRejected` if it refuses; retries end with the pool's limit."""
+        """The service's reward. Raises `RequestRejected` if it refuses; the pool's limit ends retries."""
         if not self.rm_url:
-            raise ConfigError("got --rm-type remote_rm without an address; set --rm-url")
+            raise ConfigError("--rm-type remote_rm has no address; set --rm-url")
         if self.batcher is None:
             self.batcher = Batcher(self.rm_url, batch_size=self.rm_batch_size, limit_s=limit_s)
         payload = {
