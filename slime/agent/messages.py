@@ -19,8 +19,6 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function call by a model."""
-
     id: str
     """Its result refers to it."""
     name: str
@@ -49,7 +47,6 @@ class Message:
     """In a tool's result: the function."""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates of transformers read it."""
         out: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.reasoning:
             out["reasoning_content"] = self.reasoning

@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from slime.agent.messages import Message, ToolCall
@@ -31,8 +32,6 @@ SHOWN = 120
 
 
 class State(str, Enum):
-    """The result for a feature."""
-
     EXACT = "exact"
     THINKING = "differs only in thinking"
     BRANCHES = "in a new branch: the model's end token is not what the template writes there"
@@ -55,8 +54,6 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Results for a chat template and a tokenizer's end ids."""
-
     outcomes: tuple[Outcome, ...]
     endings: tuple[tuple[str, str], ...] = ()
     """(role of the next message, the token with which the template ends an answer before it)."""
@@ -157,16 +154,7 @@ def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
     ]
 
 
-def _system(text: str) -> Message:
-    return Message("system", text)
-
-
-def _user(text: str) -> Message:
-    return Message("user", text)
-
-
-def _said(text: str, reasoning: str | None = None) -> Message:
-    return Message("assistant", text, reasoning)
+_system, _user, _said = (partial(Message, role) for role in ("system", "user", "assistant"))
 
 
 def _calls(*calls: ToolCall, text: str = "", reasoning: str | None = None) -> Message:
@@ -269,8 +257,6 @@ def _played(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn as the template writes it."""
-
     prompt: str
     said: str
     end: str

@@ -41,8 +41,6 @@ _ADAPTERS: dict[EngineClient, asyncio.Task[tuple[AgentAdapter, str]]] = {}
 
 @dataclass(slots=True)
 class Execution:
-    """One run of an agent."""
-
     url: str
     """The agent's base URL, without a path; OpenAI's SDK wants `/v1` behind it."""
     key: str

@@ -41,8 +41,6 @@ from slime.rollout.client.call import Generation
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the model."""
-
     start: int
     """Position of its first sampled token in the branch."""
     end: int

@@ -36,8 +36,6 @@ NO_TOOLS = (
 
 
 class Origin(str, Enum):
-    """Where a token comes from."""
-
     SAMPLED = "sampled"
     TEMPLATE = "template"
     SYSTEM = "system"
@@ -70,8 +68,6 @@ class NotAppended(DataError):
 
 
 class ConversationTemplate:
-    """A model's chat template, applied to an agent's conversation."""
-
     def __init__(self, chat: ChatRenderer, end_ids: Sequence[int]) -> None:
         """`end_ids`: all tokens that end a turn; in some families that is the header of the next message.
 

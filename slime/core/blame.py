@@ -29,8 +29,6 @@ _PACKAGES = ("/site-packages/", "/dist-packages/")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of code that ran."""
-
     file: str
     line: int
     function: str

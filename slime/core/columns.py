@@ -30,8 +30,6 @@ _INTEGERS = (np.uint8, np.uint16, np.int32, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """Immutable numbers."""
-
     values: Numbers
     """[n] all of them, or [k] one for each run of equal numbers."""
     counts: npt.NDArray[np.int32] | None = None
@@ -66,7 +64,6 @@ class Column:
         return self.values.nbytes + (0 if self.counts is None else self.counts.nbytes)
 
     def tolist(self) -> list[Any]:
-        """A new list."""
         numbers: list[Any] = self.array.tolist()
         return numbers
 

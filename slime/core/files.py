@@ -80,7 +80,6 @@ CONFIG, FAST = "tokenizer_config.json", "tokenizer.json"
 
 
 def is_code(folder: Path) -> bool:
-    """Whether the only tokenizer of a checkpoint is Python code."""
     path = folder / CONFIG
     if not path.is_file() or (folder / FAST).is_file():
         return False

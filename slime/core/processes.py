@@ -110,7 +110,6 @@ def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has `address`; None without."""
     import psutil
 
     wanted = ip_of(address)

@@ -131,7 +131,6 @@ class RoutedExperts:
         return self  # invariant 3
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
         text = base64.b64encode(self.ids.tobytes()).decode()
         return {"start": self.start, "dtype": str(self.ids.dtype), "shape": list(self.ids.shape), "ids": text}
 

@@ -41,8 +41,6 @@ PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teac
 
 
 class Status(str, Enum):
-    """How the generation of a sample ended."""
-
     PENDING = "pending"
     """Not generated yet, or only in part."""
     COMPLETED = "completed"
@@ -197,7 +195,6 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt ids."""
         return len(self.held("tokens")) - self.response_length
 
     @property

@@ -80,7 +80,6 @@ class EngineKeys:
 
     @property
     def control(self) -> str | None:
-        """The key of control routes."""
         return self.admin or self.use
 
 

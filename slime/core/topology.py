@@ -24,8 +24,6 @@ DEFAULT_NAME = "default"
 
 
 class Worker(str, Enum):
-    """What an engine does with a request."""
-
     REGULAR = "regular"
     PREFILL = "prefill"
     """Reads prompts and hands keys and values to a decoding engine."""
@@ -71,8 +69,6 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and the engines that serve it."""
-
     name: str
     path: str
     """A Hugging Face checkpoint folder."""
@@ -104,8 +100,6 @@ class WantedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All models of a run."""
-
     models: tuple[ServedModel, ...]
 
     @property
@@ -210,8 +204,6 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineRank:
-    """Position of a rank in its engine."""
-
     pp_rank: int
     tp_rank: int
     """Its number in the stage."""

@@ -462,8 +462,6 @@ def check(channel: int, test: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names in a test's statements."""
-
     asked: list[str]
     """Names of the program. Built-in names are not, unless one is its entry point."""
     modules: dict[str, str]

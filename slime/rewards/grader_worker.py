@@ -184,7 +184,6 @@ async def _contained(work: Awaitable[Any]) -> Any:
 
 
 def _is_ended() -> bool:
-    """Whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -117,8 +117,6 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A try without a reply."""
-
     reason: str
     by_answer: bool = False
     """Whether the answer is to blame."""

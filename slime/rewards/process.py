@@ -84,8 +84,6 @@ class ProcessSettings:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request in progress."""
-
     taken: asyncio.Future[float]
     """Resolves to the grading's limit in seconds when it begins."""
     reply: asyncio.Future[dict[str, Any]]

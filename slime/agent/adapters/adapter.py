@@ -72,22 +72,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Part of the thinking."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Part of the text."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole turn."""
-
     id: str
     message: Message
     finish: str
@@ -111,8 +105,6 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Turn:
-    """A request in a session."""
-
     session: Session
     session_id: str
     request: Request
@@ -214,7 +206,6 @@ class Text:
         return text[len(known) :]
 
     def end(self) -> str:
-        """The unfinished rest."""
         known = self._decode(self._ids[self._before : self._done])
         return self._decode(self._ids[self._before :])[len(known) :]
 
@@ -283,8 +274,6 @@ class Stream(ABC):
 
 
 class Wire(ABC):
-    """One public API."""
-
     path: ClassVar[str]
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
     """POST routes that count a request's tokens -> their answer for a count."""
@@ -330,8 +319,6 @@ SAMPLES_ALL = {
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session and the server's state of it."""
-
     session: Session
     params: dict[str, Any]
     limits: Limits
@@ -450,7 +437,6 @@ class Adapter:
         return samples
 
     def drop_session(self, key: str) -> None:
-        """Ends a session without samples."""
         self._take(key)
 
     def _take(self, key: str) -> OpenSession:

@@ -53,8 +53,6 @@ class Responses(Wire):
 
 
 class _Events(Stream):
-    """Opens items as they come: thinking, then text, then calls."""
-
     def __init__(self, request: Request) -> None:
         self._request, self._id, self._number = request, secrets.token_hex(12), 0
         self._done: list[dict[str, Any]] = []

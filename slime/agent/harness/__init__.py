@@ -59,8 +59,6 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class HarnessResult:
-    """The end of a program."""
-
     code: int
     output: str
     timed_out: bool
@@ -71,8 +69,6 @@ class HarnessFailed(SlimeError):
 
 
 class Harness(ABC):
-    """An agent program."""
-
     name: ClassVar[str]
     package: ClassVar[str | None] = None
     """npm package with version; None if nothing needs to be installed."""

@@ -38,8 +38,6 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A whole answer."""
-
     text: str
     reasoning: str | None
     calls: tuple[tuple[str, str], ...]
@@ -83,8 +81,6 @@ FORMATS: Registry[ToolFormat] = Registry(
 
 
 class AnswerReader(ABC):
-    """Reads one answer as it arrives."""
-
     ends: ClassVar[frozenset[str]] = frozenset()
     """End tokens that the reader needs; others are not fed to it."""
 
@@ -155,7 +151,6 @@ class Reader(AnswerReader):
         return parts if self._thinks else parts + self._text(last)
 
     def _thinking(self, last: bool) -> list[tuple[str, str]]:
-        """The thinking, up to its end or a call in it."""
         if self._doubt is not None:
             return self._doubted(last)
         marks = (CLOSE, *self._breaks)

@@ -135,7 +135,6 @@ class _Harmony(AnswerReader):
         return []
 
     def _closed(self, mark: str) -> list[tuple[str, str]]:
-        """Ends a call."""
         if mark in self.ends:
             self._raw.append(mark)
         to = _TO.search("".join(self._raw[: self._raw.index(_MESSAGE)]))

@@ -99,7 +99,6 @@ def followed(text: str, at: int, by: str) -> int | None:
 
 
 def named_call(name: Any, arguments: Any) -> tuple[str, str] | None:
-    """A call, if the name and the arguments are valid."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:

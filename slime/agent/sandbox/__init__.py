@@ -31,8 +31,6 @@ __all__ = ["SANDBOXES", "Command", "CommandFailed", "E2BSandbox", "ExecResult", 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """The end of a command."""
-
     code: int
     """Exit status; 128 + signal after a signal."""
     stdout: str
@@ -42,8 +40,6 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A request to `Sandbox.exec`."""
-
     line: str
     """A line of shell."""
     user: str | None

@@ -46,7 +46,6 @@ def package() -> Any:
 
 
 def is_transient(problem: BaseException) -> bool:
-    """Whether the same request may succeed later."""
     e2b = package()
     if isinstance(problem, e2b.SandboxNotRunningException | e2b.NotFoundException):
         return False

@@ -72,7 +72,6 @@ def loopback(port: int | None) -> list[int]:
 
 
 def become_command(request: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) -> None:
-    """Turns this process into a command; does not return."""
     from slime.core import confine
 
     try:
@@ -193,7 +192,6 @@ def take(control: socket.socket, running: dict[int, int], settings: dict[str, An
 
 
 def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[str, int]) -> None:
-    """Runs as the first process of the namespace."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -222,7 +220,6 @@ def serve_unheld(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Runs as the supervisor."""
     sys.path.append(str(Path(__file__).parents[3]))
     from slime.core import confine
     from slime.core.confine import view  # noqa: F401  (now, because its forks cannot see the package's folder)

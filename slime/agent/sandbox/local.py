@@ -295,7 +295,6 @@ class Forwarding:
         self._sandbox_id, self._far, self._open, self._refused = sandbox_id, (host, port), 0, False
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards one connection until it ends."""
         with contextlib.closing(writer):
             if self._open >= MAX_CONNECTIONS:
                 self._refuse(writer)

@@ -172,7 +172,6 @@ class Calls:
 
     @staticmethod
     def available() -> bool:
-        """Whether this kernel and machine support such filters."""
         state = _libc.prctl(_PR_GET_SECCOMP, 0, 0, 0, 0)
         return platform.machine() in _ARCHITECTURES and sys.byteorder == "little" and state >= 0
 
@@ -253,8 +252,6 @@ class Calls:
 
 
 class _Program(ctypes.Structure):
-    """The kernel's `struct sock_fprog`."""
-
     _fields_ = (("length", ctypes.c_ushort), ("filters", ctypes.c_void_p))
 
 

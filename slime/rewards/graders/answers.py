@@ -131,7 +131,6 @@ class MathAnswer(WithMathLabel):
     """
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Raises as `prepare`."""
         label = self.label_of(sample)
         box = last_boxed(sample.response)
         answer = sample.response[-TAIL_CHARS:] if box is None else box
@@ -140,7 +139,6 @@ class MathAnswer(WithMathLabel):
         return float(equal_answers(answer, label, boxed=box is not None))
 
     def warm_up(self) -> None:
-        """Imports math-verify and its parsers."""
         equal_answers("\\frac{1}{2}", "0.5", boxed=True)
 
 
@@ -149,7 +147,6 @@ class ExactMatch(WithLabel):
     """1.0 if the final answer equals the label as text, except for white space at the ends; else 0.0."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Raises as `prepare`."""
         return float(final_answer(sample.response) == self.label_of(sample).strip())
 
 
@@ -167,7 +164,6 @@ class TokenF1(WithLabel):
     """Token F1 of the final answer and the label, 0.0 to 1.0, as in SQuAD (Rajpurkar et al., 2016)."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Raises as `prepare`."""
         answer, reference = words(final_answer(sample.response)), words(self.label_of(sample))
         if not answer or not reference:
             return float(answer == reference)

@@ -133,7 +133,6 @@ class MultipleChoice(Grader):
         correct_letter(sample, choices_of(sample))
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Raises as `prepare`."""
         choices = choices_of(sample)
         right = correct_letter(sample, choices)
         letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]

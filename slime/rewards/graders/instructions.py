@@ -37,7 +37,6 @@ CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores."""
     return re.findall(r"\w+", text)
 
 
@@ -116,22 +115,18 @@ def highlights(text: str, num_highlights: int) -> bool:
 
 
 def capital_words(text: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
-    """How many words are all capitals."""
     return compare(sum(1 for w in words(text) if w.isupper()), capital_frequency, capital_relation)
 
 
 def letters(text: str, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
-    """How often a letter occurs, in either case."""
     return compare(text.casefold().count(letter.casefold()), let_frequency, let_relation)
 
 
 def occurrences(text: str, keyword: str, frequency: int, relation: str | None = None) -> bool:
-    """How often a keyword occurs, in any case."""
     return compare(text.casefold().count(keyword.strip().casefold()), frequency, relation)
 
 
 def one_case(text: str, *, upper: bool) -> bool:
-    """Whether all letters have this case, and there is one."""
     cased = [c for c in text if c.isupper() or c.islower()]
     return bool(cased) and all(c.isupper() is upper for c in cased)
 

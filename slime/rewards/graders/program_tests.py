@@ -36,8 +36,6 @@ PYTHON = frozenset({"", "python", "py", "python3"})
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A test."""
-
     request: dict[str, Any]
     """For the sandbox, besides the program."""
     stdin: str
@@ -170,7 +168,6 @@ class ProgramTests(Grader):
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
 
     def prepare(self, sample: Sample) -> None:
-        """Raises `DataError` for a row without tests."""
         cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
@@ -211,5 +208,4 @@ class ProgramTests(Grader):
 
 
 def _time_limit_s(sample: Sample) -> float:
-    """Of one test."""
     return float(sample.metadata.get("time_limit_s", TIME_LIMIT_S))

@@ -95,8 +95,6 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a run."""
-
     code: int
     """Exit status; 128 + signal after a signal."""
     timed_out: bool
@@ -123,7 +121,6 @@ def missing_here() -> tuple[str, ...]:
 
 
 def refusal(missing: Sequence[str]) -> str:
-    """Why no program runs here, and what to do."""
     gone = "; ".join(f"{name}: {WHAT_FOR[name]}" for name in missing)
     return (
         f"this machine cannot confine a model's program (it lacks {gone}); allow user namespaces (sysctl "
@@ -218,7 +215,6 @@ class Sandbox:
                 self._user = os.getuid()
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """The supervisor's stdin and stdout."""
         assert self._supervisor.stdin is not None and self._supervisor.stdout is not None, "started with both pipes"
         return self._supervisor.stdin, self._supervisor.stdout
 
@@ -388,7 +384,6 @@ def keep(role: str, scratch: Path, limits: Limits, *, held: bool, report: int, c
 
 
 def status_of(status: int) -> int:
-    """Exit status as in a shell."""
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
@@ -418,11 +413,9 @@ class _Clock:
         self._waited_s = 0.0 if self._crowd else max(self._waited_s, waited_s)
 
     def machine_s(self) -> float:
-        """Since the start, by the machine's clock."""
         return time.monotonic() - self._began
 
     def own_s(self) -> float:
-        """Since the start, by its own clock."""
         return self.machine_s() - self._waited_s
 
 
