@@ -134,10 +134,8 @@ class Server:
             values = result if request["group"] else [result]
             if not isinstance(values, list | tuple) or len(values) != len(samples):
                 size = len(values) if isinstance(values, list | tuple) else type(values).__name__
-                return {
-                    "scores": [{"unscored": f"the group grader returned {size}, expected {len(samples)} rewards"}]
-                    * len(samples)
-                }
+                reason = f"the group grader returned {size}, expected {len(samples)} rewards"
+                return {"scores": [{"unscored": reason}] * len(samples)}
             return {"scores": [encode(value, failure) for value in values]}
         except TimeoutError:
             reason, failure = f"timeout after {limit_s:g} s", "unscored"

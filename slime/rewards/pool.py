@@ -203,9 +203,7 @@ class GraderPool:
             self._is_async[path] = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
                 getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
             )
-        if self._is_async[path]:
-            return _Choice(path, self._concurrent, custom=True)
-        return _Choice(path, self._serial, custom=True)
+        return _Choice(path, self._concurrent if self._is_async[path] else self._serial, custom=True)
 
     def _grader(self, name: str) -> _Choice:
         """Raises `ConfigError`."""

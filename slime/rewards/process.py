@@ -142,10 +142,7 @@ class GraderProcess:
             "memory_limit_bytes": settings.memory_limit_bytes,
             "args": "" if offline or settings.args is None else base64.b64encode(pickle.dumps(settings.args)).decode(),
             "sys_path": _import_path(),
-            "grader": warm_up["grader"],
-            "custom": warm_up["custom"],
-            "settings": warm_up["settings"],
-            "others": warm_up["others"],
+            **{name: warm_up[name] for name in ("grader", "custom", "settings", "others")},
         }
         try:
             worker.missing = tuple((await worker.ask(message)).get("missing", ()))
@@ -169,7 +166,8 @@ class GraderProcess:
         request_id, waiting = next(self._ids), _Waiting(loop.create_future(), loop.create_future())
         self._waiting[request_id] = waiting
         try:
-            data = await loop.run_in_executor(self._threads, _encode, {"id": request_id, **message})
+            whole = {"id": request_id, **message}
+            data = await loop.run_in_executor(self._threads, lambda: json.dumps(whole).encode())
             limit_s = await self._send(data, waiting.taken)
         except (BrokenPipeError, ConnectionResetError) as problem:
             self._waiting.pop(request_id, None)
@@ -282,10 +280,6 @@ class GraderProcess:
                 death = GraderDied(self._ended("died while grading"))
                 death.looked, death.by_itself = waiting.looks, True
                 waiting.fail(death)
-
-
-def _encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode()
 
 
 def _import_path() -> list[str]:

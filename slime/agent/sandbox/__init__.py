@@ -108,9 +108,31 @@ class Sandbox(ABC):
         """Raises `OSError`."""
 
 
+class ShellSandbox(Sandbox):
+    """Reads and writes files by its own shell."""
+
+    async def write_file(self, path: str, content: bytes | str) -> None:
+        """Relative paths are below `folder`. Raises `OSError`."""
+        await self._file("writing", WRITE_FILE, path, content.encode() if isinstance(content, str) else content)
+
+    async def read_file(self, path: str) -> bytes:
+        """As `write_file`."""
+        return await self._file("reading", READ_FILE, path, b"")
+
+    async def _file(self, doing: str, line: str, path: str, data: bytes) -> bytes:
+        code, out, err = await self._script(line, path, data)
+        if code != 0:
+            raise OSError(f"{doing} {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
+        return out
+
+    @abstractmethod
+    async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
+        """(status, stdout, stderr) of a line of shell that gets `path` as $1 and `data` as standard input."""
+
+
 WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
 READ_FILE = 'test -f "$1" || { echo "it is not a plain file" >&2; exit 1; }; cat <"$1"'
-"""Lines of shell for sandboxes without a file API: $1 is the path."""
+"""For `ShellSandbox`."""
 
 SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
+from slime.agent.sandbox import SANDBOXES, Command, ExecResult, ShellSandbox
 from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, Forwarding
 from slime.core.errors import ConfigError, Unconfined
 from slime.core.processes import scratch_prefix, socket_room
@@ -60,7 +60,7 @@ asyncio.run(main())
 
 @SANDBOXES.register("container")
 @dataclass(kw_only=True)
-class ContainerSandbox(Sandbox):
+class ContainerSandbox(ShellSandbox):
     """A container of an image."""
 
     image: str
@@ -180,21 +180,8 @@ class ContainerSandbox(Sandbox):
         late = code == 137 and asyncio.get_running_loop().time() - began >= command.timeout_s
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
-    async def write_file(self, path: str, content: bytes | str) -> None:
-        """Relative paths are below /work. Raises `OSError`."""
-        data = content.encode() if isinstance(content, str) else content
-        await self._file(WRITE_FILE, path, data, "writing")
-
-    async def read_file(self, path: str) -> bytes:
-        """As `write_file`."""
-        return await self._file(READ_FILE, path, b"", "reading")
-
-    async def _file(self, line: str, path: str, data: bytes, doing: str) -> bytes:
-        client = [*self._inside(self.user), "sh", "-c", line, "sh", path]
-        code, out, err = await self._run(client, data, FILE_S, self.disk_bytes)
-        if code != 0:
-            raise OSError(f"{doing} {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
-        return out
+    async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
+        return await self._run([*self._inside(self.user), "sh", "-c", line, "sh", path], data, FILE_S, self.disk_bytes)
 
     async def _run(
         self, client: list[str], stdin: bytes, limit_s: float, most: int = MAX_OUTPUT_BYTES

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
+from slime.agent.sandbox import SANDBOXES, Command, ExecResult, ShellSandbox
 from slime.core.confine import any_user
 from slime.core.errors import ConfigError, Unconfined
 from slime.core.processes import scratch_prefix
@@ -48,7 +48,7 @@ PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF
 
 @SANDBOXES.register("local")
 @dataclass(kw_only=True)
-class LocalSandbox(Sandbox):
+class LocalSandbox(ShellSandbox):
     """Namespaces on this machine."""
 
     reach: tuple[str, int] | None = None
@@ -203,21 +203,10 @@ class LocalSandbox(Sandbox):
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
-    async def write_file(self, path: str, content: bytes | str) -> None:
-        """Relative paths are below /work. Links cannot lead out of the sandbox."""
-        data = content.encode() if isinstance(content, str) else content
-        line = [WRITE_FILE, "sh", path]
-        code, _, err, _ = await self._run(line, data, {}, FILE_S, MAX_OUTPUT_BYTES)
-        if code != 0:
-            raise OSError(f"writing {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
-
-    async def read_file(self, path: str) -> bytes:
-        """As `write_file`."""
-        line = [READ_FILE, "sh", path]
-        code, out, err, _ = await self._run(line, b"", {}, FILE_S, self.disk_bytes)
-        if code != 0:
-            raise OSError(f"reading {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
-        return out
+    async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
+        """Links cannot lead out of the sandbox."""
+        code, out, err, _ = await self._run([line, "sh", path], data, {}, FILE_S, self.disk_bytes)
+        return code, out, err
 
     async def _run(
         self, line: list[str], stdin: bytes, env: Mapping[str, str], timeout_s: float, most: int
