@@ -205,12 +205,12 @@ def join(
         return known
     if more.end >= max(num_tokens, 1):
         raise DataError(
-            f"got routed experts for {more.end} of {num_tokens} tokens; no engine has read the last one yet"
+            f"there are routed experts for {more.end} of {num_tokens} tokens, but no engine has read the last one yet"
         )
     done = 0 if known is None else len(known.ids)
     if known is not None and (known.ids.shape[1:], known.ids.dtype) != (more.ids.shape[1:], more.ids.dtype):
         raise DataError(
-            f"got routed experts of shape {more.ids.shape} and {more.ids.dtype} behind {known.ids.shape} and "
+            f"routed experts of shape {more.ids.shape} and {more.ids.dtype} follow {known.ids.shape} and "
             f"{known.ids.dtype}; all of a sample must come from one model"
         )
     if more.end <= done:

@@ -161,7 +161,7 @@ class Sample:
         tokens = first if tokens is None else tokens
         if trainable is not None and trainable != (log_probs is not None):
             said = "without log-probs" if trainable else "with log-probs"
-            raise DataError(f"got trainable={trainable} {said}; only sampled tokens are trained, with their log-probs")
+            raise DataError(f"trainable={trainable} {said}: only sampled tokens are trained, with their log-probs")
         if meta_info is not None:
             weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or int(meta_info.get("weight_version", NOT_SAMPLED))
             ended = (meta_info.get("finish_reason") or {}).get("type") if update_terminal_info else None
@@ -171,7 +171,7 @@ class Sample:
         sampled = log_probs is not None
         if log_probs is not None and len(log_probs) != len(tokens):
             raise DataError(
-                f"got {len(tokens)} tokens and {len(log_probs)} log-probs; each sampled token needs its own"
+                f"{len(tokens)} tokens came with {len(log_probs)} log-probs; each sampled token needs its own"
             )
         versions = [weight_version] * len(tokens) if isinstance(weight_version, int) else list(weight_version)
         if sampled and min(versions, default=0) < 0:

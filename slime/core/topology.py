@@ -1,5 +1,4 @@
-"""The topology of a fleet: the models that are served, the engines of each, and how the ranks of an engine divide a
-model.
+"""The topology of a fleet: which models are served by which engines, and how the ranks of an engine divide a model.
 
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
     group    engines of one kind and size         with SGLang arguments of its own
