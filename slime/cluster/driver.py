@@ -28,7 +28,7 @@ from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import preflight
 from slime.cluster.restarting import this_restart
-from slime.core.blame import one_line
+from slime.core.blame import error_line
 from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated
 from slime.core.lease import FILE_NAME, Lease
 from slime.core.processes import RUN_ID_ENV
@@ -315,7 +315,7 @@ def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        death = error if isinstance(error, ActorDied) else run.death(one_line(error))
+        death = error if isinstance(error, ActorDied) else run.death(error_line(error))
         if death is not None and (said := last_words(folder.logs / LAST_WORDS)) is not None:
             raise LoopStalled(said) from death
         if death is not None and death is not error:

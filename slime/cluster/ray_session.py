@@ -29,7 +29,7 @@ import ray
 
 from slime.cluster.driver import SETUP_HOOK, for_actors
 from slime.cluster.guardian import Guardian, start_guardian
-from slime.core.blame import one_line
+from slime.core.blame import error_line
 from slime.core.errors import ActorFailed, ClusterFailed, Terminated
 from slime.core.hf_config import read_hf_config
 from slime.core.processes import ray_folder
@@ -151,7 +151,7 @@ def _join(args: Args) -> None:
     except Exception as error:
         ray.shutdown()
         raise ActorFailed(
-            f"got no Ray cluster at {args.ray_address}: {one_line(error)}; run the driver on one of its hosts, with "
+            f"got no Ray cluster at {args.ray_address}: {error_line(error)}; run the driver on one of its hosts, with "
             "the Ray and Python versions of the cluster, and with its RAY_AUTH_MODE and RAY_AUTH_TOKEN"
         ) from error
 
@@ -166,7 +166,7 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) ->
             ray.shutdown()
             if last or SLOW_START not in str(error):
                 raise ClusterFailed(
-                    f"Ray did not start: {one_line(error)}; look at the load and the free memory of this machine"
+                    f"Ray did not start: {error_line(error)}; look at the load and the free memory of this machine"
                 ) from error
             logger.warning("Ray did not start in 30 s on this busy machine; again")
 

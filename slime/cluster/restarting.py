@@ -38,7 +38,7 @@ from types import FrameType
 from typing import NoReturn
 
 from slime.cluster.guardian import ending_guardians
-from slime.core.blame import one_line
+from slime.core.blame import error_line
 from slime.core.errors import (
     CheckpointError,
     ClusterFailed,
@@ -89,7 +89,7 @@ class End:
     @classmethod
     def by(cls, error: BaseException) -> End:
         """The end that an error is."""
-        said = one_line(error, REASON_CHARS) if isinstance(error, Exception) else type(error).__name__
+        said = error_line(error, REASON_CHARS) if isinstance(error, Exception) else type(error).__name__
         return cls(said, isinstance(error, FAULTS) and not isinstance(error, LASTING))
 
 

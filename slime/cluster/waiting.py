@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from slime.core import errors
-from slime.core.blame import RAISED_AT, Process, first_line, one_line, place_in
+from slime.core.blame import RAISED_AT, Process, error_line, first_line, place_in
 from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, DeadlineExceeded, SlimeError
 from slime.core.silence import Silence
 from slime.core.text import shorten
@@ -63,7 +63,7 @@ def _raised(error: RayTaskError, for_what: str) -> SlimeError:
     cause, trace = error.cause, str(error)
     if isinstance(cause, SlimeError):
         return cause
-    what = one_line(cause) if isinstance(cause, Exception) else _last_line(trace)
+    what = error_line(cause) if isinstance(cause, Exception) else _last_line(trace)
     return ActorFailed(f"got {what}{_place(trace)}, during {for_what}")
 
 

@@ -96,7 +96,7 @@ def _says_503(error: BaseException) -> bool:
     return 503 in [getattr(answer, name, None) for answer in answers for name in ("status", "status_code")]
 
 
-def one_line(error: BaseException, limit: int = 400) -> str:
+def error_line(error: BaseException, limit: int = 400) -> str:
     """`Type: text`, with the first line of the text."""
     return first_line(f"{type(error).__name__}: {error}".rstrip(": "), limit)
 

@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from slime.core import confine
-from slime.core.blame import asks_again, one_line, raised_by_user
+from slime.core.blame import asks_again, error_line, raised_by_user
 from slime.core.ports import ASK_AGAIN
 from slime.core.processes import die_with_parent
 from slime.core.sample import Sample
@@ -147,7 +147,7 @@ class Server:
                 raise
             problem = problem.error if isinstance(problem, _Exited) else problem
             traceback.print_exc(limit=8)
-            reason = f"the grader raised {one_line(problem, 300)}{raised_by_user(problem)}"
+            reason = f"the grader raised {error_line(problem, 300)}{raised_by_user(problem)}"
             if asks_again(problem) and ASK_AGAIN not in reason:
                 reason = f"{reason}; {ASK_AGAIN}"
             failure = "unscored" if isinstance(problem, NOT_OF_THE_ANSWER) else failure

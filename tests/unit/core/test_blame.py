@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime.core.blame import RAISED_AT, first_line, one_line, place_in, place_of, raised_by_user
+from slime.core.blame import RAISED_AT, error_line, first_line, place_in, place_of, raised_by_user
 from slime.core.registry import load_object
 from slime.core.sample import Sample
 from slime.rewards.scores import reason_kind
@@ -49,7 +49,7 @@ def test_a_trace_without_a_frame_has_no_place() -> None:
 
 
 def test_one_line_is_one_line() -> None:
-    assert one_line(ValueError("a\nb")) == "ValueError: a" and one_line(KeyError()) == "KeyError"
+    assert error_line(ValueError("a\nb")) == "ValueError: a" and error_line(KeyError()) == "KeyError"
     assert first_line("x" * 20, 10) == "xxxxxxx..." and first_line("\n\n") == ""
 
 
