@@ -185,8 +185,6 @@ class Session:
         """The branch that spoke last."""
         self._template = template
 
-    # ---- turns -----------------------------------------------------------------------------------------------------
-
     def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
         """Finds or begins the branch of a request and appends the new messages. It is busy until the turn ends.
 
@@ -317,8 +315,6 @@ class Session:
         if branch.why != FIRST:
             self.forks[branch.why] += 1
         return branch
-
-    # ---- samples ---------------------------------------------------------------------------------------------------
 
     def samples(
         self,

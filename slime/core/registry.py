@@ -58,12 +58,11 @@ def load_module(name: str) -> ModuleType:
 
     Raises `LoadingFailed`, also for any error of the user's module.
     """
+    is_file = name.endswith(".py")
+    if is_file and not Path(name).is_file():
+        raise LoadingFailed(f"there is no file {name}; check the path")
     try:
-        return _file_module(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except FileNotFoundError:
-        if name.endswith(".py") and not Path(name).is_file():
-            raise LoadingFailed(f"there is no file {name}; check the path") from None
-        raise
+        return _file_module(Path(name).resolve()) if is_file else importlib.import_module(name)
     except Exception as error:
         raise LoadingFailed(f"importing {name} raised {error!r}; fix or install it") from error
 
@@ -86,11 +85,8 @@ def load_object(path: str) -> Any:
     return target
 
 
-def _file_module(file: Path) -> ModuleType:
-    """Raises FileNotFoundError, and whatever the module raises."""
-    path = file.resolve()
-    if not path.is_file():
-        raise FileNotFoundError(file)
+def _file_module(path: Path) -> ModuleType:
+    """Raises whatever the module raises."""
     name = f"slime_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
