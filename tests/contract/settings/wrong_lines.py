@@ -76,7 +76,7 @@ WORDS = (
     ("--advantage-estimator grop", "did you mean grpo?"),
     ("--lr-decay-style cosin", "did you mean 'cosine'?"),
     ("--loss-type sfx", "--loss-type: got 'sfx', which is not one of"),
-    ("--update-weight-transport pigeon", "names no", "known are"),
+    ("--update-weight-transport pigeon", "there is no such weight transport", "known are"),
     ("--device tpu", "--device: got 'tpu', which is not one of auto, cpu, cuda"),
     ("--train-env-vars [1]", "--train-env-vars: got '[1]', expected a JSON object"),
     ('--train-env-vars {{"A":1}}', "got 1 of A, which is not a string", 'write "A": "1"'),

@@ -559,7 +559,7 @@ def test_the_row_chooses_its_grader() -> None:
     async def work(pool: GraderPool) -> None:
         sample = Sample(response="yes", label="yes", metadata={"rm_type": "exact_match"})
         assert await pool.score(sample) == Scored(1.0)
-        with pytest.raises(ConfigError, match="there is no such grader"):
+        with pytest.raises(ConfigError, match="is not a grader"):
             await pool.score(Sample(metadata={"rm_type": "exact_mach"}))
         with pytest.raises(ConfigError, match="has no grader"):
             await pool.score(Sample())
