@@ -61,11 +61,12 @@ test-all: $(STAMP) ## all tests, and new examples for property tests
 test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real step on this machine
 	$(PYTEST) -p no:cacheprovider tests/e2e/test_recipes_for_gpus.py
 
-check: $(STAMP) ## lint, format, types, import contracts; how much code each room has
+check: $(STAMP) ## lint, format, types, import contracts, house rules; how much code each room has
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(PYTEST) -p no:cacheprovider -q -m style tests/unit/project
 	$(PY) tests/project/tokens_per_room.py
 
 format: $(STAMP) ## rewrite the sources in the house format

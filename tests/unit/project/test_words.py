@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.style
 ROOT = Path(__file__).parents[3]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
