@@ -33,7 +33,7 @@ import orjson
 
 from benchmarks.fleet_engines import FRAME, event, frames
 from slime.rollout.client.call import Call
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 
 PROMPT_TOKENS, MAX_NEW_TOKENS = 64, 100_000
@@ -257,7 +257,7 @@ def event_cost(tokens: int, number: int = 2000) -> float:
     pieces = [event(PROMPT_TOKENS, i * tokens, num=tokens)[6:-2] for i in range(number)]
     began = time.process_time()
     for piece in pieces:
-        call.take(orjson.loads(piece))
+        call.take_event(orjson.loads(piece))
     return (time.process_time() - began) / number * 1e6
 
 

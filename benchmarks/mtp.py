@@ -179,7 +179,7 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def sampled(checkpoint: Path, options: argparse.Namespace, name: str, extra: Mapping[str, Any]) -> list[Any]:
     """Starts an engine and samples many answers to one prompt."""
-    from slime.rollout.client.client import EngineClient
+    from slime.rollout.client.engine_client import EngineClient
     from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 

@@ -38,7 +38,7 @@ def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
     from slime.core.batch import TrainBatch, TrainSample
     from slime.core.routed_experts import ExpertFormat
     from slime.core.sample import Sample
-    from slime.rollout.client.client import EngineClient
+    from slime.rollout.client.engine_client import EngineClient
     from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fleet_engines import event
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 
 PARAMS = {"temperature": 1.0, "max_new_tokens": 32}

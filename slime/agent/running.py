@@ -29,9 +29,9 @@ from slime.agent.template import ConversationTemplate
 from slime.core.errors import ConfigError, DataError, SlimeError
 from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
-from slime.rollout.client.client import EngineClient
-from slime.rollout.clients import end_of_text
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import current
+from slime.rollout.parts import end_of_text
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 Invariants
 1. `group_index` and `index` increase over the whole run and are never used twice, resume included.
 2. A group is settled once, and only from in flight; anything else is a `LedgerError` that says in which state it is.
+3. Every group is trained, filtered, failed, waiting or in flight:
+   `issued == trained + sum(filtered) + sum(failed) + buffered + in_flight`.
 """
 
 from __future__ import annotations
@@ -15,17 +17,12 @@ from typing import Any
 from slime.buffer.groups import Issued, Origin
 from slime.core.errors import LedgerError
 
-# The ledger: every prompt group ever issued is trained, filtered, failed, waiting or being worked on. Exactly one.
-#
-# `issued == trained + sum(filtered) + sum(failed) + buffered + in_flight`
-
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A snapshot of the account; all figures count groups since the start of the run, resumes included."""
+    """A snapshot of the account: numbers of groups since the start of the run, resumes included."""
 
     issued: int
-    """Distinct groups ever created."""
     trained: int
     filtered: Mapping[str, int]
     """Reason -> groups dropped on purpose."""
@@ -36,7 +33,7 @@ class Ledger:
     in_flight: int
     """Issued and not settled: being generated, or generated and not yet trained."""
     returned: Mapping[str, int]
-    """Reason -> times that a group was put back. Events, not groups: no part of the equation."""
+    """Reason -> times that a group was put back; no part of the equation."""
 
     @property
     def accounted(self) -> int:
@@ -44,21 +41,15 @@ class Ledger:
         settled = self.trained + sum(self.filtered.values()) + sum(self.failed.values())
         return settled + self.buffered + self.in_flight
 
-    def check(self, *, max_in_flight: int | None = None) -> None:
-        """Raises `LedgerError` if the equation does not hold or more than `max_in_flight` groups are out."""
+    def check(self) -> None:
+        """Raises `LedgerError` if the equation does not hold."""
         if self.issued != self.accounted:
             raise LedgerError(
                 f"got {self.issued} groups issued and {self.accounted} accounted for ({self}), because one was lost or "
                 "counted twice; do: report this with the run folder, the next checkpoint cannot be trusted"
             )
-        if max_in_flight is not None and self.in_flight > max_in_flight:
-            raise LedgerError(
-                f"got {self.in_flight} groups in flight where at most {max_in_flight} can be, because a rollout took "
-                "groups and neither returned nor dropped them; do: put them back or mark them filtered or failed"
-            )
 
     def metrics(self) -> dict[str, float]:
-        """Flat figures for the log."""
         out: dict[str, float] = {
             "data/issued": self.issued,
             "data/trained": self.trained,
@@ -72,28 +63,25 @@ class Ledger:
 
 
 class Account:
-    """Counts of groups since the start of the run. What is buffered is the buffer's to say."""
+    """Counts of groups since the start of the run, without those in the buffer."""
 
     def __init__(self, is_buffered: Callable[[int], bool]) -> None:
-        """`is_buffered`: whether a group waits in the buffer, for messages."""
+        """`is_buffered`: whether the buffer has a group; for messages."""
         self._is_buffered = is_buffered
         self.next_group_index = 0
         self.next_index = 0
         self.num_issued = 0
         self.num_trained = 0
         self.filtered: Counter[str] = Counter()
-        """Reason -> groups dropped on purpose."""
         self.failed: Counter[str] = Counter()
-        """Reason -> groups given up."""
         self.returned: Counter[str] = Counter()
-        """Reason -> times that a group was put back."""
         self.in_flight: dict[int, Issued] = {}
         """In the order of issue."""
         self.origins: dict[int, Origin] = {}
-        """Of groups that are not settled and were made from a prompt."""
+        """Of unsettled groups that were made from a prompt."""
 
     def add_group(self, num_executions: int) -> tuple[int, int]:
-        """A new group; returns its `group_index` and the first `index` of its executions."""
+        """Counts a new group. Returns its `group_index` and the first `index` of its executions."""
         ids = self.next_group_index, self.next_index
         self.next_group_index += 1
         self.next_index += num_executions
@@ -101,18 +89,18 @@ class Account:
         return ids
 
     def add_foreign_group(self, group_index: int, last_index: int) -> None:
-        """A new group that brought its own ids, above all that were given."""
+        """Counts a new group with ids of its own, above all known ones."""
         self.next_group_index, self.next_index = group_index + 1, last_index + 1
         self.num_issued += 1
 
     def drop(self, group_indices: Iterable[int], reason: str) -> None:
-        """Groups that waited were dropped on purpose."""
+        """Counts buffered groups that were dropped on purpose."""
         for index in group_indices:
             self.origins.pop(index, None)
             self.filtered[reason] += 1
 
     def settle(self, group_indices: Iterable[int], verb: str) -> int:
-        """Groups in flight are settled; returns how many. Raises `LedgerError` for one that is not in flight."""
+        """Takes groups out of flight. Returns their number. Raises `LedgerError` for one that is not in flight."""
         indices = list(group_indices)
         self.require_in_flight(indices, verb)
         for index in indices:
@@ -121,7 +109,7 @@ class Account:
         return len(indices)
 
     def require_in_flight(self, group_indices: Sequence[int], verb: str) -> None:
-        """Raises `LedgerError` unless each of the groups is in flight and named once."""
+        """Raises `LedgerError` unless each group is in flight and named once."""
         repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
         if repeated:
             raise LedgerError(f"got groups {repeated} more than once to be {verb}; each group is settled once")
@@ -139,7 +127,6 @@ class Account:
         return "settled before" if 0 <= group_index < self.next_group_index else "never issued"
 
     def ledger(self, *, num_buffered: int) -> Ledger:
-        """The account at this moment."""
         return Ledger(
             issued=self.num_issued,
             trained=self.num_trained,
@@ -151,7 +138,7 @@ class Account:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What a checkpoint holds of the account, JSON-serialisable; the groups in flight are saved by the buffer."""
+        """The account for a checkpoint, JSON-serialisable, without the groups in flight."""
         return {
             "next_group_index": self.next_group_index,
             "next_index": self.next_index,
@@ -164,7 +151,7 @@ class Account:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Replaces the account by saved `figures`; nothing is in flight."""
+        """Restores saved `figures`; nothing is in flight."""
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
         self.num_issued, self.num_trained = state["issued"], state["trained"]
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])

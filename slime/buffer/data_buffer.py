@@ -1,10 +1,9 @@
 """The Data Buffer: issues prompt groups, takes them back with their partial work, accounts for each.
 
-Consumes: prompts of the data source, and groups that the rollout returns (`put_back`), drops (`mark_filtered`,
-`mark_failed`) or finishes ahead of a step (`put_finished`); the driver confirms (`mark_trained`) after the optimizer
-step, and saves. Produces: groups to be worked on (`get_groups`) and finished ones (`take_finished`). Waits for: one
-lock, which guards the state and is held briefly, so that a user's rollout function may call from a thread of its own.
-Is woken by: nothing; every call answers at once.
+The rollout gets groups to work on (`get_groups`), returns them (`put_back`), drops them (`mark_filtered`,
+`mark_failed`) or finishes them ahead of a step (`put_finished`, `take_finished`). The driver confirms after the
+optimizer step (`mark_trained`), then saves. One lock, held briefly, guards the state, so that a user's rollout function
+may call from a thread of its own; no call waits for anything else.
 
 Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (to be worked on, or finished)
 -> in flight again.
@@ -13,9 +12,10 @@ Invariants
 1. Each group is in exactly one of those states: `ledger().check()` holds after every call.
 2. `group_index` and `index` increase over the whole run and are never used twice, resume included.
 3. Returned groups are served before new prompts, first in, first out.
-4. A saved state continues as if never stopped. What was in flight at the save is issued again first, as it was when it
-   was last issued or noted: no prompt is skipped, none is trained twice because training is confirmed before saving.
-5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than so many versions before
+4. A resumed run goes on as if it had never stopped. Groups in flight at the save are issued again first, as they were
+   when last issued or noted. No prompt is skipped, and none is trained twice, because training is confirmed before
+   saving.
+5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than that many versions before
    `weight_version`; an older one starts over from its prompt, counted as returned for the reason "stale".
 """
 
@@ -39,7 +39,6 @@ from slime.buffer.groups import (
     apply_filter,
     flatten,
     group_index_of,
-    group_of,
     make_group,
     note_quarantines,
     num_quarantines,
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataBuffer:
-    """Groups of prompts in, an account of them out. `prompts=None` issues blank samples."""
+    """`prompts=None` issues blank samples."""
 
     def __init__(
         self,
@@ -76,14 +75,12 @@ class DataBuffer:
         self._buffer_filter = buffer_filter
         self.max_staleness: int | None = None
         self.weight_version = 1
-        """Version of the weights that the next batch is trained on; each trained step makes the next one."""
+        """The version that the next batch is trained on; each trained step makes the next one."""
         self._lock = threading.RLock()
         self._queue: list[GroupRecord] = []
         self._finished: list[GroupRecord] = []
         self._shown: dict[int, Group] = {}
-        """Of the queue, groups that the user's filter has seen: it may have written into them, so their records are no
-        longer true.
-        """
+        """Groups of the queue that the user's filter has seen: it may have changed them, so their records are stale."""
         self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
@@ -105,11 +102,11 @@ class DataBuffer:
                 sample.started_version = self.weight_version
 
     def _issue(self, group: Group, record: GroupRecord | None = None) -> None:
-        """`record`: of the group as it is now, if there is one."""
+        """`record`: of the group as it is now, if it exists."""
         self._account.in_flight[group.group_index] = Issued(group.attempts, record or GroupRecord.of(group))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
+        """`get_groups` under its public name, for users' rollout functions: a list of samples per prompt."""
         return [list(group.samples) for group in self.get_groups(num_samples)]
 
     def _new_groups(self, n: int) -> list[Group]:
@@ -128,7 +125,7 @@ class DataBuffer:
         return make_group(row, group_index, origin, attempts)
 
     def _take_buffered(self, n: int) -> list[Group]:
-        """Issues up to `n` groups of the queue, chosen by the user's filter if there is one."""
+        """Issues up to `n` groups of the queue, chosen by the user's filter, if any."""
         if self._buffer_filter is None or not self._queue or n == 0:
             taken, self._queue = self._queue[:n], self._queue[n:]
             return [self._issue_again(record) for record in taken]
@@ -149,10 +146,7 @@ class DataBuffer:
         return group
 
     def start_over(self, group: Group) -> Group:
-        """A group in flight as it was before any generation: what older weights began is dropped.
-
-        Raises `LedgerError` for a group that is not in flight.
-        """
+        """Drops the work on a group in flight. Raises `LedgerError` for a group that is not in flight."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "started over")
             fresh = self._fresh(group, self._account.in_flight[group.group_index].attempts)
@@ -161,14 +155,10 @@ class DataBuffer:
             return fresh
 
     def note(self, group: Held) -> None:
-        """A group in flight is issued again, after a resume, as it is now. Raises as `put_back` does."""
+        """After a resume, the group in flight is issued as it is now. Raises as `put_back` does."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "noted")
             self._account.in_flight[group.group_index] = Issued(group.attempts, record_of(group))
-
-    def is_stale(self, group: Group) -> bool:
-        """Whether a token of the group is older than training now allows."""
-        return self._is_too_old(oldest_version(group))
 
     def _is_too_old(self, oldest: int | None) -> bool:
         if self.max_staleness is None or oldest is None:
@@ -176,13 +166,13 @@ class DataBuffer:
         return self.weight_version - oldest > self.max_staleness
 
     def _not_stale(self, group: Group) -> Group:
-        if not self.is_stale(group):
+        if not self._is_too_old(oldest_version(group)):
             return group
         self._account.returned["stale"] += 1
         return self.start_over(group)
 
     def _fresh(self, group: Group, attempts: int) -> Group:
-        """From its dataset row, with the count of its quarantines; a group made outside loses its responses only."""
+        """Makes it again from its dataset row; a group made outside only loses its responses. Quarantines count on."""
         origin = self._account.origins.get(group.group_index)
         if origin is not None:
             return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
@@ -190,20 +180,18 @@ class DataBuffer:
 
     # ---- taking back and settling --------------------------------------------------------------------------------
 
-    def put_back(self, groups: Sequence[Held], reason: str, *, keep_partial: bool = True) -> None:
-        """Takes groups in flight back, to be issued again before any new prompt, with `attempts` one higher.
+    def put_back(self, groups: Sequence[Held], reason: str) -> None:
+        """Takes groups in flight back, with their work, to be issued before any new prompt; `attempts` is one higher.
 
-        `keep_partial` keeps tokens, log-probs, versions and rewards as they are; otherwise the group starts over from
-        its prompt. Raises `LedgerError` for a group that is not in flight and `DataError` for one that is not
-        JSON-serialisable (it could not be saved); then none of the groups is taken.
+        Takes all groups or none: raises `LedgerError` for a group that is not in flight, and `DataError` for one that
+        is not JSON-serialisable and so could not be saved.
         """
         with self._lock:
             self._account.require_in_flight([g.group_index for g in groups], "put back")
             back: list[tuple[Held, GroupRecord]] = []
             for group in groups:
                 attempts = self._account.in_flight[group.group_index].attempts + 1
-                kept: Held = replace(group, attempts=attempts)
-                again = kept if keep_partial else self._fresh(group_of(kept), attempts)
+                again: Held = replace(group, attempts=attempts)
                 back.append((again, record_of(again)))
             for again, _ in back:
                 del self._account.in_flight[again.group_index]
@@ -211,17 +199,16 @@ class DataBuffer:
             self._keep(back)
 
     def put_finished(self, group: Held) -> None:
-        """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
+        """Takes a finished group in flight, to be trained later. Raises as `put_back` does."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
             self._finished.append(record_of(group, finished=True))
             del self._account.in_flight[group.group_index]
 
     def take_finished(self, n: int) -> list[GroupRecord]:
-        """Records of `n` finished groups, those of the oldest weights first, in flight from now on; none while there
-        are fewer.
+        """Records of `n` finished groups, now in flight, those of the oldest weights first; [] while there are fewer.
 
-        Finished groups that are stale go back to be worked on from their prompt.
+        Stale finished groups go back to be worked on from their prompt.
         """
         with self._lock:
             stale = [record.group() for record in self._finished if self._is_too_old(record.oldest)]
@@ -240,7 +227,7 @@ class DataBuffer:
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
         """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
 
-        Samples without a `group_index` are new work: they get fresh ids and join the queue.
+        Samples without a `group_index` are new work: they get ids and join the queue.
         """
         for nest in groups:
             samples = flatten(nest)
@@ -252,13 +239,13 @@ class DataBuffer:
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
 
     def _adopt(self, nest: Sequence[Any]) -> tuple[Group, GroupRecord]:
-        """Gives ids to samples made outside, one per execution (a sample or a list of siblings); counts the group."""
+        """Gives ids to samples made outside, one per execution (a sample or a list of siblings)."""
         group_index, first_index = self._account.next_group_index, self._account.next_index
         for i, execution in enumerate(nest):
             for sample in flatten([execution]):
                 sample.group_index, sample.index = group_index, first_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        record = GroupRecord.of(group)  # first: it may not be JSON
+        record = GroupRecord.of(group)  # may raise, so before the count
         self._account.add_group(len(nest))
         return group, record
 
@@ -286,17 +273,17 @@ class DataBuffer:
     # ---- the account ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Usable rows of the dataset: prompts of one epoch; 0 without a dataset."""
+        """Usable rows of the dataset; 0 without one."""
         return 0 if self._walk is None else len(self._walk.prompts)
 
     @property
     def epoch(self) -> int:
-        """Completed passes over the dataset, counting issued prompts."""
+        """Completed passes over the dataset, by issued prompts."""
         return 0 if self._walk is None else self._walk.epoch
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Group indices in flight, in the order of issue."""
+        """Group indices in the order of issue."""
         with self._lock:
             return tuple(self._account.in_flight)
 
@@ -311,12 +298,10 @@ class DataBuffer:
         return len(self._finished)
 
     def ledger(self) -> Ledger:
-        """The account at this moment."""
         with self._lock:
             return self._account.ledger(num_buffered=self.num_buffered)
 
     def metrics(self) -> dict[str, float]:
-        """Ledger, epoch and dataset figures for the log."""
         own = getattr(self._walk.prompts, "metrics", dict) if self._walk else dict
         figures = {"data/epoch": float(self.epoch), "data/finished": float(self.num_finished)}
         return {**self.ledger().metrics(), **figures, **own()}
@@ -328,7 +313,7 @@ class DataBuffer:
         return self._snapshot().plain()
 
     def _snapshot(self) -> Snapshot:
-        """The state of this moment. Raises `LedgerError`."""
+        """The current state. Raises `LedgerError`."""
         with self._lock:
             self.ledger().check()
             return Snapshot(
@@ -346,9 +331,7 @@ class DataBuffer:
         return {"walk": walk, "weight_version": self.weight_version, **self._account.figures()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the state by what `state_dict` returned. Raises `CheckpointError` if it belongs to other data or
-        another order.
-        """
+        """Restores what `state_dict` returned. Raises `CheckpointError` for other data or another order."""
         self._load(SavedState.of(state))
 
     def _load(self, saved: SavedState) -> None:
@@ -371,9 +354,7 @@ class DataBuffer:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes the state of this moment. The call, in any thread, writes it durably: JSON to the file `path`,
-        texts and arrays of groups beside it (`snapshot`).
-        """
+        """Takes the current state; the result, called in any thread, writes it durably to `path` and beside it."""
         snapshot = self._snapshot()
         return lambda: snapshot.write(path)
 

@@ -1,57 +1,37 @@
-"""Sources that serve samples (`sources.SampleSource`, the class at `--data-source-path`) behind the Data Buffer.
+"""The Data Buffer over a source that serves samples (`sources.SampleSource`, or a class at `--data-source-path`).
 
-Their own `add_samples` decides when returned work is served again; identity, ledger and what was in flight stay with
-the buffer.
-
-Consumes and produces: as `data_buffer`; new and returned groups go through the source's methods, which are called under
-the buffer's lock. Waits for: what these methods wait for; nobody wakes it.
+The source's `add_samples` decides when returned work is served again; ids, ledger and groups in flight stay with the
+buffer. The source's methods are called under the buffer's lock, so a call waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import GroupRecord, Held, flatten, group_index_of, group_of
 from slime.buffer.snapshot import SavedState
+from slime.buffer.sources import SampleSource
 from slime.core.errors import DataError, HookError, LedgerError
-from slime.core.sample import Group, Sample
+from slime.core.sample import Group
 
-
-@runtime_checkable
-class Samples(Protocol):
-    """What a user's class provides; `sources.SampleSource` has the same."""
-
-    def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Exactly `num_samples` groups: lists of samples of one prompt. New ones may leave the ids None."""
-        ...
-
-    def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back, partial work included; `get_samples` serves them again, their ids unchanged."""
-        ...
-
-    def save(self, rollout_id: int) -> None: ...
-
-    def load(self, rollout_id: int | None = None) -> None: ...
-
-    def __len__(self) -> int: ...
+METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
+"""What a user's class must have, as `SampleSource`; it need not derive from that."""
 
 
 class DataSourceBuffer(DataBuffer):
     """A `DataBuffer` whose new prompts and returned groups live in a user's source.
 
-    Adds one invariant: a group that the source serves is either new (ids None, or above all seen) or one that was
-    given back to it; anything else is a `LedgerError`.
+    A group that the source serves is either new (its ids are None, or above all known ones) or was given back to it;
+    anything else is a `LedgerError`.
     """
 
-    def __init__(self, source: Samples) -> None:
+    def __init__(self, source: SampleSource) -> None:
         """Raises `HookError` if `source` lacks a method."""
-        if not isinstance(source, Samples):
-            names = ("get_samples", "add_samples", "save", "load", "__len__")
-            missing = [name for name in names if not callable(getattr(source, name, None))]
-            raise HookError(f"got a data source {type(source).__name__} without {missing}; it needs {names}")
+        if missing := [name for name in METHODS if not callable(getattr(source, name, None))]:
+            raise HookError(f"got a data source {type(source).__name__} without {missing}; it needs {METHODS}")
         super().__init__(None)
         self._source = source
         self._lent: dict[int, int] = {}
@@ -63,7 +43,7 @@ class DataSourceBuffer(DataBuffer):
         nests = self._source.get_samples(n)
         if len(nests) != n:
             raise DataError(
-                f"got {len(nests)} of {n} groups from {type(self._source).__name__}.get_samples; it must give all"
+                f"got {len(nests)} of {n} groups from {type(self._source).__name__}.get_samples; it must return all"
             )
         groups = [self._receive(nest) for nest in nests]
         for group, record in groups:
@@ -91,7 +71,7 @@ class DataSourceBuffer(DataBuffer):
                 f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
-        record = GroupRecord.of(group)  # first: it may not be JSON
+        record = GroupRecord.of(group)  # may raise, so before the count
         self._account.add_foreign_group(index, max(executions))
         return group, record
 
@@ -118,12 +98,12 @@ class DataSourceBuffer(DataBuffer):
         super()._load(saved)
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes our account and calls the source's own `save(rollout_id)`, so that both are of one moment.
+        """Takes the state, and calls the source's own `save(rollout_id)` under the same lock.
 
         Raises `DataError` without a `rollout_id`.
         """
         if rollout_id is None:
-            raise DataError("got no rollout_id to save under, because a custom data source files its state by step")
+            raise DataError("got no rollout_id to save under, but a custom data source files its state by step")
         with self._lock:
             self._saved_at = rollout_id
             write = super().begin_save(path)
@@ -131,13 +111,13 @@ class DataSourceBuffer(DataBuffer):
         return write
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores our account from `path` and calls the source's own `load` with the step that it was saved under."""
+        """Restores the state from `path`, and calls the source's own `load` with the step of that save."""
         super().load(path, rollout_id=rollout_id)
         self._source.load(self._saved_at if rollout_id is None else rollout_id)
 
 
-def behind_buffer(source: Samples, buffer_filter: object = None) -> DataBuffer:
-    """The buffer over a source that serves samples. Raises `HookError` with a filter (`--buffer-filter-path`)."""
+def behind_buffer(source: SampleSource, buffer_filter: object = None) -> DataBuffer:
+    """The buffer over a source that serves samples. Raises `HookError` with `--buffer-filter-path`."""
     if buffer_filter is not None:
-        raise HookError("got --buffer-filter-path beside a data source of your own, which chooses in its get_samples")
+        raise HookError("got --buffer-filter-path beside your own data source, which chooses in its get_samples")
     return DataSourceBuffer(source)

@@ -1,4 +1,9 @@
-"""Small pure operations on groups: nests, ids, starting over, age, and the contract of a user's buffer filter."""
+"""Groups as the Data Buffer handles them: ids, starting over, age, the user's buffer filter, and `GroupRecord`.
+
+Invariants
+1. A record does not change, and shares nothing that is written to with its group or whoever works on that.
+2. `GroupRecord.of(group).group()` equals the group.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,15 @@ from slime.core.sample import PER_TOKEN, TURN_COUNTS, Group, PromptRow, Sample, 
 logger = logging.getLogger(__name__)
 
 MAX_SAVED_TEXT = 2**24
-"""Characters of one response's text that a checkpoint holds; a million tokens are rarely more."""
+"""Characters of a response's text in a checkpoint; a million tokens rarely have more."""
 BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
-"""`(buffered groups, n) -> at most n groups to issue`; removes what it takes, or drops, from the list in place."""
+"""`(buffered groups, n) -> at most n groups to issue`; removes from the list what it takes or drops."""
 
 
 def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) -> tuple[list[Group], list[Group]]:
-    """Runs a user's buffer filter; returns the groups it chose and those it left. What is in neither was dropped.
+    """Runs a user's buffer filter. Returns the groups it chose and those it left; it dropped the others.
 
-    Raises `LedgerError` if it takes more than `n`, invents a group, or leaves in the list what it took.
+    Raises `LedgerError` if it takes more than `n`, invents a group, or leaves a taken group in the list.
     """
     by_index = {group.group_index: group for group in queue}
     left = [list(group.samples) for group in queue]
@@ -46,12 +51,11 @@ def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) ->
 
 
 def flatten(nest: Sequence[Any]) -> list[Sample]:
-    """The samples of a nest of lists, in order."""
     return [s for item in nest for s in (flatten(item) if isinstance(item, list | tuple) else [item])]
 
 
 def group_index_of(samples: Sequence[Sample]) -> int:
-    """The prompt id that all samples share. Raises `DataError` if they share none."""
+    """The `group_index` of all samples. Raises `DataError` if they differ or have none."""
     found = {s.group_index for s in samples}
     index = next(iter(found), None)
     if len(found) != 1 or index is None:
@@ -60,7 +64,7 @@ def group_index_of(samples: Sequence[Sample]) -> int:
 
 
 def reset(sample: Sample) -> Sample:
-    """The sample as it was before any generation."""
+    """The sample before any generation."""
     metadata = {k: v for k, v in sample.metadata.items() if k != TURN_COUNTS}
     return dataclasses.replace(
         sample,
@@ -90,58 +94,48 @@ def reset_group(group: Group) -> Group:
 
 
 def oldest_version(group: Group) -> int | None:
-    """Of the weights that its oldest token was sampled with; None without a sampled token."""
+    """The weight version of its oldest token; None without a sampled token."""
     return min((v for s in group.samples for v in s.weight_versions), default=None)
 
 
 def with_bounded_text(sample: Sample, finished: bool) -> Sample:
-    """The sample as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is truncated once no grader will read it.
+    """The sample for a checkpoint: text beyond `MAX_SAVED_TEXT` is truncated if no grader will read it again.
 
-    That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
-    their text: they start over after a resume.
+    This holds for scored samples and for all of a `finished` group. Others start over after a resume, because they
+    would be graded, or continued, with a part of their text.
     """
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
     logger.warning("checkpoint: truncated a text of %d characters of sample %s", len(sample.response), sample.index)
-    bounded = sample.copy()  # whoever reads a field of the live one would have it hold lists
+    bounded = sample.copy()  # reading fields of the live one would turn its arrays into lists
     bounded.response = sample.response[:MAX_SAVED_TEXT]
     return bounded if finished or sample.reward is not None else reset(bounded)
 
 
-# `GroupRecord`: a group as the Data Buffer keeps it, and as a checkpoint holds it: text and arrays.
-#
-# The numbers of its samples are arrays (`Sample.pack`), everything else is JSON, compressed. A record is made once,
-# when its group comes or is issued; checkpoints write it as it is. One that was read from a checkpoint reads its own
-# part of the file when its group is wanted.
-#
-# Invariants
-# 1. A record does not change; its group, and whoever works on that, shares nothing with it that is written to.
-# 2. `GroupRecord.of(group).group()` is equal to the group.
+# ---- group records -----------------------------------------------------------------------------------------------
 
 LEVEL = 1
-"""Of zlib: the texts of answers come to less than half, at 60 MB/s."""
+"""zlib level: halves the text of answers, at 60 MB/s."""
 EXPERTS = "rollout_routed_experts"
 
 
 class Body(Protocol):
-    """Where the text and the arrays of a record are."""
+    """Where the text and arrays of a record are: in memory, or in a checkpoint."""
 
     def read(self) -> Content: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A record's text and arrays, in memory."""
-
     text: bytes
-    """JSON of the group, compressed. In the place of an array stands its number, of runs those of values and counts."""
+    """Compressed JSON of the group, with numbers of arrays in their places."""
     arrays: tuple[Numbers, ...]
 
     def read(self) -> Content:
         return self
 
     def owned(self) -> Content:
-        """The same with arrays of its own."""
+        """The same with copied arrays."""
         return Content(self.text, tuple(np.array(array) for array in self.arrays))
 
     @property
@@ -151,21 +145,24 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """What the buffer has to know of a group that waits, and the group itself."""
+    """A waiting group as text and arrays, made once; checkpoints write it as it is.
+
+    A record of a checkpoint reads its part of the file when the group is wanted.
+    """
 
     group_index: int
     attempts: int
     oldest: int | None
-    """Version of the weights that its oldest token was sampled with; None without a sampled token."""
+    """As `oldest_version`."""
     body: Body
     saved: Body
-    """What a checkpoint holds; the same, unless a text is too long for that (`with_bounded_text`)."""
+    """For checkpoints; differs from `body` if a text is too long (`with_bounded_text`)."""
 
     @classmethod
     def of(cls, group: Group, *, finished: bool = False) -> GroupRecord:
         """Packs the samples of a group and records it. `finished`: no grader will read its texts again.
 
-        Raises `DataError` if a user put anything but JSON into it.
+        Raises `DataError` if it holds anything but JSON.
         """
         group.pack()
         body = saved = _content(group, group.samples)
@@ -175,16 +172,16 @@ class GroupRecord:
         return cls(group.group_index, group.attempts, oldest_version(group), body, saved)
 
     def owned(self) -> GroupRecord:
-        """The same with arrays of its own: those that came from another process may be views of what brought them."""
+        """The same with copied arrays: arrays from another process may be views of its message."""
         body = self.body.read().owned()
         return replace(self, body=body, saved=body if self.saved is self.body else self.saved.read().owned())
 
     def group(self) -> Group:
-        """A group of its own. Raises `CheckpointError` if its part of a checkpoint cannot be read."""
+        """A new group. Raises `CheckpointError` if its part of a checkpoint cannot be read."""
         return self._of(self.body.read())
 
     def saved_group(self) -> Group:
-        """The group as a checkpoint holds it. Raises as `group`."""
+        """The group as in a checkpoint. Raises as `group`."""
         return self._of(self.saved.read())
 
     def _of(self, content: Content) -> Group:
@@ -193,41 +190,41 @@ class GroupRecord:
 
 
 Held = Group | GroupRecord
-"""A group, or its record: who only hands it on, or wants to know what the record tells, need not unpack it."""
+"""A group or its record: many uses need not unpack it."""
 
 
 def group_of(held: Held) -> Group:
-    """The group itself. Raises as `GroupRecord.group`."""
+    """Raises as `GroupRecord.group`."""
     return held if isinstance(held, Group) else held.group()
 
 
 def record_of(held: Held, *, finished: bool = False) -> GroupRecord:
-    """The record of it. Raises as `GroupRecord.of`."""
+    """Raises as `GroupRecord.of`."""
     return GroupRecord.of(held, finished=finished) if isinstance(held, Group) else held
 
 
 def _read_json(text: bytes) -> Any:
     try:
         return orjson.loads(text)
-    except orjson.JSONDecodeError:  # NaN, or a whole number of more than 64 bits
+    except orjson.JSONDecodeError:  # NaN, or an integer of more than 64 bits
         return json.loads(text)
 
 
 def _content(group: Group, samples: Sequence[Sample]) -> Content:
-    """Of a group with these samples. Raises as `GroupRecord.of`."""
+    """A group with these samples. Raises as `GroupRecord.of`."""
     arrays: list[Numbers] = []
     try:
         texts = [fields_to_json(_parts(sample, arrays)) for sample in samples]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is "
-            "part of every checkpoint; do: keep plain numbers, strings, lists and dicts in the fields of samples"
+            f"group {group.group_index} holds something that is not JSON ({error}), but the buffer is part of every "
+            "checkpoint; do: keep plain numbers, strings, lists and dicts in the fields of samples"
         ) from error
     return Content(zlib.compress(b"[" + b",".join(texts) + b"]", LEVEL), tuple(arrays))
 
 
 def _parts(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
-    """The fields of a sample as JSON; its arrays go to the end of `arrays`."""
+    """The fields of a sample as JSON; its arrays are appended to `arrays`."""
 
     def kept(array: Numbers) -> int:
         arrays.append(array)
@@ -245,7 +242,7 @@ def _parts(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
 
 
 def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
-    """What `_parts` took apart."""
+    """The inverse of `_parts`."""
     for name in PER_TOKEN:
         if isinstance(where := fields[name], dict):
             counts = arrays[where["counts"]] if "counts" in where else None
@@ -259,33 +256,30 @@ def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
     return sample
 
 
-# What the Data Buffer remembers of a group: where it came from, how it was when issued, how often quarantined.
-
+# ---- what the buffer remembers of a group ------------------------------------------------------------------------
 BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
-"""The prompt of every group when there is no dataset: the rollout function makes its own."""
+"""The prompt of every group without a dataset: the rollout function makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a group is made from; enough to make it again."""
-
     row: int | None
-    """Dataset row; None without a dataset."""
+    """None without a dataset."""
     first_index: int
     num_executions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A group in flight, as it was when issued. A record, because the rollout works on the samples in place."""
+    """A group in flight, as it was when issued."""
 
     attempts: int
     record: GroupRecord | None
-    """None: it was new, and its origin says it all."""
+    """None if it was new: its origin is enough."""
 
 
 def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:
-    """A group as it starts; every sample owns its containers."""
+    """A new group; every sample owns its containers."""
     samples = [
         Sample(
             group_index=group_index,
@@ -307,7 +301,7 @@ def num_quarantines(group: Group) -> int:
 
 
 def note_quarantines(group: Group, times: int) -> Group:
-    """Writes it into the samples, where it is saved with them."""
+    """Writes the number of quarantines into the samples, which are saved."""
     for sample in group.samples if times else ():
         sample.num_quarantined = times
     return group

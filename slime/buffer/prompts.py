@@ -1,8 +1,8 @@
-"""The endless walk over a dataset: every row once per epoch, in an order that seed and epoch alone decide.
+"""The endless walk over a dataset: every row once per epoch, in an order that depends on seed and epoch only.
 
 Invariants
 1. Epoch `e` visits each row exactly once; with shuffling in the order of a generator seeded by `seed + e`.
-2. The position (`epoch`, `offset`) and the dataset are all there is to know; a restored walk goes on identically.
+2. A walk restored to (`epoch`, `offset`) over the same dataset goes on identically.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.settings.groups.data import KIND
 
 
 class Prompts(Protocol):
-    """A dataset, seen from here; `slime.data.dataset.PromptDataset` is one."""
+    """A dataset, such as `slime.data.dataset.PromptDataset`."""
 
     @property
     def fingerprint(self) -> Fingerprint: ...
@@ -51,7 +51,7 @@ class PromptWalk:
         self._order_of: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def next_row(self) -> int:
-        """The next row index; moves on."""
+        """Moves on and returns the row's number."""
         row = int(self._order()[self.offset])
         self.offset += 1
         if self.offset == len(self.prompts):
@@ -72,7 +72,7 @@ class PromptWalk:
         return hashlib.sha256(self._order().tobytes()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable position, with the identity of what it is a position in."""
+        """The position, JSON-serialisable, with the identity of the dataset and its order."""
         return {
             "epoch": self.epoch,
             "offset": self.offset,
@@ -83,7 +83,7 @@ class PromptWalk:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position. Raises `CheckpointError` if it was saved over other data or in another order."""
+        """Moves to a saved position. Raises `CheckpointError` if data or order differ."""
         saved, here = Fingerprint.from_dict(state["fingerprint"]), self.prompts.fingerprint
         if not saved.same_data(here):
             raise CheckpointError(
@@ -106,11 +106,8 @@ class PromptWalk:
             )
 
 
-# The column of a run's data that holds images (`--multimodal-keys`), read as its checkpoint reads them.
-
-
 def image_column(args: Args) -> ImageColumn | None:
-    """None for a run without images. Raises `ConfigError` for a checkpoint that cannot read any."""
+    """The column of `--multimodal-keys`; None without images. Raises `ConfigError` if the model reads no images."""
     if args.multimodal_keys is None:
         return None
     config, folder = read_hf_config(args.hf_checkpoint), Path(args.hf_checkpoint)

@@ -1,11 +1,10 @@
-"""The saved state of the Data Buffer: what is taken of it at one moment, and the files made of that.
+"""The saved state of the Data Buffer: the state of one moment, and the files written from it.
 
     data_buffer.json                     the account, and which groups wait, are finished or in flight
     data_buffer.<save>.1.safetensors     their records: texts and arrays, named after group and place; more such files
 
-Taking is quick, because groups are kept as records since they came; writing may run in any thread. Records are on disk
-before the JSON, which names their files, is there under its name; files of an earlier save beside it go then. Records
-are read when their group is wanted.
+Taking the state is quick, because groups are kept as records; any thread may write it. The records are on disk before
+the JSON that names their files; then the files of earlier saves are removed. A record is read when its group is wanted.
 """
 
 from __future__ import annotations
@@ -29,30 +28,29 @@ from slime.core.files import sync_to_disk, write_json
 from slime.core.sample import Group
 
 FORMAT = 2
-"""Version of the saved state. Format 1 had the groups in the JSON; it is still read."""
+"""Version of the saved state. Format 1 had the groups in the JSON; it can still be read."""
 MOST_BYTES = 256 * 2**20
-"""Of the records in one file, unless one record alone is larger: writing takes that much memory more."""
+"""Records per file, unless one alone is larger: writing needs this much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one moment; shares nothing with the live buffer that changes."""
+    """The state of one moment; shares nothing that changes with the live buffer."""
 
     figures: Mapping[str, Any]
     """The walk, the account and the weight version."""
     buffered: Sequence[GroupRecord]
-    """Groups to be worked on, in their order."""
     finished: Sequence[GroupRecord]
     """Groups to be trained."""
     in_flight: Sequence[tuple[int, Issued]]
     """In the order of issue."""
 
     def plain(self) -> dict[str, Any]:
-        """Everything as one JSON-serialisable dict, of format 1."""
+        """Everything as one JSON-serialisable dict, in format 1."""
         return {"format": 1, **self._state("group", lambda record: record.saved_group().to_dict())}
 
     def _state(self, entry: str, describe: Callable[[GroupRecord], Any]) -> dict[str, Any]:
-        """Figures and groups, each as `describe` says; `entry`: the key of one in flight."""
+        """Figures, and groups as `describe` returns them. `entry`: the key of a group in flight."""
         in_flight = [
             {
                 "group_index": index,
@@ -66,7 +64,7 @@ class Snapshot:
         return {**self.figures, **groups, "in_flight": in_flight}
 
     def write(self, path: Path) -> None:
-        """Writes the JSON to `path` and the records beside it, durably."""
+        """Writes the records, then the JSON at `path`, durably."""
         path.parent.mkdir(parents=True, exist_ok=True)
         issued = [one.record for _, one in self.in_flight if one.record is not None]
         records = [*self.buffered, *self.finished, *issued]
@@ -81,17 +79,16 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state that was read, of either format, with records in the places of groups."""
+    """A saved state of either format, with records for groups."""
 
     state: Mapping[str, Any]
-    """The JSON."""
     buffered: list[GroupRecord]
     finished: list[GroupRecord]
     in_flight: list[tuple[int, Issued]]
 
     @classmethod
     def of(cls, state: Mapping[str, Any], path: Path | None = None) -> SavedState:
-        """A state of format 1, or one of format 2 whose files are beside `path`. Raises `CheckpointError`."""
+        """Reads a state of format 1, or of format 2 with its files beside `path`. Raises `CheckpointError`."""
         if state.get("format") not in (1, FORMAT):
             raise CheckpointError(
                 f"got a buffer state of format {state.get('format')}; this version reads 1 and {FORMAT}"
@@ -134,7 +131,7 @@ def _in_files(records: Sequence[GroupRecord]) -> Iterator[dict[str, Numbers]]:
 
 
 def _write(path: Path, tensors: dict[str, Numbers]) -> str:
-    """Writes one file of records; its name."""
+    """Writes one file of records and returns its name."""
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
     sync_to_disk(path)
     return path.name
@@ -142,11 +139,11 @@ def _write(path: Path, tensors: dict[str, Numbers]) -> str:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a saved state, open: a checkpoint may be pruned while its records wait."""
+    """The files of a saved state, kept open because a checkpoint may be pruned while its records wait."""
 
     paths: Sequence[Path]
     handles: dict[str, Any] = field(default_factory=dict)
-    """Name of a tensor -> the file that has it."""
+    """Name of a tensor -> its file."""
 
     def __post_init__(self) -> None:
         for path in self.paths:
@@ -173,8 +170,6 @@ class _Files:
 
 @dataclass(frozen=True, slots=True)
 class _OnDisk:
-    """The body of a record in the files of a checkpoint."""
-
     files: _Files
     name: str
 
@@ -184,7 +179,7 @@ class _OnDisk:
 
 @contextlib.contextmanager
 def _readable(*paths: Path) -> Iterator[None]:
-    """Raises `CheckpointError` for what a damaged or missing file leads to."""
+    """Turns the errors of a damaged or missing file into `CheckpointError`."""
     try:
         yield
     except (OSError, SafetensorError, ValueError) as error:
@@ -193,6 +188,6 @@ def _readable(*paths: Path) -> Iterator[None]:
 
 
 def check_dataset(state: Mapping[str, Any], *, has_walk: bool) -> None:
-    """Raises `CheckpointError` for a state of a run with (without) a dataset."""
+    """Raises `CheckpointError` if only one of the runs has a dataset."""
     if (state["walk"] is not None) != has_walk:
         raise CheckpointError("got a buffer state with a dataset for a run without one, or the other way round")

@@ -253,7 +253,7 @@ def report(folder: str) -> int:
     from slime.agent.probe import probe, tools_problem
     from slime.agent.template import ConversationTemplate
     from slime.data.chat import ChatRenderer
-    from slime.rollout.clients import end_of_text
+    from slime.rollout.parts import end_of_text
 
     if not Path(folder).is_dir():
         raise ConfigError(f"got --template {folder}, which is not a folder; give that of a Hugging Face checkpoint")

@@ -351,7 +351,7 @@ class Engines:
             if (now := time.monotonic()) >= self._ask_for_stalls_at:
                 self._stalled = [
                     self._rollout.stalled.remote(now - self._served_at),
-                    self._rollout.bringing.remote(STALLS_EVERY_S),
+                    self._rollout.progressing.remote(STALLS_EVERY_S),
                 ]
         elif all_there(self._stalled):
             stalled, bringing = (peek(answer) or () for answer in self._stalled)

@@ -17,9 +17,9 @@ from slime.core.processes import OF_LIBRARIES, longest_room, ray_folder, too_lon
 from slime.core.text import shorten
 from slime.core.topology import PAIRED
 from slime.core.user_files import paths_in_words
+from slime.data.first_rows import data_problems
 from slime.observability.start_record import OUTPUTS
 from slime.rewards.pool import code_problems
-from slime.rollout.data_checks import data_problems
 from slime.serving.server import pair_problem
 from slime.settings import Args
 from slime.settings.flags import refuse

@@ -44,7 +44,7 @@ from slime.rollout.manager import RolloutManager
 from slime.rollout.sft import HeldOut
 from slime.rollout.types import StepNews
 from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
-from slime.rollout.workers.fleet import WorkerFleet
+from slime.rollout.workers.worker_fleet import WorkerFleet
 from slime.serving.router import AnyRouter, ExistingRouter, Router, Routers
 from slime.settings import Args
 from slime.settings.hooks import runs_user_code
@@ -229,9 +229,9 @@ class RolloutActor:
         """
         return await self._manager.stalled(within_s)
 
-    async def bringing(self, within_s: float) -> list[str]:
+    async def progressing(self, within_s: float) -> list[str]:
         """Engines that brought a token in the last `within_s` seconds."""
-        return await self._manager.bringing(within_s)
+        return await self._manager.progressing(within_s)
 
     async def urls(self) -> dict[str, str]:
         """Model -> its router, the main model first; empty if no router runs. Answers when the routers have the

@@ -1,4 +1,5 @@
 """Data: datasets, chat templates and loss masks, packing, and the split of a batch into steps, ranks and micro-batches.
 
-`schedule` and `packing` are pure; `dataset`, `chat` and `sft` read files and call a tokenizer passed in by the caller.
+`micro_batch_schedule`, `packing`, `shared_prefixes` and `context_split` are pure. `dataset`, `chat` and `conversations`
+read files and call a tokenizer that the caller passes.
 """

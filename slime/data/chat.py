@@ -1,8 +1,8 @@
 """Chat templates: messages to text and ids, with text from a dataset kept from turning into control tokens.
 
-A user text that contains `<|im_end|>` must not end the turn. Templates paste strings and tokenizers then read control
-tokens wherever they stand, so each control string in a message is replaced by a harmless word before the template runs
-and encoded on its own, as ordinary ids, afterwards (transformers issue 29279 asks for this upstream).
+A user text that contains `<|im_end|>` must not end the turn. Templates paste strings, and tokenizers read control
+tokens wherever they stand. So each control string in a message is replaced by a harmless word, its stand-in, before the
+template runs, and is encoded as ordinary ids afterwards (transformers issue 29279 asks for this upstream).
 
 Invariants
 1. A text without control strings is encoded exactly as `apply_chat_template(tokenize=True)` encodes it.
@@ -36,20 +36,19 @@ class Rendered:
 
     @property
     def text(self) -> str:
-        """The text as the template gives it."""
+        """The original text."""
         out = self.marked
         for stand_in, control in self.stand_ins.items():
             out = out.replace(stand_in, control)
         return out
 
     def part(self, start: int, stop: int | None = None) -> Rendered:
-        """The part of `marked` from `start` to `stop`."""
         return Rendered(self.marked[start:stop], self.stand_ins)
 
 
 @dataclass(frozen=True, slots=True)
 class Disarmed:
-    """A conversation without control strings, for one template."""
+    """The messages of a conversation with stand-ins for control strings, for one template."""
 
     chat: ChatRenderer
     messages: Sequence[Message]
@@ -58,11 +57,11 @@ class Disarmed:
     """As in `Rendered`."""
 
     def render(self, length: int, *, asked: bool) -> Rendered:
-        """The first `length` messages as text; `asked`: with a generation prompt. Raises `TemplateRefusal`."""
+        """The first `length` messages. `asked`: with a generation prompt. Raises `TemplateRefusal`."""
         return self.rendered(self.chat.write(self.messages[:length], self.tools, asked=asked))
 
     def rendered(self, marked: str) -> Rendered:
-        """A text with the stand-ins of this conversation."""
+        """Text of this conversation, with its stand-ins."""
         return Rendered(marked, self.stand_ins)
 
 
@@ -77,11 +76,10 @@ class ChatRenderer:
         end_ids: Collection[int] = (),
         allow_control_tokens: bool = False,
     ) -> None:
-        """`end_ids`: tokens at which an engine stops, beside the tokenizer's own (`slime.rollout.clients.end_of_text`).
+        """`end_ids`: tokens at which engines stop, besides the tokenizer's own (`slime.rollout.parts.end_of_text`).
 
-        `allow_control_tokens` trusts the data: control strings in it become control ids.
-
-        Raises `ConfigError` if the tokenizer has no chat template.
+        `allow_control_tokens`: control strings in the data become control ids. Raises `ConfigError` if the tokenizer
+        has no chat template.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -95,21 +93,20 @@ class ChatRenderer:
         added = {str(token): token for token in by_id.values()}
         probe, turn = self._probe()
         self.ends: Mapping[str, int] = {str(by_id[i]): i for i in (*end_ids, tokenizer.eos_token_id) if i in by_id}
-        """Text -> id of the tokens that end an answer; in some families they open the next turn."""
+        """Text -> id of tokens that end an answer; in some families they open the next turn."""
         own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
-        """Tokens that the template builds turns from."""
+        """Tokens that separate turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
         self._held = self.structural - (written - own - set(self.ends))
-        """Those that an assistant's text must not produce. Others stand within its own turn (`<think>`)."""
+        """Tokens that an assistant's text must not produce. Others belong to its turn (`<think>`)."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """All tokens that text from a dataset must not produce; an assistant's is held to those around its turn."""
+        """Tokens that no text of a dataset may produce, except an assistant's within its turn."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
     @property
     def template(self) -> str:
-        """The text of the chat template."""
         return str(self._tokenizer.chat_template)
 
     def render(
@@ -119,7 +116,7 @@ class ChatRenderer:
         return self.disarm(messages, tools).render(len(messages), asked=add_generation_prompt)
 
     def disarm(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Disarmed:
-        """A conversation to render in parts, with stand-ins for the control strings in any of it."""
+        """Puts stand-ins into a conversation, to render it in parts."""
         stand_ins = {} if self._allow else self._stand_ins(messages, tools)
         return Disarmed(
             self,
@@ -129,22 +126,25 @@ class ChatRenderer:
         )
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, asked: bool) -> str:
-        """What the template makes of messages as they are. Raises `TemplateRefusal` with its complaint."""
+        """Runs the template on the messages as they are. Raises `TemplateRefusal` with its complaint."""
         try:
             return self._apply(messages, tools=tools, add_generation_prompt=asked)
-        except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
+        except Exception as error:  # a template is a program of the checkpoint's author
             raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Text to ids. Raises `DataError` if an injected control string cannot be spelled without a control id."""
-        return self._encode_marked(rendered) if rendered.stand_ins else self._encode_text(rendered.marked)
+        """Text to ids. Raises `DataError` if an injected control string cannot be encoded without a control id."""
+        ids: list[int] = []
+        for _, text, control in self._parts(rendered):
+            ids += self._encode_text(text) if control is None else self._spelled(control)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, control tokens included. For checks and messages only."""
+        """Ids to text, control tokens included; for checks and messages only."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """`encode`, and of each id where in `marked` its text begins."""
+        """`encode`, and for each id where its text begins in `marked`."""
         ids: list[int] = []
         starts: list[int] = []
         for at, text, control in self._parts(rendered):
@@ -159,19 +159,13 @@ class ChatRenderer:
         return ids, starts
 
     def disarmed(self, text: str, rendered: Rendered) -> str:
-        """A text as it stands in `marked`: with the stand-ins of a rendering for the control strings in it."""
+        """A text as it appears in `rendered.marked`."""
         for stand_in, control in rendered.stand_ins.items():
             text = text.replace(control, stand_in)
         return text
 
-    def _encode_marked(self, rendered: Rendered) -> list[int]:
-        ids: list[int] = []
-        for _, text, control in self._parts(rendered):
-            ids += self._encode_text(text) if control is None else self._spelled(control)
-        return ids
-
     def _parts(self, rendered: Rendered) -> Iterator[tuple[int, str, str | None]]:
-        """(place in `marked`, text, the control string that it stands for) of each part."""
+        """(place in `marked`, text, the control string it stands for) of each part."""
         if not rendered.stand_ins:
             yield 0, rendered.marked, None
             return
@@ -196,8 +190,7 @@ class ChatRenderer:
         return text
 
     def _probe(self) -> tuple[str, str]:
-        """A plain conversation as the template writes it, which shows the added tokens that build turns; and what of it
-        an assistant writes."""
+        """A plain conversation as the template writes it, and the assistant's part of it."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
@@ -207,14 +200,14 @@ class ChatRenderer:
             whole = self._apply(messages, tools=None, add_generation_prompt=False)
             asked, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
             answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
-        except Exception:  # a template that refuses this conversation leaves us the tokens marked special
+        except Exception:  # without this conversation, only tokens marked special count
             return "", ""
-        # A prompt that begins a thought (GLM-4.7) is not the beginning of an answer without one.
+        # A prompt that begins a thought (GLM-4.7) is not the beginning of an answer without a thought.
         begins = next((text for text in (asked, plain) if answered.startswith(text)), answered)
         return whole, answered[len(begins) :]
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
-        """Control string -> a word that occurs nowhere, for each control string in the data; usually empty."""
+        """Control string in the data -> a word that occurs nowhere in it; usually empty."""
         everything = "\n".join(_strings([messages, tools]))
         found = [c for c in self.control if c in everything]
         tag = "standin"
@@ -239,7 +232,6 @@ class ChatRenderer:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string inside messages or tools."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""The chat template and the tokenizer of a checkpoint, read from its files: for checks that must answer at once.
+"""The chat template and the tokenizer of a checkpoint, read from its files, for checks that must answer at once.
 
-Importing transformers takes seconds, and a run imports it in the processes that need it. Here the template runs in the
-same sandbox with the same functions (`transformers.utils.chat_template_utils`, against which a test compares it), and
-`tokenizers` counts. What these files do not say is not known: None, never a guess.
+Importing transformers takes seconds. Here the template runs in the same sandbox with the same functions
+(`transformers.utils.chat_template_utils`; a test compares the two), and `tokenizers` counts tokens. What the files do
+not say is None, never a guess.
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.tiktoken")
-"""Files of which a folder with a tokenizer has at least one."""
+"""A folder with a tokenizer has at least one of these."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTemplate:
-    """What the files of a checkpoint say about its tokenizer."""
+    """A checkpoint's tokenizer, as far as its files tell."""
 
     folder: Path
     has_tokenizer: bool
-    """Whether there is any file of a tokenizer."""
     has_template: bool
-    """Whether there is a chat template, or something that may bring one along."""
+    """Whether there is a chat template, or something that may bring one."""
     source: str | None
-    """The text of the template; None if there is none, or several without a default one."""
+    """The text of the template; None without one, or without a default among several."""
     special_tokens: Mapping[str, str]
-    """What a template may call by name: `bos_token` and so on."""
+    """Names that a template may use: `bos_token` and so on."""
 
     @classmethod
     def of(cls, folder: Path) -> CheckpointTemplate:
-        """Reads the small files. Raises `DataError` for one that is damaged."""
+        """Reads the small files. Raises `DataError` for a damaged one."""
         config = _json(folder / "tokenizer_config.json")
         named = config.get("chat_template")
         if isinstance(named, list):
             named = next((t.get("template") for t in named if t.get("name") == "default"), "")
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.is_file() else named
-        # Mistral's own tokenizer writes its turns without a template.
+        # Mistral's own tokenizer writes turns without a template.
         brings_one = (folder / "tekken.json").is_file() or (folder / "additional_chat_templates").is_dir()
         tokens = {**_json(folder / "special_tokens_map.json"), **config}
         return cls(
@@ -62,7 +61,7 @@ class CheckpointTemplate:
         )
 
     def with_template(self, file: Path) -> CheckpointTemplate:
-        """With a file of the user's in place of its own template. Raises `DataError` for one that is not Jinja."""
+        """With the user's template instead of its own. Raises `DataError` if the file is not Jinja."""
         import jinja2
 
         try:
@@ -84,7 +83,7 @@ class CheckpointTemplate:
         kwargs: Mapping[str, Any],
         add_generation_prompt: bool = True,
     ) -> str | None:
-        """The conversation as text; None where only the real tokenizer can tell.
+        """The conversation as text; None if only the real tokenizer can tell.
 
         Raises `DataError` with the complaint of a template that refuses the messages.
         """
@@ -101,7 +100,7 @@ class CheckpointTemplate:
             return str(template.render(messages=messages, tools=tools or None, documents=None, **given))
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-        except Exception:  # of a function that may differ here: not for this check to judge
+        except Exception:  # a function may differ here, so the check does not judge
             return None
 
     def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
@@ -123,7 +122,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str:
-    """A token is written as text, or as an object with its text."""
+    """A token is a text, or an object with its text."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
@@ -133,7 +132,7 @@ def _tokenizer(path: Path) -> Any:
 
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # of a format that this version does not read: transformers may
+    except Exception:  # a format that this version does not read; transformers may
         return None
 
 
@@ -145,7 +144,7 @@ def _compiled(source: str) -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant says; the text is the same."""
+        """`{% generation %}` marks the assistant's text and does not change it."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -169,18 +168,13 @@ def _compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-# A fast tokenizer from a file of tiktoken, for released folders whose own tokenizer is Python code (Kimi-K2).
-#
-# Such a folder has `tiktoken.model`, a line for each token with its bytes in base64 and its rank, and in
-# `tokenizer_config.json` the tokens that stand behind them, up to 256. The code beside them splits text by a pattern,
-# which neither file has: `PATTERNS` has it by the name of the class. Ids are those of tiktoken with that
-# pattern; ids without a name are `<|reserved_token_N|>`, as in the released code.
+# ---- fast tokenizers from tiktoken files -------------------------------------------------------------------------
 
 RANKS = "tiktoken.model"
 KEPT = "tokenizer_config.released.json"
-"""The released configuration, which names the code."""
+"""The released configuration, which names Python code."""
 NUM_RESERVED = 256
-"""Ids behind those of the file."""
+"""Ids after those of the file."""
 _WORD = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS: Mapping[str, str] = {
@@ -197,20 +191,23 @@ PATTERNS: Mapping[str, str] = {
         )
     )
 }
-"""Class that `tokenizer_config.json` names -> how its code splits text."""
+"""Class named in `tokenizer_config.json` -> how its code splits text."""
 
 
 def write_fast(folder: Path) -> int:
-    """Writes `tokenizer.json` into a folder, and a `tokenizer_config.json` that names it; returns how many ids it has.
+    """Writes `tokenizer.json`, and a `tokenizer_config.json` that names it, into a released folder whose tokenizer is
+    Python code over tiktoken's ranks (Kimi-K2). Returns the number of ids.
 
-    Raises `ConfigError` for a folder whose tokenizer is not of this kind.
+    `tiktoken.model` has the bytes and rank of each token, `tokenizer_config.json` up to 256 tokens after them, and
+    `PATTERNS` how the code splits text. Ids are those of tiktoken with that pattern; ids without a name are
+    `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any other folder.
     """
     config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
     pattern = PATTERNS.get(str(config.get("tokenizer_class")))
     if not is_code(folder) or pattern is None or not (folder / RANKS).is_file():
         raise ConfigError(
-            f"got {folder}, because of whose {CONFIG} (class {config.get('tokenizer_class')}) and {RANKS} it holds no "
-            f"tokenizer of {', '.join(PATTERNS)} that is left to write; give a released folder of Kimi-K2"
+            f"got {folder}, whose {CONFIG} (class {config.get('tokenizer_class')}) and {RANKS} are not those of "
+            f"{', '.join(PATTERNS)} with a tokenizer still to write; give a released folder of Kimi-K2"
         )
     tokenizer = fast_tokenizer(folder / RANKS, pattern, config.get("added_tokens_decoder") or {})
     own = {k: v for k, v in config.items() if k != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -221,8 +218,7 @@ def write_fast(folder: Path) -> int:
 
 
 def fast_tokenizer(ranks: Path, pattern: str, named: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
-    """`named`: id -> what `added_tokens_decoder` says of it. Raises `ConfigError` for ids that are not behind the
-    file's."""
+    """`named`: id -> its entry in `added_tokens_decoder`. Raises `ConfigError` for ids outside the reserved range."""
     from tokenizers import AddedToken
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

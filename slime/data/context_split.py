@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a packed row each rank holds, and which keys its queries may see.
+"""Context parallelism: which tokens of a packed row each rank holds, and which keys its queries see.
 
 Every sequence is split into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r` of each, so
 that causal attention costs every rank the same (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et
@@ -7,8 +7,8 @@ al. 2024, section 3.3.2). Pure; knows no device and no process group.
 Invariants
 1. The positions of all ranks together are a permutation of the row.
 2. A rank's tokens keep the order of the sequences; the two chunks of a sequence follow each other.
-3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, causality applied at the chunk's own end.
-   Where a sequence goes on behind tokens that samples share, it sees these before its own.
+3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, with causality applied at the chunk's own
+   end. A sequence that continues shared tokens sees these before its own.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class ContextSplit:
     """One rank's part of a row of T tokens and N sequences."""
 
     positions: Int64s
-    """[T / cp] positions in the row of the tokens that this rank holds, in its order."""
+    """[T / cp] positions in the row of this rank's tokens, in its order."""
     local_index: Int64s
     """[T] index among this rank's tokens, or -1 for tokens of other ranks."""
     key_rows: Int64s
-    """[K] where the keys that each chunk sees are in the concatenation of all ranks' tokens, chunk by chunk."""
+    """[K] places of the keys that each chunk sees in the concatenation of all ranks' tokens, chunk by chunk."""
     order: Int64s
     """[T] positions in the row of all ranks' tokens, rank by rank."""
     place: Int64s
-    """[T] where each token of the row is in that concatenation: the inverse of `order`."""
+    """[T] place of each token of the row in that concatenation: the inverse of `order`."""
     query_lengths: tuple[int, ...]
     """[2 N] tokens of each local chunk."""
     key_lengths: tuple[int, ...]
-    """[2 N] keys that each local chunk sees; they sum to K."""
+    """[2 N] keys that each local chunk sees; their sum is K."""
 
 
 def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> Int64s:
@@ -59,9 +59,9 @@ def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_s
 def split_context(
     cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int, prefixes: Sequence[Int64s] | None = None
 ) -> ContextSplit:
-    """Everything that rank `cp_rank` needs of a row. Raises `DataError` like `context_positions`.
+    """Rank `cp_rank`'s part of a row. Raises `DataError` like `context_positions`.
 
-    `prefixes`: for each sequence the row positions of the tokens before it; None: every sequence is whole.
+    `prefixes`: for each sequence the row positions of the shared tokens before it; None: nothing is shared.
     """
     by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
     order = np.concatenate(by_rank)

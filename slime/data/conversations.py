@@ -1,16 +1,16 @@
-"""Supervised fine-tuning: a conversation to training samples, each turn under the prompt that the model would get.
+"""Supervised fine-tuning: from a conversation to training samples, each turn under the prompt that the model would get.
 
-The prompt of a turn is the conversation up to it with its generation prompt, as the template renders it then; the turn
-is what the template writes behind that, up to the first token at which an engine stops. In some families (GLM) that
-token opens the next turn. As long as a template only appends, all turns of a conversation are one sample. Where it
-rewrites history (Qwen3 drops earlier thoughts) the turn gets a sample of its own, with the history as the model would
+The prompt of a turn is the conversation before it plus the generation prompt, as the template renders it at that point.
+The turn is what the template writes after that, up to the first token at which an engine stops; in some families (GLM)
+that token opens the next turn. While a template only appends, all turns of a conversation are one sample. If it
+rewrites history (Qwen3 drops earlier thoughts), the turn gets a sample of its own, with the history as the model would
 see it. The samples of a row share its execution, so that they weigh as one row (`slime.algorithms.aggregation`).
 
 Invariants
-1. A trained position is one that the model itself would have sampled after exactly the ids before it: those are the
-   ids of the prompt of its turn, and the turn so far.
-2. Each trained turn of a row is trained once. It says all that its message says and the template has a place for
-   (`slime.data.spelling`), and its last id, and no other, is one at which an engine stops.
+1. At a trained position the model itself would have sampled after exactly the ids before it: the prompt of the turn,
+   and the turn so far.
+2. Each trained turn of a row is trained once. It says everything in its message that the template writes
+   (`slime.data.template_spelling`), and its last id, and no other, is one at which an engine stops.
 3. The response of a sample starts and ends with a trained id.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Disarmed
-from slime.data.spelling import (
+from slime.data.template_spelling import (
     QUESTION,
     REASONING,
     THOUGHT_BEGINS,
@@ -40,17 +40,17 @@ from slime.data.spelling import (
 
 Message = Mapping[str, Any]
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
-"""A thought, or the end of one, at the beginning of a turn."""
+"""A thought, or its end, at the beginning of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SftTokens:
-    """One training sample of T ids; the last R, from the first trained one on, are the response."""
+    """One training sample of T ids; its last R, from the first trained one on, are the response."""
 
     tokens: tuple[int, ...]
-    """[T] truncated after the last trained token."""
+    """[T] up to the last trained token."""
     loss_mask: tuple[int, ...]
-    """[R] 1 where the token is trained, 0 on the turns between."""
+    """[R] 1 if the token is trained, 0 on the turns between."""
 
     @property
     def response_length(self) -> int:
@@ -59,27 +59,25 @@ class SftTokens:
 
 @dataclass(frozen=True, slots=True)
 class SftRow:
-    """One conversation."""
-
     samples: tuple[SftTokens, ...]
     left_out: frozenset[str]
-    """What of it the template has no place for."""
+    """What the template leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     prompt: str
-    """As `Rendered.marked`, like the others."""
+    """All texts as `Rendered.marked`."""
     text: str
-    """With its end."""
+    """With the end token."""
     is_thoughtless: bool
-    """The template has no place for its thought here."""
+    """The template leaves its thought out."""
 
 
 def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[Any] | None:
-    """The messages that a row says: its prompt, or a text as the question and a text as its label as the answer.
+    """The messages of a row: its prompt, or a text prompt as question and a text label as answer.
 
-    None for any other row, and for a text that the chat template has made (`rendered`).
+    None for any other row, and for a text that a chat template has rendered (`rendered`).
     """
     if isinstance(prompt, str) and isinstance(label, str) and prompt and label and not rendered:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": label}]
@@ -87,25 +85,25 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 
 
 def trained_turns(messages: Sequence[Message]) -> list[int]:
-    """Numbers of the messages to learn from. One of the assistant before any other role's is context: nobody asked for
-    it. Raises `DataError` without any.
+    """Numbers of the messages to train. An assistant's message before all other roles is context, because nothing asked
+    for it. Raises `DataError` without any.
     """
     first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
     if not found:
         raise DataError(
-            f"got no assistant message to learn from in {len(messages)}, behind a message that asks for it and without "
-            "a mask of 0; do: add it to the messages, or leave this row out"
+            f"got no assistant message to learn from in {len(messages)} messages: it must follow a message of another "
+            "role and have no mask of 0; do: add one to the messages, or leave this row out"
         )
     return found
 
 
 def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[Any] | None = None) -> SftRow:
-    """Ids and masks of a conversation; every assistant message with a mask absent or 1 is trained (`MASK_KEYS`).
+    """Ids and masks of a conversation; trains every assistant message whose mask (`MASK_KEYS`) is absent or 1.
 
-    A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained, if the template refuses the
-    messages, writes no generation prompt where it is asked for one, no end behind a trained turn or not behind its
-    prompt, or if it leaves out what a message says.
+    A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained; if the template refuses the
+    messages, writes no generation prompt, no end after a trained turn, or a turn that does not follow its prompt; or if
+    it leaves out what a message says.
     """
     trained = set(trained_turns(messages))
     if problem := _generation_prompt_problem(chat):
@@ -121,20 +119,18 @@ def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[
 
 
 class _Conversation:
-    """One conversation in the spelling that the template reads."""
-
     def __init__(self, spelled: Spelled, chat: ChatRenderer) -> None:
         self._rows, self._chat = spelled.rows, chat
         self._talk: Disarmed = chat.disarm(spelled.messages, spelled.tools)
         self._messages = self._talk.messages
 
     def turn(self, number: int) -> _Turn:
-        """What the model would read and write of a message. Raises `DataError`."""
+        """What the model would read and write for a message. Raises `DataError`."""
         prompt = self._write(self._messages[:number], asked=True)
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
-            # The template writes the message otherwise where others stand before it: gpt-oss drops the thoughts
-            # before an answer, DeepSeek-V3 forgets the header of a second call. Behind a question it stands alone.
+            # Some templates write a message differently after others: gpt-oss drops the thoughts before an answer,
+            # DeepSeek-V3 forgets the header of a second call. So it is tried alone after a question.
             fresh = self._write([QUESTION], asked=True)
             header = fresh[len(self._write([QUESTION], asked=False)) :]
             if prompt.endswith(header) or prompt == self._write(self._messages[:number], asked=False):
@@ -144,7 +140,7 @@ class _Conversation:
             raise DataError(self._unprompted(number, prompt))
         text = self._ended(number, body)
         missing = unsaid(self._messages[number], text)
-        # DeepSeek-R1 is asked for a thought behind a question, and not behind the result of a call.
+        # DeepSeek-R1's prompt begins a thought after a question, and not after the result of a call.
         no_thought = _spelling_of(self._chat).thought_key is None and THOUGHT_BEGINS.search(prompt) is None
         if missing == [REASONING] and no_thought:
             return _Turn(prompt, text, is_thoughtless=True)
@@ -157,7 +153,7 @@ class _Conversation:
         return _Turn(prompt, text, is_thoughtless=False)
 
     def samples(self, turns: Sequence[_Turn]) -> Iterator[SftTokens]:
-        """Turns that follow one another, as long as each prompt goes on from the turn before it."""
+        """Joins turns while each prompt continues the turn before it."""
         runs: list[list[_Turn]] = []
         for turn in turns:
             if runs and turn.prompt.startswith(runs[-1][-1].prompt + runs[-1][-1].text):
@@ -169,8 +165,8 @@ class _Conversation:
             yield from [joined] if joined is not None else (self._single(turn) for turn in run)
 
     def require_context(self, stop: int, prompt: str) -> None:
-        """What others say stands in the prompt of the last trained turn: templates pass over roles that they do not
-        know. Raises `DataError`.
+        """Raises `DataError` if the prompt of the last trained turn lacks a message of another role: templates silently
+        skip roles that they do not know.
         """
         for message, row in zip(self._messages[:stop], self._rows, strict=False):
             content = message.get("content")
@@ -189,9 +185,9 @@ class _Conversation:
         return self._talk.rendered(marked).text
 
     def _body(self, messages: Sequence[Message], prompt: str, *, thinks: bool = True) -> str | None:
-        """What the template writes for the last message behind its prompt; None if it writes it elsewhere.
+        """The text of the last message after its prompt; None if the template does not write it there.
 
-        `thinks`: with the thought that the prompt begins, if it does.
+        `thinks`: include the thought that the prompt begins, if it does.
         """
         whole = self._write(messages, asked=False)
         if whole.startswith(prompt):
@@ -204,10 +200,10 @@ class _Conversation:
         return self._with_thought(messages[-1], written, begun.group()) if thinks else written
 
     def _with_thought(self, message: Message, written: str, begun: str) -> str:
-        """A turn with the thought that the model would write, where the template has left it out.
+        """A turn with the thought that the model would write, if the template has left it out.
 
-        `begun`: how the prompt begins the thought; the turn goes on behind that. Some templates (DeepSeek-R1) take the
-        thought out of all turns, some (MiniMax-M2) leave out an empty one, which the prompt asks for all the same.
+        `begun`: how the prompt begins the thought; the turn continues after that. Some templates (DeepSeek-R1) remove
+        the thought from all turns; some (MiniMax-M2) leave out an empty one, although the prompt asks for it.
         """
         thought, content = thought_of(message), str(message.get("content"))
         ended = _THOUGHT.match(written)
@@ -215,7 +211,7 @@ class _Conversation:
             end = _spelling_of(self._chat).thought_end or ("\n</think>\n\n" if begun.endswith("\n") else "</think>")
             answer = written[ended.end() if ended else 0 :]
             return thought + end + (answer.lstrip("\n") if "</think>" in content else answer)
-        if thought and ended and ended[1] == "":  # Kimi-K2-Thinking writes an empty one before its last answer
+        if thought and ended and ended[1] == "":  # Kimi-K2-Thinking writes an empty thought before its last answer
             return f"<think>{thought}</think>{written.partition('</think>')[2]}"
         if thought and "</think>" in content and "</think>" not in written:
             answer = content.rpartition("</think>")[2]
@@ -223,7 +219,7 @@ class _Conversation:
         return written
 
     def _ended(self, number: int, body: str) -> str:
-        """A turn with the token that ends it. Raises `DataError` if there is none."""
+        """The turn with the token that ends it. Raises `DataError` if there is none."""
         if found := first_end(body, self._chat):
             return body[: sum(found)]
         message = self._messages[number]
@@ -234,15 +230,14 @@ class _Conversation:
         if end is None:
             ends = ", ".join(self._chat.ends) or "none is known"
             raise DataError(
-                f"the chat template writes no token at which engines stop ({ends}) behind message "
-                f"{self._rows[number]}, whose turn ends with {self._plain(body)[-60:]!r}, so the model would not "
-                "learn to stop; do: name the token that ends a turn in eos_token_id of the checkpoint's "
-                "generation_config.json"
+                f"the chat template writes no token at which engines stop ({ends}) after message {self._rows[number]}, "
+                f"whose turn ends with {self._plain(body)[-60:]!r}, so the model would not learn to stop; do: name the "
+                "token that ends a turn in eos_token_id of the checkpoint's generation_config.json"
             )
         return body + end
 
     def _end_of_calls(self, message: Message, body: str) -> str | None:
-        """The end of a turn with calls as behind two of them, which DeepSeek-V3 forgets behind a single one."""
+        """The end of a turn with calls, found by repeating a call: DeepSeek-V3 forgets it after a single one."""
         calls = message.get("tool_calls")
         if not calls:
             return None
@@ -283,19 +278,19 @@ class _Conversation:
         own = set(self._chat.ends.values())
         if ids[-1] not in own or own & set(ids[:-1]):
             raise DataError(
-                f"the ids of the turn {self._plain(text)[:200]!r} hold a token at which engines stop elsewhere than at "
-                f"their end ({', '.join(self._chat.ends)}); do: leave this row out"
+                f"the ids of the turn {self._plain(text)[:200]!r} contain a token at which engines stop "
+                f"({', '.join(self._chat.ends)}) before their end; do: leave this row out"
             )
         return ids
 
     def _context(self, text: str, end: Sequence[int]) -> list[int]:
-        """The ids behind an end token are those of a prompt, in which that token stands: some take a newline along."""
+        """The ids after an end token, encoded together with it: in some prompts it takes a newline along."""
         token = next((text for text, own in self._chat.ends.items() if [own] == list(end)), "")
         ids = self._ids(token + text)
         return ids[1:] if token and ids[:1] == list(end) else self._ids(text)
 
     def _checked(self, tokens: list[int], mask: list[int], marked: str) -> SftTokens:
-        """Prompt and turn are encoded apart, as in generation; where that differs from the whole it must decode."""
+        """Prompt and turn are encoded apart, as in generation. If that differs from the whole, it must decode to it."""
         text = self._talk.rendered(marked)
         if tokens != self._chat.encode(text) and self._chat.decode(tokens) != text.text:
             raise DataError(
@@ -313,31 +308,31 @@ class _Conversation:
             f"the chat template asks for message {self._rows[number]} with {self._plain(prompt[low:])[-90:]!r}, and "
             f"writes the message as {self._plain(whole[low : same + 80])!r}, so the model would learn an answer to "
             "another prompt than it gets; do: use --chat-template FILE or --apply-chat-template-kwargs with which the "
-            "turn goes on from its prompt"
+            "turn continues its prompt"
         )
 
 
 def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
-    """(place, length) of the first token at which an engine stops. Those of the data are not among them."""
+    """(place, length) of the first token at which an engine stops; control strings in the data do not count."""
     found = [(marked.find(end), len(end)) for end in chat.ends]
     return min((one for one in found if one[0] >= 0), key=lambda one: (one[0], -one[1]), default=None)
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """A text as it stands, and as JSON has it: some templates write the results of tools so."""
+    """A text as it is, and as in JSON: some templates write the results of tools so."""
     return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
 @functools.lru_cache(maxsize=8)
 def _spelling_of(chat: ChatRenderer) -> Spelling:
     found = Spelling.of(lambda messages, tools, asked: chat.write(messages, tools, asked=asked))
-    assert found is not None, "a template that runs says what it writes"
+    assert found is not None, "this template can be run"
     return found
 
 
 @functools.lru_cache(maxsize=32)
 def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
-    """The token that ends a turn as it opens the next one, of this role; None if none does."""
+    """The token that ends a turn by opening the next one, of this role; None if there is none."""
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calling else {})
     follows = {"role": role, "content": "c"} | ({"tool_call_id": call["id"]} if role == "tool" else {})
@@ -357,24 +352,24 @@ def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
 
 
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
-    """Why a template's masks cannot be right that ignores `add_generation_prompt`; None if they can.
+    """Why a template that ignores `add_generation_prompt` cannot be trained on; None if it can.
 
-    They can if an answer has no header, as in Mistral's. `render`: messages, and whether a generation prompt is asked
-    for, to text; None where that is not known.
+    It can if an answer has no header, as in Mistral's. `render`: (messages, with a generation prompt) -> text; None if
+    unknown.
     """
     asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     answered = [*asked, {"role": "assistant", "content": "b"}]
     try:
         prompt, plain = render(asked, True), render(asked, False)
         turn, further = render(answered, False), render([*answered, *asked], False)
-    except DataError:  # of a template that wants other conversations: the row itself shows what it does with it
+    except DataError:  # a template for other conversations; the row itself will show what it does
         return None
     if prompt != plain or prompt is None or turn is None or further is None:
         return None
     if further.startswith(turn) and turn.startswith(prompt) and turn[len(prompt) :].lstrip().startswith("b"):
         return None
     return (
-        f"got a chat template on which add_generation_prompt changes nothing: it writes {prompt[-60:]!r} behind a "
-        f"question and {turn[-60:]!r} behind an answer, so nothing says where an answer begins; do: use one that "
-        "writes a generation prompt where it is asked to (--chat-template FILE)"
+        f"got a chat template on which add_generation_prompt changes nothing: it writes {prompt[-60:]!r} after a "
+        f"question and {turn[-60:]!r} after an answer, so nothing shows where an answer begins; do: use one that "
+        "writes a generation prompt on request (--chat-template FILE)"
     )

@@ -1,11 +1,11 @@
 """A dataset of prompts: read once, checked whole, kept in memory.
 
-Every row of the file is accounted for: it is served, or it was too long, or it is quarantined with file, line and
-reason. More than a few bad rows is an error, because then the file or a key is wrong and not a row.
+Every row of the file is served, too long, or quarantined with file, line and reason. More than a few bad rows are an
+error, because then the file or a key is wrong.
 
 Invariants
 1. rows read == len(dataset) + len(dataset.quarantined) + dataset.num_too_long.
-2. Rows keep the order of the file; the fingerprint covers all that a sample is made from.
+2. Rows keep the order of the file; the fingerprint covers everything that a sample is made from.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import numpy as np
 from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
-from slime.data.images import ImageColumn, Pictures, with_images
+from slime.data.images import ImageColumn, RowImages, with_images
 from slime.data.row_files import RawRow, read_rows
 from slime.data.schemes import INPUT, LABEL, METADATA, TOOLS
 from slime.settings.data_files import files_of, scheme_of
+from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.groups.data import DataSettings
 
 logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024
-"""Rows encoded in one call of the tokenizer."""
 NUM_NAMED = 5
-"""Bad rows spelled out in a message; all are in `quarantined`."""
+"""Bad rows named in a message; all are in `quarantined`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """One row that is never served, and why."""
+    """A row that cannot be used, and why."""
 
     file: str
     line: int
-    """Line of a text file or row of a parquet file, counted from 1."""
+    """Line of a text file or row of a parquet file, from 1."""
     reason: str
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Which column is what."""
+    """Names of the columns."""
 
     prompt: str
     label: str | None
@@ -79,15 +79,14 @@ class PromptDataset:
         for row in rows:
             parts = [row.prompt, row.label, row.metadata, *([row.images] if row.images else [])]
             digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
-            # Four bytes per id instead of a Python object.
+            # four bytes per id instead of a Python object
             self._tokens.append(None if row.prompt_tokens is None else np.asarray(row.prompt_tokens, np.int32))
             self._rows.append(replace(row, prompt_tokens=None))
         self.quarantined = tuple(quarantined)
-        """Rows that could not be used, and why."""
         self.num_too_long = num_too_long
-        """Rows left out by the prompt length limit."""
+        """Rows beyond the prompt length limit."""
         self.num_control_token_rows = num_control_token_rows
-        """Served rows whose text contains control tokens, spelled out as ordinary ids."""
+        """Served rows whose text contains control tokens, encoded as ordinary text."""
         self.fingerprint = Fingerprint(source=source, num_rows=len(self._rows), digest=digest.hexdigest())
         if not self._rows:
             named = f". First: {_named(self.quarantined)}" if self.quarantined else ""
@@ -104,7 +103,7 @@ class PromptDataset:
         return replace(self._rows[row], prompt_tokens=None if tokens is None else tuple(tokens.tolist()))
 
     def metrics(self) -> dict[str, float]:
-        """Flat figures for the log."""
+        """`data/*` metrics."""
         return {
             "data/num_rows": len(self),
             "data/num_quarantined": len(self.quarantined),
@@ -130,16 +129,16 @@ class PromptDataset:
         held_out: bool = False,
         images: ImageColumn | None = None,
     ) -> PromptDataset:
-        """Reads `path`: files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them) or the data of a scheme,
-        whose columns have names of their own; optional `@[a:b]`. `held_out`: as in `read_rows`.
+        """Reads files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them) or the data of a scheme, whose
+        columns have names of their own; optional `@[a:b]`.
 
-        With `apply_chat_template` the prompt (messages, or a string taken as one user message) becomes text and ids;
-        without it a string is encoded as it stands, no token added, and messages stay messages.
-        `images`: the column with those of a prompt; wants the template.
-        `allow_control_tokens` lets control strings in the data become control tokens (only with the template).
-        Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one
-        is always allowed, however short the file, unless it is 0), `ConfigError` for a length limit or template without
-        the tokenizer it needs.
+        With `apply_chat_template` the prompt (messages, or a string as one user message) becomes text and ids; without
+        it a string is encoded as it is, no token added, and messages stay messages. `allow_control_tokens`: control
+        strings in the data become control tokens (only with the template). `held_out`: as in `read_rows`. `images`: the
+        column of a prompt's images; needs the template.
+
+        Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one is
+        always allowed, unless it is 0), `ConfigError` for a length limit or template without a tokenizer.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
             raise ConfigError("got a chat template or a prompt length limit without a tokenizer; do: pass one")
@@ -169,9 +168,9 @@ class PromptDataset:
         )
 
 
-_Parsed = tuple[PromptRow, Rendered | None, RawRow, Pictures]
-"""A row, its rendered prompt if it is text, where it came from, and its images."""
-NO_PICTURES = Pictures((), ())
+_Parsed = tuple[PromptRow, Rendered | None, RawRow, RowImages]
+"""A row, its rendered prompt if that is text, its raw row, and its images."""
+NO_IMAGES = RowImages((), ())
 
 
 class _Loader:
@@ -194,7 +193,7 @@ class _Loader:
             try:
                 if raw.value is None:
                     raise DataError(raw.error or "unreadable")
-                row, seen = _parse(raw.value, self._keys, f"{raw.file}:{raw.line}"), NO_PICTURES
+                row, seen = _parse(raw.value, self._keys, f"{raw.file}:{raw.line}"), NO_IMAGES
                 if self._images is not None:
                     seen = self._images.read(raw.value, self._folder)
                     row = replace(row, prompt=with_images(row.prompt, len(seen.digests)), images=seen.digests)
@@ -202,23 +201,18 @@ class _Loader:
             except DataError as error:
                 self.quarantined.append(Quarantined(raw.file, raw.line, str(error)))
         for (row, rendered, raw, seen), ids in zip(parsed, self._encode(parsed), strict=True):
-            if self._images is not None and isinstance(ids, list):
-                ids = self._expanded(ids, seen)
-            if isinstance(ids, DataError):
-                self.quarantined.append(Quarantined(raw.file, raw.line, str(ids)))
-                continue
-            if ids is not None and not ids:
-                self.quarantined.append(Quarantined(raw.file, raw.line, "the prompt encodes to no token"))
+            try:
+                if isinstance(ids, DataError):
+                    raise ids
+                if self._images is not None and ids is not None:
+                    ids = self._images.expanded(ids, seen)
+                if ids is not None and not ids:
+                    raise DataError("the prompt encodes to no token")
+            except DataError as error:
+                self.quarantined.append(Quarantined(raw.file, raw.line, str(error)))
                 continue
             self.num_control_token_rows += bool(rendered and rendered.stand_ins)
             self.rows.append(row if ids is None else replace(row, prompt_tokens=tuple(ids)))
-
-    def _expanded(self, ids: list[int], seen: Pictures) -> list[int] | DataError:
-        assert self._images is not None, "the row has a column of images"
-        try:
-            return self._images.expanded(ids, seen)
-        except DataError as error:
-            return error
 
     def _render(self, row: PromptRow) -> tuple[PromptRow, Rendered | None]:
         if self._chat is None:
@@ -228,7 +222,7 @@ class _Loader:
         return replace(row, prompt=rendered.text), rendered
 
     def _encode(self, parsed: Sequence[_Parsed]) -> list[list[int] | DataError | None]:
-        """Ids per row; None where nothing can encode it, an error where its text cannot be encoded safely."""
+        """Ids per row; None without a tokenizer or text, an error if the text cannot be encoded safely."""
         out: list[list[int] | DataError | None] = [None] * len(parsed)
         if self._tokenizer is None:
             return out
@@ -246,7 +240,7 @@ class _Loader:
         return out
 
     def report(self, source: str, max_bad_fraction: float) -> None:
-        """Logs what was refused; raises `DataError` if there was nothing, or too much was refused."""
+        """Logs refused rows. Raises `DataError` if no row was read, or too many were refused."""
         num_bad, num_read = len(self.quarantined), len(self.quarantined) + len(self.rows)
         if num_read == 0:
             raise DataError(f"got no rows in {source}, because the file or its slice is empty; do: correct the path")
@@ -268,12 +262,11 @@ class _Loader:
 
 
 def _named(quarantined: Sequence[Quarantined]) -> str:
-    """The first bad rows, for a message."""
     return "; ".join(map(str, quarantined[:NUM_NAMED]))
 
 
 def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
-    """Rows within the limit, and how many were not."""
+    """Rows within the limit, and the number of others."""
     if max_prompt_tokens is None:
         return rows, 0
     if any(row.prompt_tokens is None for row in rows):
@@ -290,7 +283,7 @@ def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[li
 
 
 def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
-    """One row of the file. Raises `DataError` with what is wrong with it."""
+    """One row of the file. Raises `DataError` if it is malformed."""
     if keys.prompt not in value:
         raise DataError(f"no column {keys.prompt!r}; it has {sorted(map(str, value))}")
     if keys.label is not None and keys.label not in value:
@@ -307,14 +300,14 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
     prompt = _checked_prompt(value[keys.prompt], keys.prompt)
     for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
         try:
-            json.dumps(part, sort_keys=True)  # as the fingerprint does; parquet can hold bytes and dates
+            json.dumps(part, sort_keys=True)  # as for the fingerprint; parquet can hold bytes and dates
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name} is not JSON: {error}") from error
     return PromptRow(prompt, None, label, metadata, source)
 
 
 def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
-    """The column as `kind` (a copy), decoded where a file stores it as JSON text; empty where absent or null."""
+    """A copy of the column as `kind`, decoded if the file stores it as JSON text; empty if absent or null."""
     found = value.get(key) if key is not None else None
     if isinstance(found, str):
         try:
@@ -339,7 +332,7 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
             raise DataError(f"message {i} of {key!r} must be an object with a role; got {repr(message)[:80]}")
         if not isinstance(message.get("content"), str | list | None) or not {"content", "tool_calls"} & set(message):
             raise DataError(f"message {i} of {key!r} must have content (text or parts); got {repr(message)[:80]}")
-        # Parquet fills every message with every column; templates ask whether a key is there.
+        # Parquet fills every message with every column; templates check whether a key exists.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages
 
@@ -347,22 +340,37 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
 def load_prompts(
     args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None, images: ImageColumn | None = None
 ) -> PromptDataset | None:
-    """The training prompts that the settings name (`--prompt-data` and its columns); None without any.
-
-    Raises what `PromptDataset.load` raises.
-    """
+    """The training prompts of `--prompt-data`, if given. Raises what `PromptDataset.load` raises."""
     if args.prompt_data is None:
         return None
+    return _load(args.prompt_data, args, tokenizer, max_prompt_tokens, images)
+
+
+def load_held_out(config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> PromptDataset:
+    """The prompts of an evaluation dataset. Raises what `PromptDataset.load` raises."""
+    return _load(config.path, config, tokenizer, config.max_prompt_len, images, held_out=True)
+
+
+def _load(
+    path: str,
+    columns: DataSettings | EvalDatasetConfig,
+    tokenizer: Any,
+    max_prompt_tokens: int | None,
+    images: ImageColumn | None,
+    *,
+    held_out: bool = False,
+) -> PromptDataset:
     return PromptDataset.load(
-        args.prompt_data,
+        path,
         tokenizer=tokenizer,
-        input_key=args.input_key,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
+        input_key=columns.input_key,
+        label_key=columns.label_key,
+        metadata_key=columns.metadata_key,
+        tool_key=columns.tool_key,
+        apply_chat_template=columns.apply_chat_template,
+        apply_chat_template_kwargs=columns.apply_chat_template_kwargs,
         max_prompt_tokens=max_prompt_tokens,
+        held_out=held_out,
         images=images,
     )
 
@@ -370,7 +378,7 @@ def load_prompts(
 def read_row(
     raw: RawRow, *, input_key: str, label_key: str | None, metadata_key: str | None, tool_key: str | None
 ) -> PromptRow:
-    """One row as `PromptDataset.load` reads it, before its template and its ids. Raises `DataError`."""
+    """One row as `PromptDataset.load` reads it, before template and ids. Raises `DataError`."""
     if raw.value is None:
         raise DataError(raw.error or "unreadable")
     return _parse(raw.value, _Keys(input_key, label_key, metadata_key, tool_key), f"row {raw.line}")

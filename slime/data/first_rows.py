@@ -1,13 +1,14 @@
-"""A look at the first rows of a data set before any process starts: is one of them usable?
+"""Checks the first rows of a data set before any process starts: is one of them usable?
 
-A wrong column, another format, a template that refuses the messages, a limit that every prompt exceeds: all are
-mistakes of the whole file, so they show in its first rows. Reading those takes a fraction of a second; the run would
-find out after it has started engines and trainers. A single bad row is none of this module's business (`dataset`).
+A wrong column or format, a template that refuses the messages, a limit that every prompt exceeds: such mistakes concern
+the whole file and show in its first rows. Reading those takes a fraction of a second; the run would find out after it
+has started engines and trainers. Single bad rows are the business of `dataset`. What a user's class or function
+replaces (the source of prompts, the rendering of messages, grading) is not checked.
 
 Invariants
-1. What the run could use of the first `MOST_ROWS` rows is never refused: a data set passes as soon as one of them is
-   usable, and where only the real tokenizer can tell, a row is taken to be.
-2. No more than `MOST_ROWS` rows are read.
+1. A usable data set is never refused: it passes as soon as one of its first `MOST_ROWS` rows is usable, and a row that
+   only the real tokenizer can judge counts as usable.
+2. At most `MOST_ROWS` rows are read.
 """
 
 from __future__ import annotations
@@ -15,32 +16,40 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError
+from slime.core.registry import load_object
 from slime.core.sample import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
 from slime.data.conversations import conversation_of, generation_prompt_problem, trained_turns
 from slime.data.dataset import read_row
 from slime.data.row_files import RawRow, read_rows
-from slime.data.spelling import Spelling
-from slime.settings.data_files import files_of, split_slice
+from slime.data.template_spelling import Spelling
+from slime.settings import Args
+from slime.settings.conditions import fine_tunes
+from slime.settings.data_files import files_of, scheme_of, split_slice
+from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
+from slime.settings.groups.evaluation import measures_loss
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.settings.groups.reward import GRADERS
+from slime.settings.rules import engine_context, own_lengths
 
 MOST_ROWS = 5000
-"""Rows read before the data set is given up; one usable row ends the look."""
+"""Rows to read before the data set is refused."""
 CHUNK = 64
-"""Of rows whose prompts may be too long, so many are encoded at a time."""
+"""Rows per call of the tokenizer, when their prompts may be too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What a row has to be, to be of use."""
+    """What makes a row usable."""
 
     name: str
-    """The data set in messages: `prompt_data`, `evaluation data NAME`."""
+    """The data set's name in messages: `prompt_data`, `evaluation data NAME`."""
     path: str
     """As in `--prompt-data`."""
     input_key: str
@@ -51,21 +60,21 @@ class Look:
     """The prompt is rendered when the data is read."""
     template_kwargs: Mapping[str, Any]
     conversations: bool = False
-    """Rows are conversations to learn from, which are rendered later."""
+    """Rows are conversations to learn from, rendered later."""
     takes_messages: bool = False
-    """Messages may stay messages: the user's function renders them."""
+    """Messages may stay messages, because the user's function renders them."""
     grader: str | None = None
-    """The grader that scores nothing without a label."""
+    """The grader, if it needs a label."""
     row_limit: str = ""
-    """The setting and the limit by which prompts are left out when the data is read; empty without any."""
+    """Setting and value of the limit on prompts; empty without one."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are left out, or refused by every engine."""
+    """Longer prompts are left out, or refused by engines."""
     limit: str = ""
-    """What makes that limit, in words."""
+    """What sets that limit, in words."""
 
 
 def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | None:
-    """What is wrong with a checkpoint whose template is asked for. `because`: by which setting."""
+    """The problem of a checkpoint that must render messages. `because`: the setting that wants it."""
     if not checkpoint.has_tokenizer:
         return (
             f"got hf_checkpoint {checkpoint.folder}, which holds no tokenizer (tokenizer.json); do: fetch all files of "
@@ -80,7 +89,7 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
 
 
 def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
-    """Why no row of the data set is usable; None as soon as one is. `checkpoint`: whose template renders it."""
+    """Why no row of the data set is usable; None as soon as one is. `checkpoint`: has the template."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
@@ -93,7 +102,7 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
             except DataError as error:
                 refusals[str(error)] += 1
                 continue
-            # A token is a byte at least, so that a short text needs no tokenizer.
+            # A token has at least one byte, so a short text needs no tokenizer.
             if text is None or look.max_prompt_tokens is None or len(text.encode()) <= look.max_prompt_tokens:
                 return None
             too_long.append((len(text), text))
@@ -109,7 +118,7 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
 
 
 _Form = tuple[str | None, Spelling | None]
-"""What keeps a template from fine-tuning, and the spelling that it reads; None where that is not known."""
+"""What keeps a template from fine-tuning, and the spelling that it reads; None if unknown."""
 
 
 def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
@@ -123,7 +132,7 @@ def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
 
 
 def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: Callable[[], _Form]) -> str | None:
-    """The row's prompt as the engines would get it; None where that is not known. Raises `DataError` with a remedy."""
+    """The row's prompt as engines would get it; None if unknown. Raises `DataError` with a remedy."""
     row = _row(look, raw)
     if not isinstance(row.prompt, str) and (problem := messages_problem(look)):
         raise DataError(f"{look.input_key!r} holds messages, {problem}")
@@ -144,7 +153,7 @@ def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: 
 
 
 def messages_problem(look: Look) -> str | None:
-    """Why prompts that are messages are of no use, as a clause; None if they are."""
+    """Why messages cannot be prompts, as a clause; None if they can."""
     if look.template:
         return None
     if not look.conversations and not look.takes_messages:
@@ -175,12 +184,12 @@ def _columns(raw: RawRow) -> str:
 def _check_conversation(
     look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
 ) -> None:
-    """As `slime.data.conversations` wants it. Raises `DataError`."""
+    """Raises `DataError` if fine-tuning cannot use the row."""
     messages = conversation_of(row.prompt, row.label, rendered=look.template)
     if look.template or messages is None:
         got = "rendered prompts (--apply-chat-template)" if look.template else f"text in {look.input_key!r}"
         raise DataError(
-            f"fine-tuning learns from messages and renders them itself, and got {got}; do: leave --apply-chat-template "
+            f"fine-tuning learns from messages and renders them itself, but got {got}; do: leave --apply-chat-template "
             "out, and let --input-key name a column with a list of messages, or --label-key that of the answers"
         )
     numbers = trained_turns(messages)
@@ -202,7 +211,7 @@ def _check_conversation(
 def _shortest_too_long(
     look: Look, checkpoint: CheckpointTemplate | None, texts: list[tuple[int, str]], num_rows: int
 ) -> str | None:
-    """All usable rows may be too long: they are counted in tokens, those of fewer characters first, until one fits."""
+    """Counts the tokens of usable rows, short texts first, until one fits; the problem if all are too long."""
     least: int | None = None
     shortest_first = [text for _, text in sorted(texts)]
     for start in range(0, len(texts), CHUNK):
@@ -218,12 +227,12 @@ def _shortest_too_long(
 
 
 def _unreadable(look: Look, error: ConfigError | DataError) -> str:
-    """A file of another kind, with the command that makes a readable one of it."""
+    """The message for a file that cannot be read, with a command that converts it."""
     path, _ = split_slice(look.path)
     if path.suffix == ".csv":
         try:
             file, *_ = files_of(look.path)
-        except ConfigError:  # another process took it away
+        except ConfigError:  # the file has just gone
             file = path
         out = file.with_suffix(".parquet").name
         command = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{file}'), '{out}')"
@@ -235,6 +244,115 @@ def _unreadable(look: Look, error: ConfigError | DataError) -> str:
 
 
 def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> CheckpointTemplate:
-    """Of a local folder; `chat_template`: a file that stands for its own template. Raises `DataError`."""
+    """The template of a local folder, or of the file `chat_template`. Raises `DataError`."""
     found = CheckpointTemplate.of(Path(hf_checkpoint))
     return found if chat_template is None else found.with_template(Path(chat_template))
+
+
+# ---- the data sets of a run -------------------------------------------------------------------------------------
+
+
+def data_problems(args: Args) -> list[str]:
+    """The problem of each data set that cannot work."""
+    looks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
+    looks += [_held_out(args, one) for one in eval_datasets(args)]
+    return list(dict.fromkeys(_problems(args, looks)))
+
+
+def _problems(args: Args, looks: list[Look]) -> Iterator[str]:
+    try:
+        checkpoint = checkpoint_of(args.hf_checkpoint, args.chat_template)
+    except (DataError, OSError) as error:
+        yield str(error)
+        return
+    for look in looks:
+        renders = look.template or look.conversations
+        because = "--apply-chat-template" if look.template else "fine-tuning on conversations"
+        problem = check_template(checkpoint, because=because) if renders else None
+        problem = problem or (check_rows(look, checkpoint) if scheme_of(look.path) is None else _made_rows(look))
+        if problem is not None:
+            yield problem
+
+
+def _made_rows(look: Look) -> str | None:
+    """The problem of a scheme's rows. They are not made here; the settings check their name."""
+    found = scheme_of(look.path)
+    if found is None or not found[0].makes_messages(found[1]):
+        return None
+    problem = messages_problem(look)
+    return None if problem is None else f"got {look.name} {look.path}, whose prompts are messages, {problem}"
+
+
+def _prompts(args: Args) -> Look:
+    limits = [(args.rollout_max_prompt_len, "rollout_max_prompt_len")]
+    own = own_lengths(args) and not args.rollout_sample_hook_path
+    if own_lengths(args) and args.num_rollout and not args.debug_train_only and args.load_debug_rollout_data is None:
+        limits.append(_of_engines(args, args.rollout_max_context_len, args.rollout_max_response_len))
+    most, limit = _least(limits)
+    return Look(
+        name="prompt_data",
+        path=args.prompt_data or "",
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        template=args.apply_chat_template,
+        template_kwargs=args.apply_chat_template_kwargs,
+        conversations=args.rollout_function_path == SFT_ROLLOUT,
+        takes_messages=args.rollout_function_path != DEFAULT_ROLLOUT or not own_lengths(args),
+        grader=_needs_label(args.rm_type) if own and not args.custom_rm_path else None,
+        row_limit=_row_limit(args.rollout_max_prompt_len, "rollout_max_prompt_len"),
+        max_prompt_tokens=most,
+        limit=limit,
+    )
+
+
+def _held_out(args: Args, one: EvalDatasetConfig) -> Look:
+    generates = own_lengths(args) and not fine_tunes(args)
+    generates = generates and one.custom_generate_function_path is None and args.eval_function_path is None
+    graded = generates and not (one.custom_rm_path or args.custom_rm_path or args.rollout_sample_hook_path)
+    limits = [(one.max_prompt_len, "eval_max_prompt_len")]
+    if generates and not args.debug_train_only:
+        limits.append(_of_engines(args, one.max_context_len, one.max_response_len))
+    most, limit = _least(limits)
+    return Look(
+        name=f"evaluation data {one.name}",
+        path=one.path,
+        input_key=one.input_key,
+        label_key=one.label_key,
+        metadata_key=one.metadata_key,
+        tool_key=one.tool_key,
+        template=one.apply_chat_template,
+        template_kwargs=one.apply_chat_template_kwargs or {},
+        conversations=measures_loss(args, one),
+        takes_messages=not generates,
+        grader=_needs_label(one.rm_type or args.rm_type) if graded else None,
+        row_limit=_row_limit(one.max_prompt_len, "eval_max_prompt_len"),
+        max_prompt_tokens=most,
+        limit=limit,
+    )
+
+
+def _row_limit(limit: int | None, setting: str) -> str:
+    return "" if limit is None else f"{setting} {limit}"
+
+
+def _needs_label(rm_type: str | None) -> str | None:
+    """The grader's name, if it needs a label."""
+    try:
+        return rm_type if rm_type and load_object(GRADERS).get(rm_type).needs_label else None
+    except ConfigError:  # a rule of the settings reports it
+        return None
+
+
+def _of_engines(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
+    """The longest prompt that an engine takes, and the reason."""
+    context = engine_context(args)
+    if context is None or max_context_len is not None:  # answers are shortened to fit
+        return (None if context is None else context - 1), "the model's context"
+    return context - max_response_len, f"the model's context of {context} less a response of {max_response_len}"
+
+
+def _least(limits: list[tuple[int | None, str]]) -> tuple[int | None, str]:
+    given = [(most, text) for most, text in limits if most is not None]
+    return min(given) if given else (None, "")

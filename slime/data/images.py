@@ -1,12 +1,12 @@
 """Images of a data set's rows: found in their column, put into messages, counted, and kept in the run's folder.
 
-A row's images are bytes (as parquet files of Hugging Face datasets have them: {"bytes", "path"}), base64 in a data URI,
-or the path of a file, from the folder of the data on. Nothing is downloaded.
+An image is bytes (or {"bytes", "path"}, as in parquet files of Hugging Face datasets), base64 in a data URI, or a path
+relative to the data's folder. Nothing is downloaded.
 
 Invariants
 1. An image is decoded once, here: what is kept, sent to engines and seen by the trainer is the same RGB pixels.
-2. Prompts have one placeholder for each image, ids as many as its image is read as; any other text that spells one is
-   ordinary text (`slime.data.chat`).
+2. A prompt has one placeholder per image, expanded to as many ids as its image takes; any other text that spells a
+   placeholder is ordinary text (`slime.data.chat`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slime.core.errors import DataError
 from slime.core.files import ImageFolder
 
 MARK = "<image>"
-"""Stands in a prompt for the next image."""
+"""Marks the place of the next image in a prompt."""
 
 
 class Counts(Protocol):
-    """What of a model's image processor is needed here."""
+    """A model's image processor, as far as it is needed here."""
 
     @property
     def token_id(self) -> int: ...
@@ -36,24 +36,22 @@ class Counts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
-    """The images of one row."""
-
+class RowImages:
     digests: tuple[str, ...]
     num_tokens: tuple[int, ...]
-    """[N] placeholders of each."""
+    """[N] placeholder ids of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageColumn:
-    """How a data set's images are read."""
+    """Reads the images of a data set."""
 
     column: str
     processor: Counts
     kept: ImageFolder
 
-    def read(self, value: Mapping[str, Any], folder: Path) -> Pictures:
-        """The images of a row; keeps them. `folder`: that of its file. Raises `DataError` for anything else."""
+    def read(self, value: Mapping[str, Any], folder: Path) -> RowImages:
+        """Reads and keeps the images of a row. `folder`: of its file. Raises `DataError` for anything else."""
         if self.column not in value:
             raise DataError(f"no column {self.column!r}; it has {sorted(map(str, value))}")
         found = value[self.column]
@@ -66,25 +64,22 @@ class ImageColumn:
             except DataError as error:
                 raise DataError(f"image {number} of {self.column!r}: {error}") from error
             digests.append(self.kept.put(png))
-        return Pictures(tuple(digests), tuple(counts))
+        return RowImages(tuple(digests), tuple(counts))
 
-    def expanded(self, ids: Sequence[int], pictures: Pictures) -> list[int]:
-        """The ids of a rendered prompt with as many placeholders as the engine reads. Raises `DataError`."""
+    def expanded(self, ids: Sequence[int], images: RowImages) -> list[int]:
+        """Repeats each placeholder in the ids of a prompt as often as the engine does. Raises `DataError`."""
         found = sum(token == self.processor.token_id for token in ids)
-        if found != len(pictures.digests):
+        if found != len(images.digests):
             raise DataError(
-                f"the rendered prompt has {found} placeholders for {len(pictures.digests)} images; does the chat "
+                f"the rendered prompt has {found} placeholders for {len(images.digests)} images; does the chat "
                 "template know images?"
             )
-        counts = iter(pictures.num_tokens)
+        counts = iter(images.num_tokens)
         return [t for token in ids for t in ([token] * next(counts) if token == self.processor.token_id else [token])]
 
 
 def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """The prompt as messages whose contents have a part for each `<image>`.
-
-    Raises `DataError` if there are not as many as images.
-    """
+    """The prompt as messages with a content part for each `<image>`. Raises `DataError` if their number differs."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))
@@ -94,7 +89,7 @@ def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dic
 
 
 def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
-    """An image in any format that PIL reads -> the RGB pixels as a PNG, and (width, height). Raises `DataError`."""
+    """Any image that PIL reads -> (RGB pixels as PNG, (width, height)). Raises `DataError`."""
     from PIL import Image
 
     try:
@@ -105,7 +100,7 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
                 return content, size
             out = io.BytesIO()
             image.convert("RGB").save(out, "PNG", compress_level=1)
-    except Exception as error:  # whatever a decoder of a damaged file raises
+    except Exception as error:  # decoders raise anything on a damaged file
         raise DataError(
             f"{len(content)} bytes that PIL cannot read as an image ({type(error).__name__}: {error})"
         ) from error

@@ -1,8 +1,8 @@
 """The child process that makes rows of a reasoning-gym task: a JSON request on stdin, rows as JSON lines on stdout.
 
-Consumes: `{"task", "size", "seed", "split", "system", "settings"}`. Produces: `{"row": ...}` for each row, or
-`{"error": "because ...; do: ..."}`. Waits for nothing; is woken by the end of its input. Its parent
-(`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, by which some tasks order words.
+The request has `task`, `size`, `seed`, `split`, `system` and `settings`. The answer is `{"row": ...}` for each row, or
+`{"error": "because ...; do: ..."}`. The parent (`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, because
+some tasks order words by hash.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from slime.core.errors import ConfigError
 from slime.core.text import nearest
 
 HELD_OUT_OF = 4
-"""One of so many questions is held out."""
+"""One question in this many is held out."""
 MOST_ROUNDS = 7
-"""Doublings of the number of drawn entries, before a task is said to have too few questions."""
+"""How often the number of drawn entries is doubled before a task counts as too small."""
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question is never trained; by its text alone."""
+    """Whether a question is held out, by its text alone."""
     return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_OF == 0
 
 
 def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows that are asked for. Raises `ConfigError`, whose message follows "got NAME, "."""
-    _import_when_used("cellpylib")  # and with it matplotlib: half of the time, for one task
+    """The requested rows. Raises `ConfigError`, whose message follows "got NAME, "."""
+    _import_when_used("cellpylib")  # it imports matplotlib: half of the start, for one task
     from reasoning_gym.factory import DATASETS, create_dataset
 
     name, size, split = request["task"], int(request["size"]), request["split"]
@@ -56,7 +56,7 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     found.append(entry)
                 if len(found) == size:
                     return (_row(name, settings, one, system) for one in found)
-        except Exception as error:  # a task's own checks are assertions, and its generators raise what they like
+        except Exception as error:  # tasks check by assertions, and their generators raise anything
             said = f"{type(error).__name__}: {error}"
             raise ConfigError(f"but the task refuses it ({said}); do: correct its settings") from error
         num_drawn *= 2
@@ -67,7 +67,7 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _import_when_used(name: str) -> None:
-    """The first attribute that is asked of the module imports it."""
+    """Makes the first use of the module import it."""
     spec = importlib.util.find_spec(name)
     if name in sys.modules or spec is None or spec.loader is None:
         return
@@ -77,7 +77,7 @@ def _import_when_used(name: str) -> None:
 
 
 def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the task, lists as tuples where its defaults are. Raises `ConfigError` for an unknown one."""
+    """The task's settings, with tuples where its defaults are tuples. Raises `ConfigError` for an unknown one."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("size", "seed")}
     out = {}
     for name, value in given.items():
@@ -90,7 +90,7 @@ def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _system(name: str | None) -> str | None:
-    """The text of a system prompt. Raises `ConfigError` for an unknown one."""
+    """The text of a system prompt. Raises `ConfigError` for an unknown name."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name is not None and name not in SYSTEM_PROMPTS:

@@ -1,9 +1,8 @@
-"""Rows of a data set: of jsonl (plain or .zst) and parquet files, or made by a scheme; with `@[a:b]` slices. What
-cannot be read is a row with an error.
+"""Raw rows of a data set: from jsonl (plain or .zst) and parquet files, or made by a scheme; with `@[a:b]` slices.
 
 Invariants
 1. A slice counts the rows of all its files (non-blank lines), good and bad alike, with Python's meaning of negatives.
-2. Every selected row comes out exactly once, as a value or as the reason why not.
+2. Every selected row comes out exactly once, as a value or as an error.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from slime.settings.data_files import count_file_rows, files_of, open_lines, sch
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as the file gives it: `value`, or `error` where it could not be read."""
+    """One row: its value, or why it could not be read."""
 
     file: str
-    """Name of the file, or of the scheme's data."""
+    """Name of the file or of the scheme's data."""
     line: int
     """Line of a text file, row of a parquet file or of a scheme, from 1."""
     value: dict[str, Any] | None
@@ -32,10 +31,10 @@ class RawRow:
 
 
 def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
-    """The rows of a data set (`slime.settings.data_files`), in order; of its slice, if its name ends in one.
+    """The rows of a data set (`slime.settings.data_files`), or of its slice, in order.
 
-    `held_out`: they are not trained, which the rows of a scheme depend on. Raises `ConfigError` for a name that means
-    nothing or a file of an unknown kind, `DataError` for a broken file.
+    `held_out`: not for training, which matters to schemes. Raises `ConfigError` for an unknown name or kind of file,
+    `DataError` for a broken file.
     """
     name, rows = split_spec(spec)
     found = scheme_of(spec)
@@ -49,7 +48,7 @@ def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
 
 
 def _read_files(files: list[Path], rows: slice) -> Iterator[RawRow]:
-    """Each file's part of a slice that counts the rows of all."""
+    """Each file's part of a slice over all files."""
     if len(files) == 1 or rows == slice(None):
         for path in files:
             yield from _read_file(path, rows)
@@ -77,7 +76,7 @@ def _read_file(path: Path, rows: slice) -> Iterator[RawRow]:
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
     lines = ((n, text) for n, text in enumerate(open_lines(path), start=1) if text.strip())
     from_the_start = all(bound is None or bound >= 0 for bound in (rows.start, rows.stop))
-    try:  # the first rows of a large file are there before the last ones are read
+    try:  # a slice from the start does not read the whole file
         for n, text in itertools.islice(lines, rows.start, rows.stop) if from_the_start else list(lines)[rows]:
             yield _parse_line(path.name, n, text)
     except Exception as error:  # zstandard raises its own kinds
@@ -87,7 +86,7 @@ def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
 def _parse_line(file: str, line: int, text: bytes) -> RawRow:
     try:
         value = json.loads(text.decode("utf-8-sig" if line == 1 else "utf-8"), parse_constant=_refuse_constant)
-        if b"\\u" in text:  # half a surrogate pair: text that no tokenizer can encode
+        if b"\\u" in text:  # refuses half a surrogate pair, which no tokenizer can encode
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         return RawRow(file, line, None, f"not valid JSON: {error}")

@@ -1,12 +1,12 @@
-"""Shared prefixes: samples of one prompt begin alike, and what they have in common is computed once in a row.
+"""Shared prefixes: samples of one prompt begin alike, and a row computes their common tokens once.
 
-A sample adds to its row what no sample of its group before it in that row has: the prompt stands there once, a turn
-that several samples went through too, and the row is the tree of the group's prefixes. What was computed for a token
-holds for every sample that goes through it, because no token sees one behind it.
+A sample adds to its row only what no earlier sample of its group has in that row, so the row is the tree of the group's
+prefixes: the prompt is in it once, and so is a turn that several samples share. What was computed for a token is valid
+for every sample that contains it, because no token sees later ones.
 
 Invariants
-1. Tokens are shared only where everything that a forward pass reads of them, and of all tokens before them, is equal.
-2. The last token of a sample is always its own, so that no sample vanishes from its row.
+1. Tokens are shared only if everything that a forward pass reads of them, and of all tokens before them, is equal.
+2. The last token of a sample is never shared, so that no sample vanishes from its row.
 3. Only samples of one group share.
 """
 
@@ -22,24 +22,24 @@ import numpy.typing as npt
 from slime.core.batch import Elsewhere, TrainSample
 
 LEAST_SHARED = 16
-"""Tokens that are worth it: keys of a row with shared tokens are copied."""
+"""Fewer tokens are not worth sharing, because the keys of a row with shared tokens are copied."""
 MOST_READ = 8
-"""How many times its limit of tokens a rank may have as keys, which are copied for each sample that sees them: few,
-because copies take memory, and enough for the computation to be an eighth."""
+"""Most keys of a rank, as a multiple of its limit of tokens. Keys are copied for each sample that sees them: few copies
+to save memory, but enough to reduce the computation to an eighth."""
 
 Tokens = npt.NDArray[np.int32]
 Record = npt.NDArray[Any] | Elsewhere
-"""[at most T - 1, ...] the experts that a sample's tokens go to; behind its end nothing is said of a token."""
+"""[at most T - 1, ...] the experts of a sample's tokens; nothing is recorded beyond its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a sample of a row has from a sample before it."""
+    """What a sample of a row shares with an earlier one."""
 
     source: int
     """Number of that sample in the row; -1 if there is none."""
     num_tokens: int
-    """How many tokens from the first on; 0 if there is none."""
+    """Length of the common prefix."""
 
 
 NOTHING = Shared(-1, 0)
@@ -47,26 +47,23 @@ NOTHING = Shared(-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Which samples of a batch begin alike."""
+    """The batch in which to look for common prefixes."""
 
     tokens_S: Sequence[Tokens]
     group_S: Sequence[int]
     record_S: Sequence[Record] | None = None
-    """None: a token's experts follow from the tokens before it."""
+    """None: the experts of a token follow from the tokens before it."""
     least: int = LEAST_SHARED
-    """Fewer common tokens are not shared."""
+    """Shorter prefixes are not shared."""
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], *, replays: bool) -> Prefixes:
-        """`replays`: the engine's record says which experts a token goes to (`--use-rollout-routing-replay`)."""
+        """`replays`: recorded experts are replayed (`--use-rollout-routing-replay`), so they must be equal as well."""
         records = [_NO_RECORD if s.routed_experts is None else s.routed_experts for s in samples]
         return cls([s.tokens for s in samples], [s.group_index for s in samples], records if replays else None)
 
     def longest(self, position: int, others: Sequence[int]) -> Shared:
-        """The longest prefix that the sample at `position` shares with one of `others`; the first of equals.
-
-        `Shared.source` is a place in `others`.
-        """
+        """The longest prefix that a sample shares with one of `others` (indexed by `source`); the first of equals."""
         own, best = self.tokens_S[position], NOTHING
         for place, other in enumerate(others):
             tokens = self.tokens_S[other]
@@ -81,7 +78,7 @@ class Prefixes:
         return best
 
     def _alike(self, position: int, other: int, common: int) -> int:
-        """Of `common` equal tokens those whose experts are the same, too."""
+        """How many of the first `common` tokens also have equal experts."""
         if self.record_S is None:
             return common
         a, b = (_comparable(self.record_S[p])[:common] for p in (position, other))
@@ -90,7 +87,7 @@ class Prefixes:
         return common if alike == len(a) == len(b) else alike
 
     def of_row(self, positions: Sequence[int]) -> tuple[Shared, ...]:
-        """What each of a row's samples has from one before it."""
+        """What each sample of a row shares with an earlier one."""
         return tuple(self.longest(position, positions[:place]) for place, position in enumerate(positions))
 
 
@@ -98,21 +95,19 @@ _NO_RECORD = np.zeros(0, np.uint64)
 
 
 def _comparable(record: Record) -> npt.NDArray[Any]:
-    """[rows, ...] by which rows are compared: of a record that is elsewhere its digests, so that nobody fetches it
-    whose sample it is not.
-    """
+    """[rows, ...] for comparing rows; for a remote record its digests, so that it need not be fetched."""
     if isinstance(record, np.ndarray):
         return record
     return np.asarray(record) if record.digests is None else record.digests
 
 
 def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Whether more than `known` tokens can be equal, by a look at one of them."""
+    """Whether more than `known` tokens can be equal; compares one of them."""
     return known < min(len(a), len(b)) and bool(a[known] == b[known])
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many entries of two arrays of one length are equal, from the first on."""
+    """Length of the common prefix of two arrays of one length."""
     if not len(a):
         return 0
     differs = (a != b).any(axis=tuple(range(1, a.ndim)))

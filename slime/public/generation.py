@@ -15,7 +15,7 @@ from slime.core.errors import DataError, HookError
 from slime.core.sample import Sample, Status
 from slime.rewards.graders import GRADERS, Reward, make_grader
 from slime.rewards.scores import Unscored
-from slime.rollout.client.client import REQUEST_SCOPE
+from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import current
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
 from slime.rollout.generate import rollout_sampling_params

@@ -19,7 +19,7 @@ from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.processes import host_port
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.engine_pool import RETRY_STATUSES
 from slime.rollout.context import RolloutContext, current
 from slime.rollout.generate import LIMITS

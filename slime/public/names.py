@@ -108,7 +108,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "load_function": "slime.core.registry:load_object",
     },
     "slime.utils.processing_utils": {
-        "load_tokenizer": "slime.rollout.clients:tokenizer_of",
+        "load_tokenizer": "slime.rollout.parts:tokenizer_of",
     },
     "slime.utils.types": {
         "Sample": "slime.core.sample:Sample",

@@ -1,4 +1,4 @@
-"""What a generate function, a hook or a user's rollout function can reach: the context of the rollout that runs it.
+"""What a generate function, a hook or a user's rollout function can use: the context of its rollout.
 
     from slime.rollout.context import current
     generation = await current().client.generate(ids, sampling_params)
@@ -20,17 +20,17 @@ from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
 from slime.rewards.pool import GraderPool
 from slime.rollout.client.call import Pictures
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.teacher_client import TeacherClient
 from slime.rollout.types import Progress
 from slime.settings import Args
 
 if TYPE_CHECKING:
-    from slime.rollout.workers.here import Episodes
+    from slime.rollout.workers.episodes import Episodes
 
 
 class Models(dict[str, EngineClient]):
-    """Clients by the names of their models. Raises `HookError` for one that is not served."""
+    """Model name -> client. Raises `HookError` for a model that is not served."""
 
     def __missing__(self, name: str) -> EngineClient:
         known = ", ".join(self) or "none"
@@ -39,40 +39,34 @@ class Models(dict[str, EngineClient]):
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """Shared by all tasks of one manager."""
-
     args: Args
     client: EngineClient | None
-    """Of the policy's engines. None where no engine runs (SFT, replay)."""
+    """Of the policy's engines; None if no engine runs (SFT, replay)."""
     tokenizer: Any
-    """The HF tokenizer of `--hf-checkpoint`; None where the data brings ids."""
+    """The HF tokenizer of `--hf-checkpoint`; None if the data brings ids."""
     graders: GraderPool | None
     progress: Progress
-    """What the driver shows while it waits."""
     loop: asyncio.AbstractEventLoop
     """The manager's event loop; a user function in a thread schedules coroutines on it."""
     teacher: TeacherClient | None = None
     """The server of `--opd-teacher-url`."""
     rollout_id: int | None = None
-    """The step that is generated or evaluated."""
     models: Mapping[str, EngineClient] = field(default_factory=Models)
-    """Clients of all models by their names in `--sglang-config`, the policy's among them; without it, "default"."""
+    """Clients of all models, the policy included, by name in `--sglang-config`; without that, "default"."""
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
     workers: Episodes | None = None
-    """Who works on groups; None: this process itself."""
+    """Works on groups; None: this process does."""
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
-        """The images of a sample (`Sample.images`), for `EngineClient.generate`. Raises `DataError` without them."""
+        """The images of a sample (`Sample.images`), for `EngineClient`. Raises `DataError` if one is missing."""
         token_id = int(read_hf_config(self.args.hf_checkpoint)["image_token_id"])
         return Pictures.of(digests, ImageFolder.of_run(self.args.run_dir), token_id)
 
     def engine(self) -> EngineClient:
-        """The client. Raises `HookError` where no engine runs."""
+        """The client. Raises `HookError` if no engine runs."""
         if self.client is None:
-            raise HookError(
-                "got a generate call, but no engine runs, because this rollout function works without engines"
-            )
+            raise HookError("got a generate call, but no engine runs: this rollout function works without engines")
         return self.client
 
 

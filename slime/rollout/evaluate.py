@@ -1,15 +1,14 @@
-"""Evaluation: every held-out prompt, `n` samples each, under one weight version, with its own sampling parameters.
+"""Evaluation: `n` samples of every held-out prompt, with sampling parameters of their own.
 
-Consumes: the rows of the evaluation datasets, all at once; the client bounds the requests. Produces: metrics and
-samples by dataset. Waits for: all executions. Is woken by: their end, or the first error, which cancels the others.
+All executions start at once; the client bounds the requests. The first error cancels the others.
 
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
 2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
-3. An execution that fails for good, and an answer that no grader can score, have no part in any score and are counted.
-   More failures of a dataset than `--eval-max-failed-fraction` end the evaluation at once.
-   What is sampled is never sampled again: an answer without a score is graded again, as it is, at most `MAX_TRIES`
-   times. Otherwise answers that graders fail on would be replaced by others, and the score would rise.
+3. Failed executions, and answers that no grader can score, are counted but have no part in any score. If more than
+   `--eval-max-failed-fraction` of a dataset fail, the evaluation ends at once. An answer without a score is graded
+   again, at most `MAX_TRIES` times, but never sampled again: replacing answers that graders fail on would raise the
+   score.
 4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
 """
 
@@ -19,14 +18,14 @@ import copy
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from slime.buffer.groups import flatten, reset
 from slime.core.errors import DataError, EngineError, HookError
-from slime.core.sample import Sample, Status
+from slime.core.sample import PromptRow, Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
@@ -34,43 +33,25 @@ from slime.rollout.guard import supervised
 from slime.rollout.sample_metrics import pass_rates, sample_metrics, spread, turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load
-from slime.rollout.workers.here import Episodes, Here
+from slime.rollout.workers.episodes import Episodes, Here
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.hooks import is_async
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Tries of one execution before it has failed for good, and of its grading before it is left unscored."""
 NAMED_REASONS = 3
-
-
-class Row(Protocol):
-    """One prompt of a dataset, as `slime.data` reads it."""
-
-    @property
-    def prompt(self) -> Any: ...
-    @property
-    def prompt_tokens(self) -> Sequence[int] | None: ...
-    @property
-    def label(self) -> Any: ...
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-    @property
-    def images(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvalDataset:
-    """One held-out dataset."""
-
     config: EvalDatasetConfig
-    """Its name, its graders and how it is sampled."""
-    rows: Sequence[Row]
+    """Name, graders and sampling parameters."""
+    rows: Sequence[PromptRow]
 
 
 def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
-    """Fresh samples, those of a row side by side; indices are negative so that no ledger knows them."""
+    """Fresh samples, row by row. Their indices are negative, so no ledger knows them."""
     config = dataset.config
     samples: list[Sample] = []
     for number, row in enumerate(dataset.rows):
@@ -96,29 +77,28 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
 
 @dataclass(slots=True)
 class _Losses:
-    """The executions of a dataset that failed for good."""
+    """The executions of a dataset that failed for good, with their reasons."""
 
     name: str
     num_executions: int
     num_allowed: int
     reasons: list[str] = field(default_factory=list)
-    """Of each."""
 
     def add(self, reason: str) -> None:
-        """Raises `EngineError` if there are too many."""
+        """Raises `EngineError` if too many have failed."""
         self.reasons.append(reason)
         if len(self.reasons) > self.num_allowed:
             named = "; ".join(dict.fromkeys(self.reasons[-NAMED_REASONS:]))
             raise EngineError(
-                f"got {len(self.reasons)} of {self.num_executions} samples of {self.name} failed in evaluation, "
-                f"{self.num_allowed} may (--eval-max-failed-fraction), because: {named}"
+                f"{len(self.reasons)} of {self.num_executions} samples of {self.name} failed in evaluation, more than "
+                f"{self.num_allowed} (--eval-max-failed-fraction), because: {named}"
             )
 
 
 async def _evaluate_one(
     context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _Losses
 ) -> list[Sample]:
-    """Generates and scores one execution; an unscored or failed one has no reward. Raises as `_Losses.add`."""
+    """Generates and scores one execution; without a reward if unscored or failed. Raises as `_Losses.add`."""
     episodes: Episodes = context.workers or Here(context.client)
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
@@ -127,9 +107,9 @@ async def _evaluate_one(
             context.progress.done += 1
             return execution.samples
         if execution.outcome in GIVEN_UP:
-            break  # the next try would be refused as well, or stand still as long
+            break  # the next try would end in the same way
         if execution.outcome is Outcome.UNSCORED and len(execution.samples) > 1:
-            break  # siblings are one execution, which would begin again
+            break  # siblings could only be sampled again
         sample = execution.samples[0]
     context.progress.done += 1
     left = execution.samples[0]
@@ -138,20 +118,20 @@ async def _evaluate_one(
         return [left]
     reason = f"{execution.outcome.value}: {execution.reason}"
     losses.add(reason)
-    logger.warning("evaluation sample %s has failed for good: %s", sample.index, reason)
+    logger.warning("evaluation sample %s failed for good: %s", sample.index, reason)
     failed = reset(left)
     failed.status, failed.failure = Status.FAILED, reason
     return [failed]
 
 
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """`eval/<name>...` metrics, without a score where all samples failed. Raises `DataError` if no grader had one."""
+    """`eval/<name>...` metrics; no score if all samples failed. Raises `DataError` if no grader scored any."""
     name = f"eval/{dataset.config.name}"
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
     rewards = rewards_by_execution(finished, reward_key)
     failed = [s for s in samples if s.status is Status.FAILED]
     num_ungradable = sum(bool(s.ungradable) for s in finished)
-    counts = {  # of samples, each in one of the last four
+    counts = {  # each sample is in one of the last four
         f"{name}-num_prompts": float(len(dataset.rows)),
         f"{name}-num_scored": float(len(finished) - num_ungradable),
         f"{name}-num_ungradable": float(num_ungradable),
@@ -159,7 +139,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
         f"{name}-num_failed": float(len(failed)),
     }
     if failed and len(failed) == len(samples):
-        logger.warning("%s has no score: all of its samples failed, the last one because: %s", name, failed[-1].failure)
+        logger.warning("%s has no score: all of its samples failed; the last reason: %s", name, failed[-1].failure)
         return counts
     if not rewards:
         reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
@@ -179,9 +159,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
 
 
 async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
-    """Evaluates all datasets at once. Raises `EngineError` on too many failures, or if more than one weight version
-    answered.
-    """
+    """Evaluates all datasets at once. Raises `EngineError` if too many fail, or if several weight versions answered."""
     args, hooks = context.args, RolloutHooks.load(context.args)
     datasets = context.eval_datasets
     if not datasets:
@@ -217,14 +195,11 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     return RolloutFnEvalOutput(data, metrics)
 
 
-# User functions of a whole step: `--rollout-function-path` and `--eval-function-path`, called and checked.
-#
-# Waits for: the function, which is awaited if it is async and otherwise runs in a thread, as long as it, or what it
-# starts, makes progress (`--execution-timeout-s`).
+# ---- user functions of a whole step: `--rollout-function-path` and `--eval-function-path` --------------------------
 
 
 async def rollout_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnTrainOutput:
-    """The groups that the function returns, with metrics of their samples. Raises `HookError`, and what it raises."""
+    """Calls the user's rollout function and adds metrics of its samples. Raises `HookError`, and what it raises."""
     path = context.args.rollout_function_path
     output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
     if isinstance(output, list):
@@ -237,7 +212,7 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
 
 
 async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
-    """What the function returns. Raises `HookError`, and what it raises."""
+    """Calls the user's evaluation function. Raises `HookError`, and what it raises."""
     path = context.args.eval_function_path
     assert path is not None, "an evaluation without --eval-function-path"
     output = await _call(path, "eval", context, rollout_id, source, evaluation=True)
@@ -259,5 +234,5 @@ async def _call(
     assert function is not None, f"no function behind {path}"
     given = (context.args, rollout_id, source)
     call = function if is_async(function) else partial(in_thread, function)
-    limit_s = context.args.execution_timeout_s  # progress of an execution of the step is its own
+    limit_s = context.args.execution_timeout_s  # progress of any execution counts
     return await supervised(call(*given, evaluation=evaluation), what=path, limit_s=limit_s)

@@ -1,23 +1,20 @@
-"""One group from prompt to rewards: its executions run concurrently, each ends in exactly one outcome.
+"""Runs one group from prompt to rewards: its executions run concurrently, and each has exactly one outcome.
 
-Outcomes of an execution, and what it leaves behind for a later try
-- finished: samples that are complete and scored.
-- aborted: interrupted, by the loop or by the engine. So is each execution of which the run took a request back
-  (`Transcript.taken_back`), whatever its code, hooks or rewards say or raise: a verdict over half an answer is no
-  verdict, and an SDK wraps the end of a request in an error of its own. If the code itself says ABORTED, its tokens
-  stay with `--partial-rollout`; otherwise it is as before the try.
-- failed, unscored, expired, rejected, deadly: engine, grader or user code failed, whatever it raised, or stood still.
-  It is as before the try, and `reason` says why. Never a reward of zero. A finished sample of which a trained token was
-  not sampled as the sample says (law 1) is unscored, too: nothing of it is trained, its group goes on without it.
+Outcomes of an execution, and what it leaves for a later try
+- finished: complete samples with scores.
+- aborted: the loop or the engine interrupted it. Also every execution of which the run took a request back
+  (`Transcript.taken_back`), whatever its code, hooks or graders return or raise: a verdict over half an answer does not
+  count, and SDKs wrap the end of a request in errors of their own. If the code itself sets ABORTED, the tokens stay
+  with `--partial-rollout`; otherwise the sample is as before the try.
+- failed, unscored, expired, rejected, deadly: engine, grader or user code failed or stalled; `reason` says why. The
+  sample is as before the try, never a reward of zero. A finished sample with a trained token that was not sampled as
+  the sample says (law 1) is unscored as well: it is not trained, and its group goes on without it.
 
-Consumes: one group and what earlier tries left of it. Produces: a `GroupResult`. Waits for: its executions, each of
-which waits for the user's or the default generate function, as long as that makes progress (`supervise`), and then for
-the grader pool, whose limits are its own. Is woken by: the end of an execution, an error that ends the run, or the
-cancellation of its task (`group_loop`).
+An execution waits for the generate function, as long as that makes progress (`supervised`), then for the grader pool,
+which has limits of its own. It is woken by the cancellation of its task (`group_loop`).
 
-A group is finished when all its executions are, or when so few are unscored that the others can be compared without
-them (`can_be_compared`): those stay, without a reward, and count in no statistics. A later try in the same step runs
-only the executions that are not, so what is done is not done twice.
+A group is finished when all its executions are, or when enough are scored to compare them (`can_be_compared`); the
+others then have no reward and count in no statistics. A later try in the same step runs only unfinished executions.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from slime.core.errors import (
 from slime.core.ports import ASK_AGAIN
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.scores import Score, Unscored, reason_kind
-from slime.rollout.client.client import REQUEST_SCOPE
+from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
@@ -62,59 +59,53 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FATAL = (ConfigError, HookError, LedgerError, NumericsError)
-"""Mistakes that no second try can mend: they end the run."""
+"""Errors that a second try cannot fix: they end the run."""
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 
 class Outcome(str, Enum):
-    """How an execution, or a group, ended."""
-
     FINISHED = "finished"
     ABORTED = "aborted"
     UNSCORED = "unscored"
     FAILED = "failed"
     EXPIRED = "expired"
-    """A request made no progress within `--request-timeout-s`, or user code none within `--execution-timeout-s`: not
-    tried again in this step."""
+    """No progress of a request within `--request-timeout-s`, or of user code within `--execution-timeout-s`; not tried
+    again in this step."""
     REJECTED = "rejected"
-    """The engine can never serve it (HTTP 4xx): not tried again."""
+    """The engine can never serve the request (HTTP 4xx)."""
     DEADLY = "deadly"
-    """Engines died each time when they worked on it: not tried again."""
+    """Engines died while they worked on the request."""
 
 
 GIVEN_UP = (Outcome.EXPIRED, Outcome.REJECTED, Outcome.DEADLY)
-"""Those after which the next try would end alike."""
-
+"""The next try would end in the same way."""
 
 SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, *GIVEN_UP)
-"""The worst outcome of its executions is the group's; a group with unscored ones may still be finished."""
+"""From best to worst. A group has the worst outcome of its executions, but may be finished with unscored ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What one execution left."""
+    """The result of one execution."""
 
     samples: list[Sample]
-    """Complete if finished, otherwise what a later try starts from."""
+    """Complete if finished, otherwise where a later try starts."""
     outcome: Outcome
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What one group left."""
-
     group: Held
-    """Its record where another process worked on it."""
+    """A record if another process worked on it."""
     outcome: Outcome
     reason: str = ""
-    """Why the worst execution did not finish."""
     verdict: DynamicFilterOutput | None = None
-    """Of the user's filter on a finished group; None without a filter."""
+    """The user's filter on a finished group; None without a filter."""
 
 
 def mask_older(sample: Sample) -> None:
-    """Leaves the tokens of its newest weights to training (`--mask-offpolicy-in-partial-rollout`)."""
+    """Trains only the tokens of its newest weights (`--mask-offpolicy-in-partial-rollout`)."""
     num, mask = sample.response_length, sample.loss_mask
     versions, mask = sample.token_versions or [NOT_SAMPLED] * num, [1] * num if mask is None else mask
     newest = max(versions, default=NOT_SAMPLED)
@@ -122,12 +113,12 @@ def mask_older(sample: Sample) -> None:
 
 
 def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
-    """Whether nothing is left to do: every sibling complete and, if `scored`, with a reward."""
+    """Whether every sibling is complete and, if `scored`, has a reward."""
     return all(s.status in FINISHED and (s.reward is not None or not scored) for s in samples)
 
 
 def _set_score(sample: Sample, score: Score) -> str:
-    """Writes a score into the sample; returns the reason if there is none."""
+    """Writes a score into the sample. Returns the reason if there is none."""
     if isinstance(score, Unscored):
         sample.reward, sample.unscored, sample.ungradable = None, score.reason, ""
         return score.reason
@@ -136,7 +127,7 @@ def _set_score(sample: Sample, score: Score) -> str:
 
 
 async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, group: bool) -> str:
-    """Grades what has no reward yet; returns the first reason for a missing score, or an empty string."""
+    """Grades samples without a reward, or all of a `group`. Returns the first reason for a missing score, or ''."""
     missing = list(samples) if group else [s for s in samples if s.reward is None]
     if not missing:
         return ""
@@ -144,7 +135,7 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
         raise ConfigError(
             f"sample {missing[0].index} needs a reward, but no grader is set; give --rm-type or --custom-rm-path"
         )
-    with waiting():  # the pool has limits
+    with waiting():  # the pool has limits of its own
         if group:
             scores = await context.graders.score_group(missing)
         else:
@@ -163,9 +154,9 @@ async def run_execution(
     dataset: EvalDatasetConfig | None = None,
     attempts: int = 0,
 ) -> Execution:
-    """Generates and, unless the whole group is graded at once, scores one execution. Raises `FATAL` errors only.
+    """Generates one execution and scores it, unless its group is graded together. Raises `FATAL` errors only.
 
-    `dataset`: of an evaluation, whose limits it has. `attempts`: how often its group was issued before, for the trace.
+    `dataset`: in an evaluation, the source of its limits. `attempts`: earlier issues of the group, for the trace.
     """
     one = siblings[0]
     if is_finished(siblings, scored=not graded_together(context, evaluation)):
@@ -179,7 +170,7 @@ async def run_execution(
         with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
             ended = await _generate_and_score(context, sample, before, params, hook, evaluation=evaluation)
     except FATAL as problem:
-        if not (transcript.taken_back and isinstance(problem, HookError)):  # it may have had nothing to return
+        if not (transcript.taken_back and isinstance(problem, HookError)):  # interrupted code may have returned nothing
             raise
         ended = _interrupted(before, problem)
     except Exception as problem:
@@ -207,7 +198,7 @@ async def _generate_and_score(
     *,
     evaluation: bool,
 ) -> Execution:
-    """One try. `before`: the sample as it was, for a later one."""
+    """One try. `before`: the sample to leave for a later try."""
     args, result = context.args, [sample]
     if sample.status not in FINISHED:
         if sample.generate_function_path:
@@ -237,22 +228,21 @@ async def _generate_and_score(
         return Execution(result, Outcome.FINISHED)
     as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
     with traced("grade", samples=len(result)):
-        reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
+        reason = await score_samples(context, result, group=as_group)  # such a function takes a list
     return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
 
 
 def graded_together(context: RolloutContext, evaluation: bool) -> bool:
-    """Whether the executions of a group are graded together, when all of them have ended."""
+    """Whether the executions of a group are graded together at the end."""
     return context.args.group_rm and not evaluation
 
 
 def count_pauses(context: RolloutContext) -> int:
-    """How often the run has ended everything that engines had."""
     return 0 if context.client is None else context.client.num_pauses
 
 
 def _not_as_sampled(samples: Sequence[Sample]) -> str:
-    """Why none of these samples may be trained (law 1), and says it in them; empty if they may."""
+    """Why these samples may not be trained (law 1), also noted in them; empty if they may."""
     transcript = TRANSCRIPT.get()
     assert transcript is not None, "an execution has a transcript"
     reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
@@ -262,7 +252,7 @@ def _not_as_sampled(samples: Sequence[Sample]) -> str:
 
 
 def _require_status(sample: Sample, statuses: set[Status]) -> None:
-    """Raises `HookError` for a sample of which nobody knows whether it is done."""
+    """Raises `HookError` for a sample that is left PENDING."""
     scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
     interrupted = (scope is not None and scope.aborted) or (transcript is not None and transcript.taken_back)
     if Status.PENDING in statuses and not interrupted:
@@ -273,15 +263,15 @@ def _require_status(sample: Sample, statuses: set[Status]) -> None:
 
 
 def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseException) -> bool:
-    """Whether an error comes of a request that the run took back: one of its client, also in a task that others share,
-    or one of an HTTP client of the user's (`compat/sglang_taken_back.py`) since `num_pauses` were counted.
+    """Whether an error stems from a request that the run took back: of the client, perhaps in a task that executions
+    share, or of a user's HTTP client (`compat/sglang_taken_back.py`) in a pause after `num_pauses`.
     """
     paused = count_pauses(context) > num_pauses
     return any(isinstance(one, TakenBack) for one in causes(problem)) or (paused and asks_again(problem))
 
 
 def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Execution) -> bool:
-    """Whether there is no score because the run took back what a grader, in a process of its own, had asked for."""
+    """Whether a score is missing because the run took back a request of the grader's process."""
     asked = ended.outcome is Outcome.UNSCORED and ASK_AGAIN in ended.reason
     return asked and count_pauses(context) > num_pauses
 
@@ -289,7 +279,7 @@ def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Exe
 async def _by_user(
     context: RolloutContext, hook: Hook, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> list[Sample]:
-    """What the generate function makes of a sample, through the sample hooks if it is finished."""
+    """Calls the generate function, then the sample hooks if the samples are complete."""
     args, step = context.args, context.rollout_id
     result = await call_generate(hook, args, sample, params, evaluation=evaluation)
     if args.rollout_sample_hook_path and all(s.status in FINISHED for s in result):
@@ -298,13 +288,12 @@ async def _by_user(
 
 
 def _interrupted(before: Sample, problem: Exception | None = None) -> Execution:
-    """The run took a request of it back."""
     logger.info("execution %s of group %s was interrupted", before.index, before.group_index, exc_info=problem)
     return Execution([before], Outcome.ABORTED, "interrupted")
 
 
 def _failed(before: Sample, problem: Exception) -> Execution:
-    """What an error means that is not the end of the run."""
+    """The outcome that an error stands for."""
     if deadly := next((one for one in causes(problem) if isinstance(one, DeadlyRequest)), None):
         return Execution([before], Outcome.DEADLY, f"{deadly} (execution {before.index} of group {before.group_index})")
     match problem:
@@ -313,13 +302,13 @@ def _failed(before: Sample, problem: Exception) -> Execution:
         case DeadlineExceeded():
             return Execution([before], Outcome.EXPIRED, str(problem))
     logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
-    exited = isinstance(problem, HookExited)  # its text has kind and place
+    exited = isinstance(problem, HookExited)  # its text already names kind and place
     reason = str(problem) if exited else f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
     return Execution([before], Outcome.FAILED, reason)
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently, results in order. On an error the others are ended first (`end_tasks`)."""
+    """Runs coroutines concurrently; results in order. After an error the others are cancelled (`end_tasks`)."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -328,7 +317,7 @@ async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def by_execution(group: Group) -> list[list[Sample]]:
-    """The samples of a group, siblings together, in the order of first appearance."""
+    """The samples of each execution, in order of first appearance."""
     executions: dict[int | None, list[Sample]] = {}
     for sample in group.samples:
         executions.setdefault(sample.index, []).append(sample)
@@ -336,9 +325,9 @@ def by_execution(group: Group) -> list[list[Sample]]:
 
 
 def can_be_compared(group: Group) -> bool:
-    """Whether the group stands without its unscored executions: half of them, and two where there are two, are scored.
+    """Whether at least half of the executions, and at least two if there are as many, are scored.
 
-    An execution with an unscored sibling is unscored altogether.
+    An unscored sample makes its siblings unscored.
     """
     executions = by_execution(group)
     unscored = [siblings for siblings in executions if any(s.reward is None for s in siblings)]
@@ -349,7 +338,7 @@ def can_be_compared(group: Group) -> bool:
 
 
 async def run_group(context: RolloutContext, group: Group, params: dict[str, Any], hook: Hook) -> GroupResult:
-    """Runs what is left of a group. Raises `FATAL` errors only; the other executions are then cancelled."""
+    """Runs the unfinished executions of a group. Raises `FATAL` errors only, after cancelling the others."""
     again = group.attempts
     executions = await all_or_first_error(
         [run_execution(context, e, params, hook, attempts=again) for e in by_execution(group)]
@@ -374,16 +363,16 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
         return GroupResult(finished, Outcome.FINISHED)
     if context.args.group_rm:
         for sample in graded:
-            sample.reward = None  # one call graded them all: all are graded again
+            sample.reward = None  # graded by one call, so all are graded again
     return _left_of(group, executions, Execution([], Outcome.UNSCORED, worst.reason or reason))
 
 
 def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:
-    """A group that did not finish. Its unscored executions start over: one of them may hold what was not sampled."""
+    """A group that did not finish. Unscored executions start over: they may hold tokens that were not sampled."""
     left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
     return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
 
 
 def failure_kind(result: GroupResult) -> str:
-    """The outcome and reason as one name for ledger and metrics."""
+    """Outcome and reason as a name for ledger and metrics."""
     return f"{result.outcome.value}_{reason_kind(result.reason)}"

@@ -1,4 +1,4 @@
-"""Built-in dynamic sampling filters (`--dynamic-sampling-filter-path`): keep or drop a finished group."""
+"""Rewards of executions, and the built-in dynamic sampling filters (`--dynamic-sampling-filter-path`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from slime.settings.groups.reward import RewardSettings
 
 
 def without_unscored(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that a function of the user gets, to which each reward is a number: those no grader could score are
-    left out.
-    """
+    """The samples for a user's function that expects a number as reward: all but the unscored."""
     return [s for s in samples if s.reward is not None or not s.unscored]
 
 
 def reward_of_executions(samples: Sequence[Sample], reward_key: str | None) -> dict[int | None, float]:
-    """Execution -> the mean over its fan-out siblings that have a reward; an unscored execution is left out."""
+    """Execution -> mean reward of its fan-out siblings; unscored executions are left out."""
     rewards: dict[int | None, list[float]] = {}
     for sample in samples:
         reward = sample.get_reward_value(reward_key)
@@ -29,19 +27,18 @@ def reward_of_executions(samples: Sequence[Sample], reward_key: str | None) -> d
 
 
 def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
-    """The rewards of `reward_of_executions`, in the order of first appearance."""
     return list(reward_of_executions(samples, reward_key).values())
 
 
 def execution_rewards(args: RewardSettings, samples: list[Sample]) -> list[float]:
-    """`rewards_by_execution` by `--reward-key`."""
+    """The same by `--reward-key`."""
     return rewards_by_execution(samples, args.reward_key)
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Drops a group whose executions all have the same reward: its advantages are zero (DAPO, arXiv:2503.14476).
 
-    Compares exactly; a standard deviation computed from equal floats need not be zero.
+    Compares exactly: a standard deviation of equal floats need not be zero.
     """
     rewards = execution_rewards(args, samples)
     if len(set(rewards)) > 1:
@@ -50,8 +47,8 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """The same, but a group stays if its step would have to fetch another one: no prompt is drawn for the filter.
+    """The same, but keeps the group if the step would have to draw another prompt for it.
 
-    Meant with `--over-sampling-batch-size` above `--rollout-batch-size`.
+    For `--over-sampling-batch-size` above `--rollout-batch-size`.
     """
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)

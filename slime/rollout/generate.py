@@ -1,7 +1,11 @@
-"""The default generation of one answer of a sample: one request, or the rest of an interrupted one.
+"""The default generate function, sampling parameters, and the limits on the length of an answer.
 
-A custom function (`--custom-generate-function-path`) has the same signature and may return several samples (a fan-out:
-sub-agents, compaction), which share the execution's `index`.
+A custom function (`--custom-generate-function-path`) has the signature of `generate` and may return several samples (a
+fan-out: sub-agents, compaction), which share the execution's `index`.
+
+temperature, top_p and top_k are always sent: the engine would fill in a missing one from the checkpoint or its own
+defaults, and the log-probs would belong to another distribution. `Limits.next_answer` bounds every answer: of the
+default `generate`, of agents and of functions that post to `/generate`.
 """
 
 from __future__ import annotations
@@ -22,30 +26,22 @@ from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.rules import engine_context
 
-# How an execution is sampled: the parameters that engines read, and how many tokens its next request may sample.
-#
-# All of temperature, top_p and top_k are always sent: a missing one would be filled in from the checkpoint's
-# generation config or the engine's defaults, and the log-probs would belong to another distribution.
-#
-# `Limits.next_answer` is the one place that says how long the next answer may get: that of the default `generate`, of
-# an agent, and of a function that posts to `/generate`. Tasks inherit the limits of their execution through `LIMITS`.
-
 MARGIN = 6
-"""SGLang 0.5.16 refuses a prompt that leaves no more than so many tokens of the model's context."""
+"""SGLang 0.5.16 refuses a prompt that leaves this many tokens of the model's context, or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long the answers of one execution may get, beside the limit of each (`max_new_tokens`)."""
+    """Limits on the tokens of one execution, beside `max_new_tokens`. Tasks inherit them through `LIMITS`."""
 
     max_context_len: int | None = None
-    """Tokens of a conversation: what a request reads and samples."""
+    """Of a conversation: tokens read and sampled by a request."""
     max_total_response_len: int | None = None
-    """Tokens that are sampled in the execution, over all of its answers."""
+    """Of all answers of the execution together."""
     served: int | None = None
-    """Tokens of the model's context, beyond which engines refuse a request."""
+    """The model's context, beyond which engines refuse a request."""
     transcript: Transcript = field(default_factory=Transcript)
-    """What it has sampled so far, by whatever request to the policy."""
+    """What the execution has sampled so far."""
 
     @classmethod
     def of(
@@ -56,7 +52,7 @@ class Limits:
         evaluation: bool = False,
         dataset: EvalDatasetConfig | None = None,
     ) -> Limits:
-        """Of an execution by the settings, or by those of its `dataset` in an evaluation."""
+        """The limits of training, or in an evaluation those of `dataset`, if given."""
         context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
         if dataset is not None:
             context, total = dataset.max_context_len, dataset.max_total_response_len
@@ -66,13 +62,12 @@ class Limits:
 
     @property
     def are_spent(self) -> bool:
-        """Whether the execution may sample no more, whatever it asks for."""
         return self.max_total_response_len is not None and self._left_in_all() <= 0
 
     def next_answer(self, most: int, num_read: int, begun: int = 0) -> int:
-        """How many tokens a request that reads `num_read` may sample; 0 if none.
+        """How many tokens a request that reads `num_read` tokens may sample.
 
-        `most`: of the answer, whose first `begun` tokens are there and among those that are read.
+        `most`: for the whole answer, of which `begun` tokens exist and are among those read.
         """
         if self.served is not None and num_read >= self.served - MARGIN:
             return 0
@@ -82,20 +77,19 @@ class Limits:
         return max(0, min(left))
 
     def _left_in_all(self) -> int:
-        assert self.max_total_response_len is not None, "there is a limit"
+        assert self.max_total_response_len is not None, "there is no limit"
         return self.max_total_response_len - self.transcript.num_sampled()
 
 
 LIMITS: ContextVar[Limits | None] = ContextVar("slime_limits", default=None)
-"""Of the execution that runs."""
 
 
 def _served(args: Args) -> int | None:
-    """None where engines that run already say themselves how much they serve."""
+    """The model's context; None for external engines, which refuse by themselves."""
     if args.rollout_external_engine_addrs:
         return None
     key = (args.hf_checkpoint, args.sglang.get("context_length"), args.sglang.get("allow_auto_truncate"))
-    if key not in _SERVED:  # the file is read once, not for every execution
+    if key not in _SERVED:  # reads the file once
         _SERVED[key] = engine_context(args)
     return _SERVED[key]
 
@@ -104,7 +98,7 @@ _SERVED: dict[tuple[Any, ...], int | None] = {}
 
 
 def num_begun(sample: Sample) -> int:
-    """Tokens of the answer that the sample breaks off with; 0 if the model has ended it, or something stands behind."""
+    """Tokens of the unfinished answer at the end of the sample; 0 if there is none."""
     versions = sample.column("token_versions")
     if sample.status is Status.COMPLETED or versions is None:
         return 0
@@ -113,7 +107,6 @@ def num_begun(sample: Sample) -> int:
 
 
 def rollout_sampling_params(args: RolloutSettings) -> dict[str, Any]:
-    """Parameters of training rollouts."""
     params: dict[str, Any] = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -129,7 +122,7 @@ def rollout_sampling_params(args: RolloutSettings) -> dict[str, Any]:
 
 
 def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
-    """Parameters of one evaluation dataset. Temperature 0 is greedy."""
+    """Temperature 0 is greedy."""
     names = (
         "temperature",
         "top_p",
@@ -146,7 +139,7 @@ def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
 
 
 def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
-    """A copy for one execution; with its own seed where the engine samples by seed."""
+    """A copy for one execution, with a seed of its own under deterministic inference."""
     params = dict(params)
     if args.sglang.get("enable_deterministic_inference"):
         params["sampling_seed"] = (args.rollout_seed + index) % 2**31
@@ -154,10 +147,10 @@ def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
-    """Ids of the prompt: the dataset's if it brought them, else the tokenizer's of the text, once.
+    """The ids of the sample if it has any, else those of its text prompt.
 
-    Chat templates write their own beginning-of-sequence token, so none is added. Messages are rendered by the dataset
-    only, where control tokens in their text are disarmed. Raises `ConfigError` for messages, `DataError` without ids.
+    Adds no beginning-of-sequence token, because chat templates write it. Only the dataset renders messages, because it
+    disarms control tokens in their text. Raises `ConfigError` for messages, `DataError` without a tokenizer.
     """
     if sample.tokens:
         return list(sample.tokens)
@@ -165,26 +158,26 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
         raise DataError(f"sample {sample.index} has neither ids nor a tokenizer to make them; set --hf-checkpoint")
     if not isinstance(sample.prompt, str):
         raise ConfigError(
-            f"got messages as prompt of sample {sample.index}, and nothing asks for a template; do: add "
+            f"got messages as the prompt of sample {sample.index}, and nothing renders them; do: add "
             "--apply-chat-template, or render them in --custom-generate-function-path or --data-source-path"
         )
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
 
 
 def remaining_tokens(args: Args, sample: Sample, max_new_tokens: int) -> int:
-    """How many tokens the next request of the sample may have sampled; never negative.
+    """How many tokens the next request of the sample may sample.
 
-    `max_new_tokens`: of one answer. What an interrupted sample has of it already counts, and so do the limits of the
-    conversation and of the whole execution.
+    `max_new_tokens`: for one answer; tokens of an interrupted one count. The limits of the conversation and of the
+    execution apply as well.
     """
     limits = LIMITS.get() or Limits.of(args, Transcript.behind(sample))
     return limits.next_answer(max_new_tokens, len(sample.tokens), num_begun(sample))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generates the next answer of `sample`, or the rest of one, in place. Raises what `EngineClient.generate` raises.
+    """Generates, in place, the next answer of `sample`, or the rest of one. Raises what `EngineClient.generate` raises.
 
-    `max_new_tokens` is of this answer; a sample that may get no token is TRUNCATED.
+    `max_new_tokens`: for this answer. A sample that may get no token becomes TRUNCATED.
     """
     context = current()
     sample.tokens = prompt_ids(sample, context.tokenizer)

@@ -2,24 +2,22 @@
 
     loop = GroupLoop(context, hooks, source, policy)
     while ...:
-        await loop.turn()          # starts what the policy has room for, sleeps until a group ends, settles what ended
+        await loop.turn()          # starts new groups, sleeps until a group ends, settles ended groups
     output = await loop.hand_out(groups)
 
-Consumes: groups of the Data Buffer (`get_groups`). Produces: accepted groups, by `Policy.accept`; all others are put
-back, marked filtered or marked failed. Waits for: the task of a group, one for each that runs, in which `Episodes`
-works on it, here or in another process. Is woken by: the end of such a task, and `wake`. All on the manager's event
-loop, which alone talks to the buffer; user functions run in threads, so that the loop answers while they compute.
+Each running group is a task in which `Episodes` works on it, here or in another process. Finished groups go to
+`Policy.accept`; all others are put back, marked filtered or marked failed. A turn is woken by the end of a group and by
+`wake`. All on the manager's event loop, which alone talks to the buffer; user functions run in threads, so that the
+loop answers while they compute.
 
 Invariants
 1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
-   `abandon` puts all that are not settled back.
-2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times in the life of the loop, and
-   then its group is dropped as failed: an infrastructure failure never becomes a reward. An interruption that was meant
-   does not count.
-3. Filters and failures of a step are bounded, and the error says which bound was met.
-4. A group whose request found no answer in time is quarantined: it is put back by `end_quarantine`, so that no try of
-   it comes before the next step. The `MAX_TRIES`th time it is dropped as failed. One under which engines died is
-   dropped at once.
+   `abandon` puts back all that are not settled.
+2. A failed, unscored or interrupted execution is tried again. After `MAX_TRIES` tries in the life of the loop its group
+   is dropped as failed: an infrastructure failure never becomes a reward. Interruptions on purpose do not count.
+3. Filtered and failed groups of a step are bounded; the error names the bound.
+4. A group whose request found no answer in time is quarantined: `end_quarantine` puts it back, so it is not tried again
+   before the next step. The `MAX_TRIES`th time it is dropped as failed. A group that killed engines is dropped at once.
 """
 
 from __future__ import annotations
@@ -32,51 +30,41 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import Held, group_of, note_quarantines, num_quarantines, reset_group
 from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group, Sample
-from slime.rollout.client.client import RequestScope
+from slime.rollout.client.engine_client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import GIVEN_UP, GroupResult, Outcome, failure_kind
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import END_LIMIT_S, beside, end_tasks
 from slime.rollout.sample_metrics import sample_metrics
 from slime.rollout.transcript import Seals
-from slime.rollout.types import DynamicFilterOutput, RolloutFnTrainOutput
+from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_time
-from slime.rollout.workers.here import Episodes, Here
-
-# What a group loop counts between two batches.
+from slime.rollout.workers.episodes import Episodes, Here
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """Counters of groups, from zero; a new record for each batch."""
-
     filtered: Counter[str] = field(default_factory=Counter)
-    """Reason -> groups that the dynamic filter dropped."""
     failed: Counter[str] = field(default_factory=Counter)
-    """Kind of failure -> groups given up."""
     retried: Counter[str] = field(default_factory=Counter)
-    """Kind of failure -> tries that are followed by another."""
+    """Kind of failure -> tries that were followed by another."""
     num_surplus: int = 0
-    """Finished after the batch was full."""
     num_aborted: int = 0
-    """Interrupted on purpose."""
     num_reset: int = 0
-    """Begun by an earlier step, and started over."""
+    """Started over, because an earlier step had begun them."""
     num_quarantined: int = 0
-    """Without an answer, and kept from the buffer."""
     dropped: list[Held] = field(default_factory=list)
-    """What the dynamic filter dropped; kept for `--rollout-all-samples-process-path` only."""
+    """By the dynamic filter; kept only for `--rollout-all-samples-process-path`."""
     idle_s: float = 0.0
-    """Time in which no group ran."""
+    """Time without a running group."""
     started: float = field(default_factory=time.monotonic)
 
     def metrics(self) -> dict[str, float]:
-        """The counters under the names of the log."""
         counts: dict[str, float] = {}
         counts |= {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.filtered.items()}
         counts |= {f"rollout/failed/{kind}": count for kind, count in self.failed.items()}
@@ -98,45 +86,33 @@ class StepCounts:
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Tries of a group with failing executions."""
 MAX_FILTERED_FACTOR = 32
 """Filtered groups per wanted group after which the step gives up."""
 MIN_FAILED_GROUPS = 4
-"""So many groups may fail for good in any step; beyond it, as many as are wanted."""
-
-
-class GroupSource(Protocol):
-    """What the loop needs of the Data Buffer."""
-
-    def get_groups(self, n: int) -> list[Group]: ...
-    def put_back(self, groups: list[Held], reason: str) -> None: ...
-    def start_over(self, group: Group) -> Group: ...
-    def note(self, group: Held) -> None: ...
-    def mark_filtered(self, group_indices: list[int], reason: str) -> None: ...
-    def mark_failed(self, group_indices: list[int], reason: str) -> None: ...
+"""A step may lose at least this many groups, or as many as it wants."""
 
 
 class Policy(ABC):
-    """What a schedule decides of a loop. None of the answers waits for anything."""
+    """The decisions of a schedule. No method may wait."""
 
     @abstractmethod
     def num_missing(self, loop: GroupLoop) -> int:
-        """How many more groups are to be started; none if it is not positive."""
+        """How many more groups to start; none if not positive."""
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
-        """The group as it may be worked on; called once when it is started."""
+        """Called before a group starts; returns the group to work on."""
         return group
 
     @abstractmethod
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Whether an interruption of the group does not count as a failure."""
+        """Whether the group was interrupted on purpose, which is not a failure."""
 
     def is_surplus(self, loop: GroupLoop) -> bool:
-        """Whether a group that is finished now goes back to the buffer, because the batch is full."""
+        """Whether a finished group goes back to the buffer, because the batch is full."""
         return False
 
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
-        """Whether the batch gets full without the group that a filter looks at."""
+        """Whether the batch gets full without the group at hand."""
         return len(loop.running) >= loop.target
 
     @abstractmethod
@@ -145,32 +121,30 @@ class Policy(ABC):
 
 
 class GroupLoop:
-    """The state of a loop over groups: what runs, what failed how often, what the step counts."""
+    """What runs, what failed how often, and the counts of the step."""
 
-    def __init__(self, context: RolloutContext, hooks: RolloutHooks, source: GroupSource, policy: Policy) -> None:
+    def __init__(self, context: RolloutContext, hooks: RolloutHooks, source: DataBuffer, policy: Policy) -> None:
         self.args, self.context, self.hooks, self.source, self.policy = context.args, context, hooks, source, policy
         self.target: int = context.args.rollout_batch_size
-        """Groups of a batch."""
         self.params = rollout_sampling_params(context.args)
         self.episodes: Episodes = context.workers or Here(context.client)
-        """Who works on its groups."""
         self.scope = RequestScope()
-        """Of all requests of its groups: the task that takes the turns sets it as `REQUEST_SCOPE`."""
+        """Of all requests of the groups. The task that calls `turn` sets it as `REQUEST_SCOPE`."""
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
         self.quarantined: list[Held] = []
-        """Kept from the buffer until `end_quarantine`."""
+        """Not in the buffer until `end_quarantine`."""
         self.tries: Counter[int] = Counter()
         self.rollout_id = -1
         self.counts = StepCounts()
         self._woken = asyncio.Event()
 
     def begin_step(self, context: RolloutContext, rollout_id: int) -> None:
-        """What runs from now on belongs to this step: its progress, its number in messages."""
+        """From now on, progress and messages belong to this step."""
         self.context, self.rollout_id = context, rollout_id
         context.progress.begin(f"rollout {rollout_id}", self.target)
 
     async def turn(self, timeout_s: float | None = None) -> None:
-        """Starts what there is room for, sleeps until a group ends, `wake` is called or time is up; settles what ended.
+        """Starts groups, sleeps until one ends, `wake` is called or time is up, then settles ended groups.
 
         Raises `DataError` if the filter rejects nearly everything, `GroupsFailed` if too many groups fail, and what
         user hooks raise on purpose.
@@ -185,22 +159,19 @@ class GroupLoop:
         await self.settle([task for task in self.running if task.done()])
 
     def wake(self) -> None:
-        """Ends the sleep of a turn: there may be room."""
         self._woken.set()
 
     async def settle(self, ended: Sequence[asyncio.Task[GroupResult]]) -> None:
-        """Settles ended groups, in the order of their prompts."""
         for task in sorted(ended, key=lambda t: self.running[t].group_index):
             await self._settle(task, self.running.pop(task))
 
     def end_quarantine(self) -> None:
-        """Groups that found no answer may be tried again."""
         held, self.quarantined = self.quarantined, []
         if held:
             self.source.put_back(held, "quarantined")
 
     async def abandon(self, *, reason: str = "error", accepted: Sequence[Held] = ()) -> None:
-        """Cancels what runs and puts back what is not settled, and `accepted` groups too; what ran starts over."""
+        """Cancels running groups and puts back all unsettled ones, `accepted` too; groups that ran start over."""
         self.scope.aborted = True
         await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()
@@ -212,7 +183,7 @@ class GroupLoop:
             self.source.put_back(again, reason)
 
     async def hand_out(self, batch: Sequence[Held]) -> RolloutFnTrainOutput:
-        """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
+        """Runs the hooks over a batch, sorted by prompt; returns it with the metrics of the step."""
         limit_s = self.args.execution_timeout_s
         groups = await beside(_unpacked, sorted(batch, key=lambda held: held.group_index))
         looked_at = self.hooks.sample_filter is not None or self.hooks.all_samples is not None
@@ -223,13 +194,13 @@ class GroupLoop:
             dropped = await beside(_unpacked, self.counts.dropped)
             await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
         if seals is not None:
-            await beside(seals.check, [s for group in groups for s in group])
+            await beside(seals.mark_changed, [s for group in groups for s in group])
         left_behind = await self.episodes.num_left_behind()
         counts = {**self.counts.metrics(), "rollout/num_left_behind": float(left_behind)}
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
 
     def time_left_s(self, began: float) -> float | None:
-        """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""
+        """Seconds until the limit of a step that began then; None without a limit. Raises `DeadlineExceeded`."""
         limit_s = self.args.rollout_global_timeout_s
         if limit_s is None:
             return None
@@ -263,7 +234,7 @@ class GroupLoop:
     # ---- settling ------------------------------------------------------------------------------------------------
 
     async def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
-        """Accepts, filters, retries or drops one ended group."""
+        """Accepts, filters, retries or drops an ended group."""
         try:
             result = task.result()
         except BaseException:
@@ -278,30 +249,26 @@ class GroupLoop:
             self._retry_or_drop(result)
 
     def _take_finished(self, result: GroupResult) -> None:
-        """A finished group is accepted unless it is surplus or the user's filter drops it."""
+        """Accepts a finished group unless it is surplus or filtered."""
         group, verdict = result.group, result.verdict
+        keeps_anyway = (
+            verdict is not None and verdict.keep_when_insufficient and not self.policy.others_fill_the_step(self)
+        )
         if self.policy.is_surplus(self):
             self.counts.num_surplus += 1
             self.source.put_back([group], "surplus")
-        elif verdict is None or verdict.keep or self._is_needed(verdict):
+        elif verdict is None or verdict.keep or keeps_anyway:
             if isinstance(group, Group):
                 group.pack()
             self.policy.accept(self, group)
         else:
             self._drop(group, verdict.reason or "filter")
 
-    def _is_needed(self, verdict: DynamicFilterOutput) -> bool:
-        """Whether a group that the filter would drop stays, because nothing else fills the step."""
-        return verdict.keep_when_insufficient and not self.policy.others_fill_the_step(self)
-
     def _drop(self, group: Held, reason: str) -> None:
         self.counts.filtered[reason] += 1
         self.source.mark_filtered([group.group_index], reason)
         if self.hooks.all_samples is not None:
             self.counts.dropped.append(group)
-        self._check_filtered()
-
-    def _check_filtered(self) -> None:
         filtered = self.counts.filtered
         if filtered.total() >= MAX_FILTERED_FACTOR * self.target:
             raise DataError(
@@ -311,7 +278,7 @@ class GroupLoop:
             )
 
     def _retry_or_drop(self, result: GroupResult) -> None:
-        """A failure: again, unless it was tried often enough or can never succeed."""
+        """Tries a failed group again, unless it had its tries or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
         if result.outcome is Outcome.EXPIRED and num_quarantines(group_of(result.group)) + 1 < MAX_TRIES:
@@ -326,7 +293,7 @@ class GroupLoop:
             self._check_failed(result.reason)
 
     def _quarantine(self, result: GroupResult) -> None:
-        """Keeps the group from the buffer until the next step, and says so in its samples, which are saved."""
+        """Keeps the group out of the buffer until the next step, and notes that in its samples, which are saved."""
         logger.warning("group %d is quarantined until the next step: %s", result.group.group_index, result.reason)
         group = group_of(result.group)
         note_quarantines(group, num_quarantines(group) + 1)
@@ -345,5 +312,4 @@ class GroupLoop:
 
 
 def _unpacked(batch: Sequence[Held]) -> list[list[Sample]]:
-    """The samples of each group."""
     return [list(group_of(held).samples) for held in batch]

@@ -1,5 +1,23 @@
-"""Guards around user code in a rollout: limits on what is awaited, threads for what is synchronous, progress that stops
-the clock, and a watchdog over the event loop.
+"""Guards around user code in a rollout: limits, threads for synchronous functions, and a watchdog of the event loop.
+
+    samples = await supervised(generate(...), what="execution 3 of group 1 in mine.generate", limit_s=1800.0)
+    alive()        # in a generate function, now and then, during a long wait of its own
+
+A limit counts the time without progress. Progress is a call of `alive`, and the end of a block of `waiting`, in which
+engine clients, graders and sandboxes wait under limits of their own. Tasks, and threads that slime starts, inherit the
+`Heartbeat` of their call through `HEARTBEAT`.
+
+Invariants
+1. While a block of `waiting` runs, no time counts. Progress of a call is progress of everything that it is part of.
+2. User code ends with a result, an `Exception` or a cancellation of ours. `SystemExit` and the like, also from tasks
+   that user code makes, and its own cancellations become `HookExited`: asyncio would let them end the event loop.
+3. A task or thread that does not end when it is cancelled is left behind: named in a warning, counted, no longer
+   awaited. Not even the end of the process waits for it.
+4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions have other threads (`beside`).
+5. The watchdog interrupts user code that keeps the event loop from turning until the limit, at most `MOST_BROKEN_OFF`
+   times: its execution expires, and the loop goes on. Code of slime or of a library is never interrupted.
+6. Code that takes no exception (a sleep, a regular expression that holds the interpreter) ends the process `GRACE_S`
+   later. `faulthandler` does that, whose thread needs no interpreter; it writes where each thread stood.
 """
 
 from __future__ import annotations
@@ -27,36 +45,20 @@ from weakref import WeakKeyDictionary
 from slime.core.blame import Place, blamed, raised_by_user
 from slime.core.errors import DeadlineExceeded, HookError, HookExited
 
-# `Heartbeat`: when user code last made progress, so that its limit counts the time without any.
-#
-#     from slime.rollout.guard import alive
-#     alive()        # in a generate function, now and then, while it waits long for something of its own
-#
-# Tasks, and threads that slime starts, inherit it through `HEARTBEAT`. Consumes: `beat` of whoever sees progress, and
-# `waiting` of what waits under a limit of its own: the engine client, the teacher's, graders, sandboxes. Produces: the
-# time without progress, which `supervise` reads. Waits for nothing. Times are those of the event loop.
-#
-# Invariants
-# 1. While a block of `waiting` runs, no time counts; when it ends there was progress.
-# 2. Progress of an execution is progress of whatever it is part of.
-
 
 class Heartbeat:
-    """Of one supervised call."""
-
-    __slots__ = ("_at", "_loop", "_num_waiting", "_parent", "num_beats", "threads")
+    """When a supervised call last made progress."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, parent: Heartbeat | None = None) -> None:
-        """`parent`: of what the call is part of."""
+        """`parent`: of the call around this one."""
         self._loop, self._parent = loop, parent
         self._at, self._num_waiting = loop.time(), 0
         self.num_beats = 0
-        """Signs of progress."""
         self.threads: set[int] = set()
-        """Identities of the threads that run for it now."""
+        """Identities of the threads that run for the call now."""
 
     def beat(self) -> None:
-        """There is progress. From any thread."""
+        """Notes progress; may be called from any thread."""
         try:
             here = asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -68,7 +70,6 @@ class Heartbeat:
                 self._loop.call_soon_threadsafe(self._beat)
 
     def silent_s(self) -> float:
-        """Seconds without progress."""
         return 0.0 if self._num_waiting else self._loop.time() - self._at
 
     def _beat(self) -> None:
@@ -86,23 +87,21 @@ HEARTBEAT: ContextVar[Heartbeat | None] = ContextVar("slime_heartbeat", default=
 
 
 def alive() -> None:
-    """Says that the function that calls it makes progress (`--execution-timeout-s`). Without effect elsewhere."""
+    """Notes progress of the calling function (`--execution-timeout-s`); does nothing outside of a rollout."""
     beat = HEARTBEAT.get()
     if beat is not None:
         beat.beat()
 
 
 class Waiting:
-    """What a block of `waiting` may say."""
-
-    __slots__ = ("_beat",)
+    """What a block of `waiting` gets."""
 
     def __init__(self, beat: Heartbeat | None) -> None:
         self._beat = beat
 
     @contextlib.contextmanager
     def handing_out(self) -> Iterator[None]:
-        """The block is again the user's time: a part of what is waited for is in his hands."""
+        """In this block the user's code has a part of what is awaited, and its time counts again."""
         if self._beat is None:
             yield
             return
@@ -116,7 +115,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Waiting]:
-    """The block waits under a limit of its own, on the event loop: its time does not count."""
+    """A block that waits under a limit of its own, on the event loop; its time does not count."""
     beat = HEARTBEAT.get()
     if beat is None:
         yield Waiting(None)
@@ -129,28 +128,16 @@ def waiting() -> Iterator[Waiting]:
         beat._beat()
 
 
-# Threads for synchronous user code: one for each call, which nobody has to wait for, not even the end of the process.
-# And a few for slime's own functions (`beside`), which never wait for those.
-#
-# asyncio's own pool has a few threads, which calls that never return would use up, and Python waits for them when it
-# exits. Consumes: calls. Produces: their results, or what they raise. Waits for nothing; a caller that stops waiting
-# leaves its thread behind.
-#
-# Invariants
-# 1. At most `MOST_AT_ONCE` calls of an event loop that somebody waits for run at a time.
-# 2. What a function raises reaches who waits, as an exception that an event loop survives.
-
+# ---- threads -----------------------------------------------------------------------------------------------------
 T = TypeVar("T")
 
 MOST_AT_ONCE = 64
-"""Calls that run side by side."""
 
 
 class DaemonThreads(concurrent.futures.Executor):
-    """A daemon thread for each call."""
+    """A daemon thread for each call: asyncio's own pool is small, and Python waits for its threads at exit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
-        """Runs it in a thread of its own."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -158,7 +145,7 @@ class DaemonThreads(concurrent.futures.Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # of whoever waits
+            except BaseException as error:  # raised where the result is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -168,22 +155,21 @@ class DaemonThreads(concurrent.futures.Executor):
 
 
 _THREADS = DaemonThreads()
-_OWN = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime")  # threads start when they work
+_OWN = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime")  # starts threads when needed
 _SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 LEFT_BEHIND: set[int] = set()
-"""Identities of threads that nobody waits for any more, and that still run."""
+"""Identities of threads that still run, and that nobody waits for."""
 
 
 class Stalled(BaseException):
-    """Raised by the watchdog inside of code that keeps the event loop from turning. No `Exception`, because code that
-    tries again and again would catch it."""
+    """Raised by the watchdog in code that blocks the event loop. Not an `Exception`, which a retry loop would catch."""
 
     def __str__(self) -> str:
         return "user code kept the event loop from turning until --execution-timeout-s"
 
 
 def exited(error: BaseException) -> HookExited | DeadlineExceeded:
-    """What a function raised that is not an `Exception`, as an error, with its place."""
+    """A `BaseException` from user code as an error, with the line that raised it."""
     if isinstance(error, Stalled):
         return DeadlineExceeded(f"{error}{raised_by_user(error)}")
     said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -191,19 +177,19 @@ def exited(error: BaseException) -> HookExited | DeadlineExceeded:
 
 
 async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Calls a function of slime's beside the event loop, which goes on. Raises what it raises.
+    """Calls a function of slime's in a thread. Raises what it raises.
 
-    Whatever user code does with asyncio's own threads, and with those of `run_in_thread`, it comes to its turn.
+    User code cannot keep it waiting: asyncio's threads and those of `run_in_thread` are others.
     """
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_OWN, call)
 
 
 async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function beside the event loop, in the caller's context. `name`: what errors call it.
+    """Calls a user's function in a thread, in the caller's context. `name`: what errors call it.
 
-    Raises what it raises: `HookExited` for `SystemExit` and the like, `HookError` for `StopIteration`, which asyncio
-    cannot carry to who waits.
+    Raises what it raises, but `HookExited` for `SystemExit` and the like, and `HookError` for `StopIteration`, which
+    asyncio cannot carry.
     """
     loop, context, beat = asyncio.get_running_loop(), contextvars.copy_context(), HEARTBEAT.get()
     slots = _SLOTS.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
@@ -228,7 +214,7 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
             if beat is not None:
                 beat.threads.discard(me)
 
-    with waiting():  # for others
+    with waiting():  # until another call ends
         await slots.acquire()
     try:
         return await loop.run_in_executor(_THREADS, call)
@@ -239,32 +225,18 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
         slots.release()
 
 
-# Limits around user code on the event loop: no call is without one, no end of it is waited for without one.
-#
-#     samples = await supervised(generate(...), what="execution 3 of group 1 in mine.generate", limit_s=1800.0)
-#
-# Consumes: a user's coroutine, which runs in a task of its own, and its `Heartbeat`. Produces: its result, or an
-# exception that an event loop survives. Waits for: the task, as long as there is progress; a task that it has
-# cancelled, for `END_LIMIT_S`. Is woken by: the end of the task, or the clock of the event loop.
-#
-# Invariants
-# 1. User code ends in a result, an `Exception`, or a cancellation of ours. `SystemExit` and the like, which asyncio
-#    lets out of the event loop, also from tasks that user code makes, and a cancellation of its own become
-#    `HookExited`.
-# 2. A task that does not end when it is cancelled is left behind: named in a warning, counted, and waited for no more.
-
+# ---- limits ------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
 END_LIMIT_S = 5.0
-"""How long a cancelled task of user code may take to end. Who waits for several of them waits a multiple of it."""
+"""How long a cancelled task of user code may take to end. Callers that end several use a multiple of it."""
 _LEFT_BEHIND: set[asyncio.Task[Any]] = set()
 
 
 async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float | None) -> T:
-    """The result of a user's coroutine. `what`: who waits, in words; `limit_s`: seconds without progress, None or 0
-    for no limit.
+    """Awaits a user's coroutine. `what`: its name in errors. `limit_s`: seconds without progress; None or 0: no limit.
 
-    Raises `DeadlineExceeded` at the limit, `HookExited`, and whatever else the coroutine raises.
+    Raises `DeadlineExceeded` at the limit, `HookExited`, and what the coroutine raises.
     """
     loop = asyncio.get_running_loop()
     contain_tasks(loop)
@@ -290,9 +262,7 @@ async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float 
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIMIT_S) -> None:
-    """Cancels tasks and waits until they have ended, for `limit_s` at most: the others are left behind. What they
-    return or raise is nobody's.
-    """
+    """Cancels tasks and waits for their end, at most `limit_s`; the rest is left behind. Drops their results."""
     those = list(tasks)
     running = [task for task in those if not task.done()]
     for task in running:
@@ -305,11 +275,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIM
             if not task.done():
                 _leave_behind(task, limit_s)
             elif not task.cancelled():
-                task.exception()  # else asyncio says that nobody looked
+                task.exception()  # else asyncio logs that it was never retrieved
 
 
 def num_left_behind() -> int:
-    """Tasks and threads of user code that nobody waits for any more, and that still run."""
+    """Number of tasks and threads of user code that still run, and that nobody waits for."""
     return len(_LEFT_BEHIND) + len(LEFT_BEHIND)
 
 
@@ -347,13 +317,13 @@ def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat
 
 
 def place_of_frame(frame: FrameType) -> Place | None:
-    """The line of a running thread, as `blamed` says."""
+    """The line to blame in a running thread."""
     stack = traceback.extract_stack(frame)
     return blamed(Place(one.filename, one.lineno or 0, one.name) for one in stack)
 
 
 def place_of_task(task: asyncio.Task[Any]) -> Place | None:
-    """The line at which a task waits, through the coroutines and tasks that it waits for, as `blamed` says."""
+    """The line to blame in a waiting task, found through the coroutines and tasks that it awaits."""
     return blamed(_places(task))
 
 
@@ -373,12 +343,11 @@ def _places(task: asyncio.Task[Any] | None) -> Iterator[Place]:
 
 
 def _either(thing: Any, *names: str) -> Any:
-    """The first of these attributes that it has, and that is not None."""
     return next((value for name in names if (value := getattr(thing, name, None)) is not None), None)
 
 
 def _waits_for(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
-    """The task that it waits for, perhaps with others."""
+    """The task that it awaits, perhaps among others."""
     waits_for: Any = getattr(task, "_fut_waiter", None)
     among = [waits_for, *(getattr(waits_for, "_children", None) or ())]
     return next((one for one in among if isinstance(one, asyncio.Task) and not one.done()), None)
@@ -388,33 +357,27 @@ def _waits_for(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
 
 
 class Contained(Coroutine[Any, Any, T]):
-    """A coroutine out of which no exception comes that would end the event loop, or pass for something else."""
-
-    __slots__ = ("__weakref__", "coroutine")
+    """A coroutine that never raises what would end the event loop."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self.coroutine = coroutine
 
     def send(self, value: Any) -> Any:
-        """One step."""
-        try:
-            return self.coroutine.send(value)
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:
-            raise exited(error) from error
+        return self._step(self.coroutine.send, value)
 
     def throw(self, *given: Any) -> Any:
-        """One step, which begins with an exception."""
+        return self._step(self.coroutine.throw, *given)
+
+    @staticmethod
+    def _step(step: Callable[..., Any], *given: Any) -> Any:
         try:
-            return self.coroutine.throw(*given)
+            return step(*given)
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:
             raise exited(error) from error
 
     def close(self) -> None:
-        """Ends it."""
         self.coroutine.close()
 
     def __await__(self) -> Any:
@@ -422,7 +385,7 @@ class Contained(Coroutine[Any, Any, T]):
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Tasks that supervised code makes are contained, too. Leaves a task factory of the user's alone."""
+    """Makes the loop contain tasks of supervised code as well. Keeps a task factory of the user's."""
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
 
@@ -436,38 +399,25 @@ def _make_task(
     return asyncio.Task(coroutine, loop=loop, context=context, **given)
 
 
-# `Watchdog`: names what keeps an event loop from turning, breaks it off at the limit, or ends the process by name.
-#
-#     watchdog = Watchdog(asyncio.get_running_loop(), limit_s=1800.0, last_words=logs / LAST_WORDS)
-#     ...
-#     watchdog.close()
-#
-# Consumes: turns of one event loop, which its thread asks for. Produces: a warning with the line that runs in the
-# loop's thread, `stall` for whoever asks from another thread, the longest stall, and where all else fails last words,
-# which `last_words` reads after the end. Waits for: the loop's answer. Is woken by: that, or the clock.
-#
-# Invariants
-# 1. At the limit user code that the interpreter runs is broken off by an exception, `MOST_BROKEN_OFF` times at most:
-#    its execution has expired, and the loop goes on.
-# 2. What takes no exception (a sleep, a regular expression that holds the interpreter), or comes again and again, ends
-#    the process `GRACE_S` later. That is done by `faulthandler`, whose thread needs no interpreter; it writes where
-#    each thread stood.
-# 3. Code of slime or of a library alone is never broken off.
-
+# ---- the watchdog ------------------------------------------------------------------------------------------------
 LAST_WORDS = "rollout_stall.txt"
-"""In the folder of the logs: what is left of a rollout side that had to end."""
+"""File in the log folder for the last words of a rollout process that had to end itself."""
 WARN_S, GRACE_S = 10.0, 30.0
-"""Seconds without a turn before the first warning, and between the attempt to break code off and the end."""
+"""Seconds without a turn before the first warning; seconds between the interruption of code and the end."""
 LOOK_S = 1.0
 MOST_BROKEN_OFF = 3
-"""Calls that are broken off; a function that blocks in every execution is not chance."""
+"""Interruptions per run: a function that blocks in every execution is not chance."""
 _TIMED_OUT = "Timeout ("
 """How a report of `faulthandler` begins."""
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
 
 
 class Watchdog:
-    """Watches from when it is made, on the loop's own thread, until `close`."""
+    """Watches an event loop from a thread of its own until `close`. Make it on the loop's thread.
+
+    It asks the loop for a turn and waits for the answer. While there is none it warns, naming the running line (also in
+    `stall`); at the limit it interrupts the code, and later the process ends with last words (see `last_words`).
+    """
 
     def __init__(
         self,
@@ -478,16 +428,14 @@ class Watchdog:
         warn_s: float = WARN_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`limit_s`: seconds without a turn, 0 for no limit; `last_words`: the file for them, without one the process
-        never ends.
-        """
+        """`limit_s`: seconds without a turn; 0: no limit. `last_words`: a file; without it the process never ends."""
         self._loop, self._limit_s, self._warn_s, self._grace_s = loop, limit_s, warn_s, grace_s
         self._look_s = min(LOOK_S, warn_s / 4)
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._longest_s, self._num_broken_off = 0.0, 0
         self.stall = ""
-        """What keeps the loop from turning now, in words; empty while it turns."""
+        """What keeps the loop from turning now; empty while it turns."""
         self._path = last_words if limit_s else None
         self._file = None
         if self._path is not None:
@@ -498,12 +446,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def take_longest_s(self) -> float:
-        """The longest time without a turn since the last call, seconds."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
     def close(self) -> None:
-        """Watches no more; there are no last words."""
+        """Stops watching; there are no last words."""
         self._closed.set()
         if self._path is not None and self._file is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -513,7 +460,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._look()
-        finally:  # who does not watch may not end anything
+        finally:  # without a watch nothing may end the process
             if self._file is not None:
                 faulthandler.cancel_dump_traceback_later()
 
@@ -529,7 +476,7 @@ class Watchdog:
             self.stall = ""
 
     def _wait(self, turned: threading.Event, asked: float) -> None:
-        """For a turn of the loop; says and does what is due meanwhile."""
+        """Waits for a turn of the loop; warns and interrupts when due."""
         warn_s, was_broken = self._warn_s, not self._limit_s
         while not turned.wait(self._look_s) and not self._closed.is_set():
             stands_s = time.monotonic() - asked
@@ -550,7 +497,6 @@ class Watchdog:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(Stalled))
 
     def _has_turned(self, turned: threading.Event) -> None:
-        """On the loop."""
         turned.set()
         self._put_off_end()
 
@@ -559,7 +505,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit_s + self._grace_s, exit=True, file=self._file)
 
     def _place(self) -> Place | None:
-        """What runs on the loop now: who started the loop does not count."""
+        """The line that runs on the loop now; frames that started the loop do not count."""
         frame = sys._current_frames().get(self._watched)
         stack = traceback.extract_stack(frame) if frame is not None else []
         begin = max((number for number, one in enumerate(stack, 1) if one.name == "run_forever"), default=0)
@@ -567,7 +513,7 @@ class Watchdog:
 
 
 def last_words(path: Path) -> str | None:
-    """Why the process that was to write there has ended itself; None if it has not."""
+    """Why the process that was to write to `path` ended itself; None if it did not."""
     with contextlib.suppress(OSError):
         head, _, report = path.read_text(errors="replace").partition("\n")
         if _TIMED_OUT not in report:
@@ -577,7 +523,7 @@ def last_words(path: Path) -> str | None:
         found = [Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(of_thread)]
         return (
             f"the event loop of the rollout side has not turned for {limit_s} s (--execution-timeout-s), because "
-            f"{blamed(reversed(found)) or 'something'} kept it, and its process has ended; do: await there, or call it "
-            "in a thread (asyncio.to_thread)"
+            f"{blamed(reversed(found)) or 'something'} kept it, so its process ended itself; do: await there, or call "
+            "it in a thread (asyncio.to_thread)"
         )
     return None

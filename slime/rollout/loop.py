@@ -1,8 +1,6 @@
-"""The default rollout as a function of one step: the public name of the schedule `step`, for functions that wrap it.
+"""`generate_rollout`, the step schedule as a function for users' functions to wrap, and `run` for coroutines in them.
 
-    --rollout-function-path slime.rollout.loop.generate_rollout         # the default
-
-Waits for: the step that it starts on the manager's event loop, as long as that lives. Blocks its own thread meanwhile.
+--rollout-function-path slime.rollout.loop.generate_rollout         # the default
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from slime.rollout.schedules.step import generate_step
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 LOOK_S = 5.0
-"""How often a thread that waits for a step looks whether its event loop lives."""
+"""How often a waiting thread checks that the event loop is alive."""
 Output = RolloutFnTrainOutput | RolloutFnEvalOutput
 T = TypeVar("T")
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """Generates, or evaluates, one step. Raises `HookError` on the manager's own event loop."""
+    """Generates or evaluates one step from a thread. Raises `HookError` on the manager's event loop."""
     context = current()
     if evaluation:
         return run_on_loop(evaluate(context, rollout_id), what="generate_rollout")
@@ -33,7 +31,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
-    """The result of a coroutine that a synchronous function of a step has the rollout's event loop run.
+    """Runs a coroutine on the rollout's event loop, from a thread, and returns its result.
 
     Raises `HookError` on that event loop itself, outside a rollout, or when the loop has ended.
     """
@@ -54,7 +52,7 @@ def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`run_on_loop`; outside a rollout, the result of `asyncio.run`."""
+    """As `run_on_loop`; outside a rollout as `asyncio.run`."""
     try:
         current()
     except HookError:
@@ -63,14 +61,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _result(step: concurrent.futures.Future[T], context: RolloutContext, what: str) -> T:
-    """Waits as long as the event loop lives, which has the limits of the step. Raises `HookError` if it does not."""
+    """Waits while the event loop runs; the step has limits of its own. Raises `HookError` if the loop ends."""
     while True:
         try:
             return step.result(timeout=LOOK_S)
         except TimeoutError:
             if step.done():
-                raise  # its own
+                raise  # the step's own
             if not context.loop.is_running():
-                raise HookError(
-                    f"got {what} without its event loop, which has ended; call it while the step runs"
-                ) from None
+                raise HookError(f"{what} waits for an event loop that has ended; call it while the step runs") from None

@@ -1,12 +1,11 @@
-"""`RolloutManager`: the rollout side of a run, composed: Data Buffer, engine client, graders, schedule, evaluation.
+"""`RolloutManager`: the rollout side of a run: Data Buffer, engine clients, graders, schedule, evaluation.
 
-Consumes: prompts, through the Data Buffer. Produces: a `TrainBatch` for each `generate`, which the driver trains and
-then confirms with `commit`, perhaps followed by `save`. Waits for: the schedule (`slime.rollout.schedules`), which
-waits for engines and graders. Is woken by: the driver, whose `generate` and `evaluate` may overlap. All methods run on
-one event loop; beside it threads run synchronous user functions and write files.
+The driver calls `generate` for a batch, trains it, confirms with `commit`, and may then `save`. `generate` and
+`evaluate` may overlap. The schedule (`slime.rollout.schedules`) waits for engines and graders. All methods run on one
+event loop; threads run synchronous user functions and write files.
 
 Invariants
-1. The groups of a batch stay in flight in the buffer until `commit` (`batch_account`).
+1. The groups of a batch stay in flight in the buffer until `commit` (`BatchAccount`).
 2. `close` leaves no request, connection or grader process.
 """
 
@@ -26,8 +25,12 @@ from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import Worker
-from slime.rollout.client.client import EngineClient
-from slime.rollout.clients import (
+from slime.rollout.client.engine_client import EngineClient
+from slime.rollout.context import Models, RolloutContext, use
+from slime.rollout.evaluate import evaluate, evaluate_by_function
+from slime.rollout.generate import rollout_sampling_params
+from slime.rollout.guard import beside, end_tasks, supervised
+from slime.rollout.parts import (
     grader_pool,
     load_data_source,
     load_eval_datasets,
@@ -35,10 +38,6 @@ from slime.rollout.clients import (
     model_clients,
     teacher_client,
 )
-from slime.rollout.context import Models, RolloutContext, use
-from slime.rollout.evaluate import evaluate, evaluate_by_function
-from slime.rollout.generate import rollout_sampling_params
-from slime.rollout.guard import beside, end_tasks, supervised
 from slime.rollout.recordings import Recorder
 from slime.rollout.sample_metrics import Showcase, speed, staleness
 from slime.rollout.schedules import SCHEDULES
@@ -47,36 +46,35 @@ from slime.rollout.traces import traffic_metrics
 from slime.rollout.train_batch import BatchAccount, to_train_batch
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.rollout.user_functions import in_time, is_logged_by_user
-from slime.rollout.workers.fleet import WorkerFleet
-from slime.rollout.workers.here import Here
+from slime.rollout.workers.episodes import Here
+from slime.rollout.workers.worker_fleet import WorkerFleet
 from slime.settings import Args
 from slime.settings.groups.evaluation import measures_loss
 from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.topology_yaml import topology_of
 
-# The probe: short fresh answers, for which the trainer compares its log-probs with the engines'.
-#
-# For schedules whose batches are older than the trainer's weights; in any other the batch itself is that comparison.
-# What is sampled here stays outside the Data Buffer, is not graded and never trained.
-
 NUM_PROMPTS, NUM_TOKENS = 16, 64
-"""Most prompts, and most tokens of each answer, of one probe."""
+"""Most prompts of a probe, and most tokens of each answer."""
 
 
 class MismatchProbe:
-    """Remembers prompts of the last batch, and asks them again."""
+    """Asks prompts of the last batch again, so that the trainer can compare its log-probs with the engines'.
+
+    For schedules whose batches are older than the trainer's weights. The answers stay outside the Data Buffer, are not
+    graded and never trained.
+    """
 
     def __init__(self) -> None:
         self._prompts: list[list[int]] = []
 
     def remember(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Takes the prompts of a batch."""
+        """Keeps the prompts of a batch."""
         firsts = [group[0] for group in groups[:NUM_PROMPTS]]
         prompts = [(column, one.prompt_length) for one in firsts if (column := one.column("tokens")) is not None]
         self._prompts = [column[:length].tolist() for column, length in prompts]
 
     async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
-        """Answers of the weights that the engines hold now. Raises `HookError` before any generation."""
+        """Short answers from the current weights. Raises `HookError` before any generation."""
         if client is None or not self._prompts:
             raise HookError("got a probe before any generation by an engine; there is no prompt to probe with")
         params = {k: v for k, v in rollout_sampling_params(args).items() if not k.startswith("stop")}
@@ -101,12 +99,10 @@ logger = logging.getLogger(__name__)
 
 BUFFER_FILE = "data_buffer.json"
 CLOSE_LIMIT_S = 60.0
-"""Of one part of the manager; what each waits for has shorter limits."""
+"""Limit for closing each part; the waits inside have shorter ones."""
 
 
 class RolloutManager:
-    """Built once per run, before or after its event loop starts."""
-
     def __init__(
         self,
         args: Args,
@@ -115,10 +111,10 @@ class RolloutManager:
         keys: EngineKeys = NO_KEYS,
         workers: WorkerFleet | None = None,
     ) -> None:
-        """Loads tokenizer and data. `engines`: the policy's that are admitted from the beginning, None if no model has
-        any.
+        """Loads tokenizer and data.
 
-        `keys`: what the engines ask for. `workers`: who works on groups; None: this process itself.
+        `engines`: addresses of the policy's engines at start; None if no model has engines. `keys`: API keys.
+        `workers`: they work on groups; None: this process does.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -147,12 +143,11 @@ class RolloutManager:
         self._recorder = Recorder(args)
         self._probe = MismatchProbe()
         self.showcase = Showcase(args, self._tokenizer)
-        """The samples of each step and evaluation that people see; whoever logs the metrics takes them."""
+        """The samples to show of each step and evaluation; whoever logs the metrics takes them."""
         self._progress: list[Progress] = []
 
     @property
     def num_prompts(self) -> int:
-        """Usable rows of the training data."""
         return len(self._source)
 
     def progress(self) -> str:
@@ -180,7 +175,6 @@ class RolloutManager:
         return batch, {} if logged else metrics
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Scores the held-out data with the weights that the engines hold now."""
         started = time.monotonic()
         with self._context(rollout_id) as context:
             if self._args.eval_function_path is None:
@@ -197,59 +191,55 @@ class RolloutManager:
         return {} if logged else metrics
 
     async def held_out(self) -> tuple[HeldOut, ...]:
-        """The datasets of which the trainer measures the loss."""
+        """The datasets on which the trainer measures the loss."""
         made: tuple[HeldOut, ...] = await beside(held_out_batches, self._args, self._tokenizer, self._loss_datasets)
         return made
 
     async def probe(self) -> TrainBatch:
-        """Fresh answers to compare log-probs on (`mismatch_probe`)."""
         return await self._probe.ask(self._client, self._args)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
-        """Requests to this model may go to these engines, which do that of a request."""
+        """Adds engines of a model. `worker`: the part of a request that they do."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """These engines are gone (`died`), or go: their requests go on at others, or wait for one."""
+        """Removes engines of a model; their requests go on elsewhere. `died`: they died or hang."""
         self._clients[model].dismiss(urls, died=died)
         if self._workers is not None:
             self._workers.dismiss(model, urls, died)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Addresses of engines, of all models, that bring no request a token (`--request-timeout-s`), as was seen in
-        the last `within_s` seconds.
-        """
+        """Engines of all models found stalled in the last `within_s` seconds: no token within `--request-timeout-s`."""
         workers = await self._workers.stalled(within_s) if self._workers is not None else []
         return [url for client in self._clients.values() for url in client.stalled(within_s)] + workers
 
-    async def bringing(self, within_s: float) -> list[str]:
-        """Addresses of engines, of all models, that have brought a token in the last `within_s` seconds."""
-        workers = await self._workers.bringing(within_s) if self._workers is not None else []
-        return [url for client in self._clients.values() for url in client.bringing(within_s)] + workers
+    async def progressing(self, within_s: float) -> list[str]:
+        """Engines of all models that sent a token in the last `within_s` seconds."""
+        workers = await self._workers.progressing(within_s) if self._workers is not None else []
+        return [url for client in self._clients.values() for url in client.progressing(within_s)] + workers
 
     async def pause(self, *, hand_back: bool = True) -> None:
-        """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.
+        """Ends the requests of a schedule that generates between steps, until `resume`.
 
-        `hand_back`: their tokens go to the Data Buffer, which is about to be saved; otherwise requests go on by
-        themselves.
+        `hand_back`: their tokens go to the Data Buffer, because a save follows; otherwise the requests go on later.
         """
         await self._schedule.pause(hand_back=hand_back)
 
     def resume(self) -> None:
-        """Requests go again."""
+        """Lets requests go again after `pause`."""
         self._schedule.resume()
 
     def commit(self, rollout_id: int) -> dict[str, float]:
-        """The step is trained: settles its groups. Returns the ledger. Raises `LedgerError` if it does not balance."""
+        """Settles the groups of a trained step. Returns the ledger. Raises `LedgerError` if it does not balance."""
         if self._recorder.replays:
             return {}
         self._account.commit(rollout_id)
         return self._source.metrics()
 
     async def save(self, directory: Path) -> None:
-        """Writes the Data Buffer of this moment into `directory`; the event loop goes on meanwhile."""
+        """Writes the current Data Buffer into `directory`; the event loop goes on meanwhile."""
         step = self._account.last_step
         await beside(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
 
@@ -259,7 +249,7 @@ class RolloutManager:
         self._account.clear()
 
     async def close(self) -> None:
-        """Ends the schedule, graders and connections. What does not end in `CLOSE_LIMIT_S` is named, and left."""
+        """Closes schedule, graders and connections. Warns of a part that takes more than `CLOSE_LIMIT_S`."""
         others = (self._workers, *self._clients.values(), self._teacher)
         for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
             closing = asyncio.create_task(part.close(), name=f"the end of {type(part).__name__}")
@@ -267,21 +257,23 @@ class RolloutManager:
             if closing.done():
                 closing.result()
             else:
-                logger.warning("%s has not come within %g s", closing.get_name(), CLOSE_LIMIT_S)
+                logger.warning("%s did not come within %g s", closing.get_name(), CLOSE_LIMIT_S)
                 await end_tasks([closing])
 
     async def _traffic(self) -> dict[str, float]:
-        """What the requests to the policy waited for since the last batch, here and in workers."""
+        """Metrics of the requests to the policy since the last batch, here and in workers."""
         here = self._client.take_traffic() if self._client is not None else None
         there = await self._workers.traffic() if self._workers is not None else []
         return traffic_metrics([here, *there])
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The batch of a step from its schedule, accounted for."""
+        """Generates the batch of a step and accounts for its groups."""
         before = None if self._schedule.continuous else self._account.in_flight()
         with self._context(rollout_id) as context:
             step = self._schedule.step(context, rollout_id, self._source)
-            output = await supervised(step, what=f"rollout {rollout_id}", limit_s=None)  # its parts have limits
+            output = await supervised(
+                step, what=f"rollout {rollout_id}", limit_s=None
+            )  # parts have limits of their own
         self._account.hand_out(rollout_id, output.samples, before=before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness
         output.metrics |= await beside(staleness, output.samples, now=now, limit=limit)
@@ -289,7 +281,7 @@ class RolloutManager:
 
     @contextlib.contextmanager
     def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
-        """What functions called in the block see; its progress shows in the manager's."""
+        """The context of the functions called in the block; its progress shows in `progress`."""
         context = RolloutContext(
             args=self._args,
             client=self._client,

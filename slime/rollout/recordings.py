@@ -1,7 +1,7 @@
 """Recorded rollouts (`--save-debug-rollout-data`, `--load-debug-rollout-data`): zstd-compressed JSON lines, no pickle.
 
-The first line names format and step; each further line is one group. Numbers survive exactly: JSON carries the
-shortest text that reads back as the same float. A file appears whole or not at all.
+The first line names format and step; each further line is one group. Floats survive exactly, and files appear whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VERSION = 1
 
 
 def path_of(template: str, rollout_id: int | str) -> Path:
-    """The file of one step or evaluation: `{rollout_id}` in the template replaced."""
+    """Fills `{rollout_id}` in a template with a step or the name of an evaluation."""
     return Path(template.replace("{rollout_id}", str(rollout_id)))
 
 
 def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> None:
-    """Writes the groups of one step. Raises `DataError` if a sample holds something that is not JSON."""
+    """Writes the groups of a step. Raises `DataError` for a sample that is not plain JSON."""
     lines = [json.dumps({"format": FORMAT, "version": VERSION, "rollout_id": rollout_id})]
     try:
         for samples in groups:
@@ -50,7 +50,7 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
 
 
 def save_train_batch(path: Path, batch: TrainBatch) -> None:
-    """Writes a batch as .npz: `<position>/<field of TrainSample>`, fields that are None left out; `rollout_id`."""
+    """Writes a batch as .npz: `rollout_id` and, unless None, `<position>/<field of TrainSample>`."""
     arrays = {"rollout_id": np.asarray(batch.rollout_id)}
     for position, sample in enumerate(batch.samples):
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
@@ -63,7 +63,7 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
 
 
 def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[Sample]]:
-    """The given part of the groups, at least one, half from each end; all without a part."""
+    """This part of the groups, at least one, half of it from each end; None: all."""
     num = len(groups) if part is None else max(1, round(part * len(groups)))
     return groups[: (num + 1) // 2] + groups[len(groups) - num // 2 :]
 
@@ -74,7 +74,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
-    """-> (rollout_id, groups) as saved. Raises `DataError` if the file is missing, damaged or of another format."""
+    """The step and its groups. Raises `DataError` if the file is missing, damaged or of another format."""
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             lines = stream.read().decode().splitlines()
@@ -93,45 +93,42 @@ def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
     return int(header["rollout_id"]), groups
 
 
-# The debug recordings of a run: what is written of each step, and what is replayed in its place.
-
-
 class Recorder:
-    """Writes and reads files as the debug settings say; without them it does nothing."""
+    """Writes and reads the files of the debug settings, if they are given."""
 
     def __init__(self, args: Args) -> None:
         self._args = args
 
     @property
     def replays(self) -> bool:
-        """Steps are read from files, not generated (`--load-debug-rollout-data`)."""
+        """Whether steps are read from files instead of generated."""
         return self._args.load_debug_rollout_data is not None
 
     def replay(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The recorded groups of a step. Raises `DataError`."""
+        """Reads a recorded step. Raises `DataError`."""
         assert self._args.load_debug_rollout_data is not None, "a replay without --load-debug-rollout-data"
         _, groups = load_rollout(path_of(self._args.load_debug_rollout_data, rollout_id))
         groups = head_and_tail(groups, self._args.load_debug_rollout_data_subsample)
         return RolloutFnTrainOutput(groups, sample_metrics(self._args, groups))
 
     async def save_rollout(self, rollout_id: int, groups: list[SampleGroup]) -> None:
-        """`--save-debug-rollout-data` of one step."""
+        """Writes a step for `--save-debug-rollout-data`."""
         await self._save_groups(rollout_id, rollout_id, groups)
 
     async def save_evaluation(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
-        """The same for an evaluation, one file for each dataset."""
+        """Writes an evaluation for `--save-debug-rollout-data`, one file per dataset."""
         for name, data in output.data.items():
             samples: Any = data.get("samples", ())
             await self._save_groups(f"eval_{rollout_id}_{name}", rollout_id, [[s] for s in samples])
 
     async def save_batch(self, rollout_id: int, batch: TrainBatch) -> None:
-        """`--save-debug-train-data` of one step."""
+        """Writes a batch for `--save-debug-train-data`."""
         if self._args.save_debug_train_data is not None:
             path = path_of(self._args.save_debug_train_data, rollout_id)
             await beside(save_train_batch, path, batch)
 
     async def _save_groups(self, name: int | str, rollout_id: int, groups: list[SampleGroup]) -> None:
-        """`name` stands for `{rollout_id}` in the path."""
+        """`name` replaces `{rollout_id}` in the path."""
         if self._args.save_debug_rollout_data is not None:
             path = path_of(self._args.save_debug_rollout_data, name)
             await beside(save_rollout, path, rollout_id, groups)

@@ -1,5 +1,16 @@
-"""What the samples of a batch say about it: metrics, turns and tool calls, the samples that people see, and the age of
-tokens.
+"""What the samples of a batch tell: metrics, turns and tool calls, the samples to show, and the age of tokens.
+
+    count_tool_call(sample)                  # in a generate function: a tool answered
+    count_tool_call(sample, failed=True)     # it was called wrongly, raised or ran out of time
+
+Counts of tools are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors`, and `turns` if a
+function knows them better than the tokens do (a turn is a run of sampled tokens). They travel with the sample through
+retries, checkpoints and recordings; a sample that starts over starts from zero. Metrics add up the counts of fan-out
+siblings, so siblings that share turns or calls must report them once (`slime.agent.session` does).
+
+Invariants
+1. The same samples, seed and step show the same samples, none of them twice.
+2. Shown text is decoded for people only and never enters a batch. A sample that cannot be shown never ends a run.
 """
 
 from __future__ import annotations
@@ -21,36 +32,23 @@ from slime.observability.samples import Kind, Picked, ShownSample
 from slime.rollout.filters import rewards_by_execution
 from slime.settings import Args
 
-# Turns and tool calls of samples with several turns: how a generate function reports them, and their metrics.
-#
-#     from slime.rollout.sample_metrics import count_tool_call
-#     count_tool_call(sample)                  # a tool answered
-#     count_tool_call(sample, failed=True)     # it was called wrongly, raised or ran out of time
-#
-# The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors`, and `turns` where a
-# function knows better than the tokens. They travel with the sample through retries, checkpoints and recordings; a
-# sample that starts over starts from zero. Turns need no report: a turn is a run of sampled tokens between context.
-#
-# Counts are of an execution. Those of a fan-out add up, so siblings that share turns or calls say them once
-# (`slime.agent.session` does); metrics are per execution.
-
 
 def count_tool_call(sample: Sample, *, failed: bool = False) -> None:
-    """Books one call of a tool. `failed`: the model got an error instead of a result."""
+    """Counts a call of a tool. `failed`: the model got an error instead of a result."""
     counts = sample.metadata.setdefault(TURN_COUNTS, {})
     counts["tool_calls"] = counts.get("tool_calls", 0) + 1
     counts["tool_errors"] = counts.get("tool_errors", 0) + int(failed)
 
 
 def expect_tools(sample: Sample) -> None:
-    """Says that the sample may call tools, so that it counts with zero calls until it does. Changes no count."""
+    """Makes the sample count with zero tool calls until it has one."""
     counts = sample.metadata.setdefault(TURN_COUNTS, {})
     counts.setdefault("tool_calls", 0)
     counts.setdefault("tool_errors", 0)
 
 
 def num_turns(sample: Sample) -> int:
-    """Turns of the model: what the generate function reported, or the runs of sampled tokens."""
+    """The number of turns that the generate function reported, else the runs of sampled tokens."""
     reported = _counts(sample).get("turns")
     if reported is not None:
         return reported
@@ -62,7 +60,7 @@ def num_turns(sample: Sample) -> int:
 
 
 def tool_counts(sample: Sample) -> dict[str, int]:
-    """`num_turns`, `tool_calls` and `tool_errors` of a sample with several turns or with tools; else nothing."""
+    """`num_turns`, `tool_calls` and `tool_errors` of a sample with several turns or with tools; else {}."""
     turns, counts = num_turns(sample), _counts(sample)
     if turns < 2 and "tool_calls" not in counts:
         return {}
@@ -71,7 +69,7 @@ def tool_counts(sample: Sample) -> dict[str, int]:
 
 
 def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics under `prefix/` of turns, per execution, if any has several or tools; of tool calls, if any has tools."""
+    """Metrics of turns and tools per execution, under `prefix/`, as far as any execution has several turns or tools."""
     executions: dict[tuple[int | None, int | None], Counter[str]] = {}
     for sample in samples:
         counts = executions.setdefault((sample.group_index, sample.index), Counter())
@@ -93,18 +91,15 @@ def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _counts(sample: Sample) -> dict[str, int]:
-    """The whole numbers among what was reported; a dataset's column of that name may hold anything."""
+    """The valid counts; a dataset may have a column of that name with anything in it."""
     counts = sample.metadata.get(TURN_COUNTS)
     if not isinstance(counts, dict):
         return {}
     return {k: v for k, v in counts.items() if isinstance(v, int) and not isinstance(v, bool) and v >= 0}
 
 
-# What the samples of a rollout say about it, as flat metrics.
-
-
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """mean, median, max and min under `name/`; nothing for no values."""
+    """mean, median, max and min under `name/`; {} without values."""
     if not values:
         return {}
     return {
@@ -116,14 +111,14 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that one of `k` samples is correct (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
+    """Unbiased probability that one of `k` samples is correct (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_samples: int) -> dict[int, float]:
-    """k -> pass@k over prompts, of the powers of two up to `num_samples`; none for one. Right is a reward of 1."""
+    """k -> pass@k over prompts, for powers of two up to `num_samples`, if that is above 1. A reward of 1 is a pass."""
     hits_of = [[reward == 1.0 for reward in rewards_by_execution(group, reward_key)] for group in groups]
     out, k = {}, 1
     while num_samples > 1 and k <= num_samples:
@@ -135,7 +130,7 @@ def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_s
 
 
 def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """What `--log-passrate`, `--log-correct-samples` and `--log-reward-category` add."""
+    """The metrics of `--log-passrate`, `--log-correct-samples` and `--log-reward-category`."""
     metrics: dict[str, float] = {}
     if args.log_passrate:
         rates = pass_rates(groups, args.reward_key, args.n_samples_per_prompt)
@@ -158,7 +153,7 @@ def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, floa
 
 
 def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """`rollout/*` metrics of finished groups: rewards per execution, lengths and ends per sample."""
+    """`rollout/*` metrics of finished groups: rewards per execution, lengths and statuses per sample."""
     reward_key = args.reward_key
     samples = [s for group in groups for s in group]
     if not samples:
@@ -191,21 +186,11 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
 
 
 def speed(groups: Sequence[Sequence[Sample]], seconds: float, *, num_gpus: int | None) -> dict[str, float]:
-    """How long a rollout took, and what each GPU of the engines made in a second of it."""
+    """The time of a rollout, and response tokens per second and GPU."""
     tokens = sum(s.effective_response_length for group in groups for s in group)
     per_gpu = tokens / max(seconds, 1e-9) / max(num_gpus or 0, 1)
     return {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": per_gpu}
 
-
-# Which samples people see: the best, the worst and some at random of each step and each evaluation dataset, as text.
-#
-# Runs on the rollout side, where the tokenizer is. Ids are decoded here for people only: the text goes to
-# `samples.jsonl` and to the views, never back into a batch. What cannot be shown is logged and left out; it never ends
-# a run. `Showcase` keeps what was picked until the actor sends it beside the metrics.
-#
-# Invariants
-# 1. The same samples, seed and step give the same picks.
-# 2. No sample is shown twice in one step.
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +199,9 @@ MAX_LABEL_CHARS, MAX_SCORES = 500, 20
 
 
 def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
-    """Positions to show, at most `num`: the best, the worst, then any. Among equals chance decides.
+    """Positions of at most `num` samples to show: best, worst, then random ones. Ties are broken by `chance`.
 
-    Without a reward to compare by (none, or of one sample) there is no best and no worst.
+    Without two finite rewards there is no best and no worst.
     """
     order = list(range(len(rewards)))
     chance.shuffle(order)
@@ -234,24 +219,22 @@ def _comparable(reward: float | None) -> bool:
 
 
 class Showcase:
-    """Picks and decodes; the step loop calls it once per step and once per evaluation."""
+    """The samples to show of each step and evaluation, as text; kept until whoever logs the metrics takes them."""
 
     def __init__(self, args: Args, tokenizer: Any) -> None:
-        """`tokenizer`: the HF tokenizer; without one the samples' own text is shown."""
+        """`tokenizer`: the HF tokenizer; None: the samples' own text is shown."""
         self._args, self._tokenizer = args, tokenizer
         self._picked: dict[tuple[Kind, int], list[ShownSample]] = {}
 
     def take(self, kind: Kind, step: int) -> list[ShownSample]:
-        """What was picked of a step or an evaluation; it is kept no longer."""
+        """Hands out the samples of a step or an evaluation."""
         return self._picked.pop((kind, step), [])
 
     def add_rollout(self, step: int, groups: Sequence[Sequence[Sample]]) -> None:
-        """Picks from the groups of a batch."""
         samples = [sample for group in groups for sample in group]
         self._add("rollout", step, None, samples, self._args.reward_key)
 
     def add_evaluation(self, step: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-        """Picks from each dataset of an evaluation."""
         for name, entry in data.items():
             self._add("eval", step, name, list(entry.get("samples") or ()), self._args.eval_reward_key)
 
@@ -267,13 +250,13 @@ class Showcase:
                 self._show(samples[i], rewards[i], kind=kind, step=step, dataset=dataset, picked=why)
                 for i, why in pick(rewards, self._args.log_samples, chance)
             ]
-        except Exception:  # a user's sample may hold anything; what people see never ends a run
+        except Exception:  # a user's sample may hold anything
             logger.exception("samples of %s %d cannot be shown", kind, step)
             return
         self._picked.setdefault((kind, step), []).extend(shown)
 
     def _reward(self, sample: Sample, reward_key: str | None) -> float | None:
-        """None for a conversation that is learned as it is: nothing judged it."""
+        """None for a conversation of fine-tuning, which nothing judged."""
         if self._args.loss_type == "sft_loss" and not sample.weight_versions:
             return None
         try:
@@ -310,7 +293,7 @@ class Showcase:
         )
 
     def _text(self, ids: Sequence[int], text: Any) -> str:
-        """The ids with their special tokens spelled out; without ids or tokenizer the text that the sample brings."""
+        """The decoded ids with special tokens; without ids or tokenizer the sample's own text."""
         if ids and self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         return _as_text(text)
@@ -321,7 +304,7 @@ def _as_text(value: Any) -> str:
 
 
 def _more(sample: Sample) -> dict[str, Any]:
-    """Facts that only some samples have. Of the metadata only what slime itself knows: the rest may be private."""
+    """Facts that only some samples have; of the metadata only slime's own, because the rest may be private."""
     more: dict[str, Any] = {}
     if len(sample.weight_versions) > 1:
         more["weight_versions"] = sample.weight_versions
@@ -337,14 +320,9 @@ def _more(sample: Sample) -> dict[str, Any]:
     return more | tool_counts(sample)
 
 
-# How old the tokens of a batch are, and the bound on it.
-
-
 def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: int | None) -> dict[str, float]:
-    """How many versions older than the trainer's weights, `now`, each sampled token is, and how many have passed since
-    the work on its group began, tools and environments included; nothing without sampled tokens.
-
-    Raises `LedgerError` beyond the limit.
+    """Age of the sampled tokens in weight versions before `now`, and versions since the work on their groups began;
+    {} without sampled tokens. Raises `LedgerError` beyond `limit`.
     """
     columns = [column for group in groups for s in group if (column := s.column("token_versions")) is not None]
     sampled = [column[column != NOT_SAMPLED] for column in columns]
@@ -355,7 +333,7 @@ def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: 
     if limit is not None and oldest > limit:
         raise LedgerError(
             f"got a token {oldest} versions older than the weights to be trained, because the rollout function "
-            f"returned it; do: leave out what is older than --max-weight-staleness {limit}, or raise it"
+            f"returned it; do: leave out tokens older than --max-weight-staleness {limit}, or raise it"
         )
     waited = [now - s.started_version for group in groups for s in group if s.started_version is not None]
     mean = now - sum(int(versions.sum(dtype="int64")) for versions in sampled) / num

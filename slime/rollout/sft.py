@@ -1,8 +1,8 @@
 """Supervised fine-tuning as a rollout function: `--rollout-function-path slime.rollout.sft.generate_rollout`.
 
-Takes groups of messages from the Data Buffer and turns each conversation into ids and loss masks; no engine is asked. A
-conversation that becomes several samples stays one execution. One that the chat template cannot write as the model
-would have, or that is longer than `--rollout-max-context-len`, is dropped with its reason, within a bound.
+Turns conversations of the Data Buffer into ids and loss masks, without an engine. A conversation that becomes several
+samples stays one execution. Conversations that the chat template cannot write as the model would have, or that are
+longer than `--rollout-max-context-len`, are dropped with a reason, up to a bound.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.data.conversations import conversation_of, sft_row
-from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
 from slime.rollout.evaluate import EvalDataset, make_samples
+from slime.rollout.parts import end_of_text
 from slime.rollout.train_batch import to_train_batch
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.settings import Args
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT = "rollout/num_rows_without_{}"
 MAX_BAD_FACTOR = 4
-"""Unusable conversations per wanted one after which the step gives up."""
+"""The step gives up after this many unusable conversations per wanted one."""
 
 
 class TooLongError(DataError):
@@ -40,33 +40,33 @@ class TooLongError(DataError):
 
 
 def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> ChatRenderer:
-    """Knows the tokens at which engines of the checkpoint stop: with one of them a trained turn ends."""
+    """A renderer that knows the checkpoint's end tokens, with which trained turns end."""
     return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
 def fill(
     sample: Sample, chat: ChatRenderer, *, rendered: bool = False, most: int | None = None
 ) -> tuple[list[Sample], frozenset[str]]:
-    """The training samples of the sample's conversation, with its index: reward 0.0, no log-probs. And what of it the
-    template has no place for. Raises `DataError`, `TooLongError` for one of more tokens than `most`.
+    """The training samples of a conversation (reward 0.0, no log-probs), and the kinds of content that the template
+    leaves out. Raises `DataError`, or `TooLongError` beyond `most` tokens.
 
-    A conversation is a list of messages, or a text with a text as its label: one question and its answer. `rendered`:
-    the chat template was applied to the prompt already, which is an error.
+    A conversation is a list of messages, or a text with a text label: a question and its answer. `rendered`: the chat
+    template was already applied, which is an error.
     """
     messages = conversation_of(sample.prompt, sample.label, rendered=rendered)
     if messages is None:
         raise DataError(
             f"sample {sample.index} has a text prompt; fine-tuning needs messages, or a text and its answer: give "
             "--input-key of a column with messages, or --label-key of the answers, and leave --apply-chat-template "
-            "out, the template is applied here"
+            "out, because the template is applied here"
         )
     row = sft_row(messages, chat, tools=sample.metadata.get("tools"))
     longest = max(len(made.tokens) for made in row.samples)
     if most is not None and longest > most:
         raise TooLongError(
             f"got a conversation of {longest} tokens, more than {most} (rollout_max_context_len, or "
-            "eval_max_context_len of held-out ones), and half of one would teach to stop in its middle; do: raise that "
-            "limit, or shorten the row"
+            "eval_max_context_len of held-out ones), and half a conversation would teach the model to stop in its "
+            "middle; do: raise that limit, or shorten the row"
         )
     samples = [sample, *(sample.copy() for _ in row.samples[1:])]
     for one, made in zip(samples, row.samples, strict=True):
@@ -82,7 +82,7 @@ def fill(
 
 
 def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
-    """Rows by what the template has no place for in them; each kind is logged once."""
+    """Number of rows by the content that the template leaves out; logs each kind once."""
     found = Counter(what for one in left_out for what in sorted(one))
     for what in found:
         _warn(what)
@@ -92,7 +92,7 @@ def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
 @functools.cache
 def _warn(what: str) -> None:
     logger.warning(
-        "the chat template has no place for %s: rows with any are trained without (metric %s); to train on it, write "
+        "the chat template leaves %s out, so rows with it are trained without it (metric %s); to train on it, write "
         "it into the content, or give --chat-template FILE",
         what,
         LEFT_OUT.format(what.replace(" ", "_")),
@@ -100,7 +100,7 @@ def _warn(what: str) -> None:
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
-    """One step of conversations. Raises `DataError` if too many of them cannot be used."""
+    """One step of conversations. Raises `DataError` if too many are unusable."""
     assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.sft`)"
     context = current()
     chat = renderer(args.hf_checkpoint, context.tokenizer, args.apply_chat_template_kwargs)
@@ -137,22 +137,19 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     )
 
 
-# Held-out conversations of a fine-tuning run as batches: ids and masks made as they are for training.
-
-
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One held-out dataset, for the trainer."""
+    """One held-out dataset as a batch, made as for training."""
 
     name: str
-    """Of the dataset; metrics are `eval/<name>-loss`."""
+    """Metrics are `eval/<name>-loss`."""
     batch: TrainBatch
     num_unusable: int
-    """Conversations that the chat template cannot write as the model would have, and those that are too long."""
+    """Conversations that the chat template cannot write as the model would have, or that are too long."""
 
 
 def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
-    """A batch for each dataset. Raises `DataError` if none of its rows can be used."""
+    """A batch per dataset. Raises `DataError` if no row of one is usable."""
     return tuple(_batch_of(args, tokenizer, dataset) for dataset in datasets)
 
 

@@ -1,4 +1,16 @@
-"""Where the time of a rollout goes: what executions do, what requests wait for, and how busy engines are."""
+"""Where the time of a rollout goes: spans of executions, the waits of requests, and how busy engines are.
+
+    with traced("tool: search", query=query):   # in a generate function; does nothing if its execution is not traced
+        ...
+
+Only a few executions and requests appear in the trace, on a few rows of their own. All on one event loop.
+
+Invariants
+1. Spans of a row never overlap partly: blocks that run side by side in one execution have rows side by side, and a
+   request keeps its row from its first wait to its last token.
+2. At most `EXECUTION_ROWS` executions are traced at a time, with at least `EVERY_S` between two starts, and at most
+   `MOST_TRACED` requests per batch.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +25,17 @@ from slime.observability.spans import note_span
 from slime.rollout.client.call import NO_DRAFTS, Drafts
 from slime.rollout.client.upstream import Try, Upstream
 
-# What executions do with their time, in the trace of their process: some of them, on a few rows of their own.
-#
-#   from slime.rollout.traces import traced
-#   with traced("tool: search", query=query):      # in a generate function; of an execution that is not traced: nothing
-#       ...
-#
-# Tasks inherit the row of their execution through a context variable. Consumes: the blocks of `traced_execution` and
-# `traced`. Produces: spans (`observability.spans`). Waits for nothing; all on one event loop.
-#
-# Invariants
-# 1. Spans of a row never overlap partly: blocks that run side by side in one execution have rows beside each other.
-# 2. At most `ROWS` executions are traced at a time, of which one begins in `EVERY_S` at most, however many there are.
-
 EXECUTION_ROWS, EVERY_S = 4, 1.0
 
 
 class _Row:
-    """Of one traced execution."""
-
-    __slots__ = ("lanes", "name")
+    """The rows of one traced execution, which tasks inherit through `_ROW`."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lanes = name, set[int]()
 
     @contextmanager
     def lane(self) -> Iterator[str]:
-        """The first one that is free."""
         number = next(n for n in range(len(self.lanes) + 1) if n not in self.lanes)
         self.lanes.add(number)
         try:
@@ -51,37 +47,37 @@ class _Row:
 _ROW: ContextVar[_Row | None] = ContextVar("slime_traced_row", default=None)
 
 
-class _Rows:
-    """Those of this process."""
+class _Free:
+    """Row numbers that are free in this process, and when the next execution may be traced."""
 
     def __init__(self) -> None:
-        self.free = list(range(EXECUTION_ROWS))
+        self.rows = list(range(EXECUTION_ROWS))
         self.next_s = 0.0
 
 
-_ROWS = _Rows()
+_FREE = _Free()
 
 
 @contextmanager
 def traced_execution(**facts: Any) -> Iterator[None]:
-    """The block is an execution, which is traced if one is due. `facts`: for the trace."""
+    """Traces the block as an execution, if one is due, with `facts`."""
     now_s = time.monotonic()
-    if not _ROWS.free or now_s < _ROWS.next_s:
+    if not _FREE.rows or now_s < _FREE.next_s:
         yield
         return
-    number, _ROWS.next_s = _ROWS.free.pop(0), now_s + EVERY_S
+    number, _FREE.next_s = _FREE.rows.pop(0), now_s + EVERY_S
     token = _ROW.set(_Row(f"execution row {number}"))
     try:
         with traced("execution", **facts):
             yield
     finally:
         _ROW.reset(token)
-        _ROWS.free.append(number)
+        _FREE.rows.append(number)
 
 
 @contextmanager
 def traced(name: str, **facts: Any) -> Iterator[None]:
-    """The block is a span of its execution, if that one is traced; also when it raises. `facts`: for the trace."""
+    """Makes the block a span with `facts`, also if it raises, if its execution is traced."""
     row = _ROW.get()
     if row is None:
         yield
@@ -97,37 +93,23 @@ def traced(name: str, **facts: Any) -> Iterator[None]:
             note_span(name, begin_s, time.time(), row=lane, **facts)
 
 
-# `Traffic`: what the requests of a client waited for, and how busy its engines were, between two batches.
-#
-# A request waits for a place at an engine, then for its first token (in the engine's queue, and while the prompt is
-# read), then for the others. Consumes: each try when it has ended. Produces: sums (`take`), and for some of the
-# requests spans in the trace of the process, on a few rows of their own. Waits for nothing; all on one event loop.
-# Several processes that ask the same engines have a `Traffic` each (`traffic_metrics`).
-#
-# Invariants
-# 1. Spans of a row never overlap: a row is somebody's from his first wait to his last token.
-# 2. At most `MOST_TRACED` requests of a batch are traced, however many there are.
-
 ROWS, MOST_TRACED = 8, 64
 
 
 @dataclass(slots=True)
 class Lap:
-    """One try of a request under way; times are those of the event loop."""
+    """A try of a request under way; times are those of the event loop."""
 
     asked_at: float
-    """Since then it wants a place."""
     row: int | None
-    """Of the trace; None: it is not traced."""
+    """Row in the trace; None if not traced."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """Of the tries of a process between two batches."""
+    """Sums over the tries of a process between two batches."""
 
     period_s: float = 0.0
-    """How long that was."""
-
     num: int = 0
     num_repeated: int = 0
     place_s: float = 0.0
@@ -139,18 +121,18 @@ class Sums:
     tokens: int = 0
     decoded: int = 0
     token_s: float = 0.0
-    """Tokens that the engines held, times how long they did."""
+    """Tokens in the engines times the seconds they were there."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     verified: int = 0
     accepted: int = 0
     proposed: int = 0
-    """Of drafts; see `slime.rollout.client.call.Drafts`."""
+    """As in `slime.rollout.client.call.Drafts`."""
     idle: float = 1.0
-    """Share of the time of the engines in which none of these tries was there."""
+    """Share of the engines' time without any of these tries."""
 
     def joined(self, later: Sums) -> Sums:
-        """Of the same process, together with those of the period that followed."""
+        """Together with those of the period that followed, of the same process."""
         both = {one.name: getattr(self, one.name) + getattr(later, one.name) for one in fields(self)}
         for most in ("most_place_s", "most_first_s"):
             both[most] = max(getattr(self, most), getattr(later, most))
@@ -161,22 +143,23 @@ class Sums:
 
 @dataclass(slots=True)
 class Traffic:
-    """Of one client."""
+    """Counts what the requests of one client wait for: a place at an engine, the first token (in the engine's queue and
+    while it reads the prompt), the other tokens. `traffic_metrics` joins the counts of several processes.
+    """
 
     since: float | None = None
-    """Time of the last `take`, or of the first request."""
+    """When the last `take_sums` or the first request was."""
     _sums: Sums = field(default_factory=Sums)
     _rows: list[int] = field(default_factory=lambda: list(range(ROWS)))
     _num_traced: int = 0
 
-    def begin(self, now: float) -> Lap:
-        """A request wants a place."""
+    def begin_try(self, now: float) -> Lap:
         self.since = now if self.since is None else self.since
         traced = self._num_traced < MOST_TRACED and bool(self._rows)
         self._num_traced += traced
         return Lap(now, self._rows.pop() if traced else None)
 
-    def end(
+    def end_try(
         self,
         lap: Lap,
         one: Try | None,
@@ -187,8 +170,10 @@ class Traffic:
         again: bool,
         drafted: Drafts = NO_DRAFTS,
     ) -> None:
-        """A try has ended, or got no place (None). `tokens`: what it brought; `read`: tokens of its prompt, and how
-        many of these its engine had in its cache; `again`: the request had a try before.
+        """A try has ended, or got no place (`one` is None).
+
+        `tokens`: sampled. `read`: tokens of its prompt, and how many of them the engine had cached. `again`: the
+        request had a try before.
         """
         sums, placed_at = self._sums, now if one is None else one.placed_at
         sums.num += 1
@@ -213,11 +198,8 @@ class Traffic:
             self._trace(lap, one, now, tokens=tokens, read=read, again=again)
             self._rows.append(lap.row)
 
-    def take(self, upstreams: Iterable[Upstream], now: float) -> Sums | None:
-        """What was counted since the last call, and starts again; None without requests.
-
-        `upstreams`: the engines that are admitted now.
-        """
+    def take_sums(self, upstreams: Iterable[Upstream], now: float) -> Sums | None:
+        """The sums since the last call; None without requests. `upstreams`: the engines admitted now."""
         sums, since = self._sums, self.since
         self._sums, self.since, self._num_traced = Sums(), now, 0
         shares = [(upstream.take_busy_s(now), now - max(since or now, upstream.admitted_at)) for upstream in upstreams]
@@ -242,7 +224,7 @@ class Traffic:
 
 
 def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
-    """`perf/request_*`, `perf/engine_*` and `rollout/spec_*` of the requests of some processes; nothing without any."""
+    """`perf/request_*`, `perf/engine_*` and `rollout/spec_*` from the sums of each process; {} without requests."""
     of_each = [sums for sums in taken if sums is not None]
     if not of_each:
         return {}

@@ -1,10 +1,12 @@
-"""From finished groups to the `TrainBatch`: canonical order, one scalar reward per sample, everything checked.
+"""From finished groups to the `TrainBatch`, and the account of batches that are not yet trained.
 
 Invariants
-1. The order is (group_index, index, position within the execution): no scheduling changes it.
-2. Every sample is scored, or says in `unscored` why not: then its reward is NaN, it enters no statistics
-   and trains nothing. Any other without a reward is an error here, never a zero.
-3. Rewards are raw: advantages are computed by the trainer over `group_index`, never by position.
+1. Samples are ordered by (group_index, index, position within the execution), whatever the schedule.
+2. Every sample is scored, or its reward is NaN and `unscored` says why: then it enters no statistics and trains
+   nothing. Any other missing reward is an error, never a zero.
+3. Rewards are raw: the trainer computes advantages over `group_index`, never by position.
+4. The groups of a batch stay in flight in the buffer until `commit`; after a save before it, a resumed run issues them
+   again.
 """
 
 from __future__ import annotations
@@ -25,22 +27,20 @@ from slime.rollout.filters import without_unscored
 from slime.rollout.user_functions import load
 from slime.settings import Args
 
-# The public form of `--custom-convert-samples-to-train-data-path`: a dict of columns, with one entry for each sample.
-#
-# Read are tokens, response_lengths, rewards, loss_masks, truncated, rollout_log_probs, teacher_log_probs and, for the
-# execution of each entry, sample_indices or rollout_ids; what is missing is the sample's own. Rewards are trained as
-# they are. Other columns are left alone.
-
 _FLAG = "--custom-convert-samples-to-train-data-path"
 
 
 def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple[TrainSample, ...]:
-    """The records of a dict. Raises `HookError` for columns of different lengths, or for executions of no sample."""
+    """The records of a dict of columns from `--custom-convert-samples-to-train-data-path`, one entry per sample.
+
+    Columns: `_COLUMNS`, the last two naming the execution of an entry; others are ignored. A missing column is taken
+    from the sample. Rewards are final. Raises `HookError` for unequal lengths, or for unknown executions.
+    """
     rewards = columns.get("rewards", ())
     known = {name: values for name, values in columns.items() if name in _COLUMNS}
     lengths = {name: len(values) for name, values in known.items()}
     if not len(rewards) or len(set(lengths.values())) != 1:
-        raise HookError(f"got columns of lengths {lengths} from {_FLAG}; give rewards, and as many entries in others")
+        raise HookError(f"got columns of lengths {lengths} from {_FLAG}; return rewards, and all others as long")
     owners = _owners(samples, columns, len(rewards))
     return tuple(_record(owner, {n: v[i] for n, v in known.items()}) for i, owner in enumerate(owners))
 
@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> list[Sample]:
-    """The sample that each entry is made of: the one at its place, else the first of its execution."""
+    """The sample of each entry: the one at its place, else the first of its execution."""
     if num == len(samples):
         return list(samples)
     by_index = {sample.index: sample for sample in reversed(samples)}
@@ -60,8 +60,8 @@ def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> 
     strays = [index for index in indices if index not in by_index]
     if len(indices) != num or strays:
         raise HookError(
-            f"got {num} entries for {len(samples)} samples from {_FLAG}, with executions {list(indices)[:8]}; say in "
-            "sample_indices of which sample (sample.index) each is"
+            f"got {num} entries for {len(samples)} samples from {_FLAG}, with executions {list(indices)[:8]}; name the "
+            "execution (sample.index) of each in sample_indices"
         )
     return [by_index[index] for index in indices]
 
@@ -87,12 +87,12 @@ def _record(sample: Sample, entry: Mapping[str, Any]) -> TrainSample:
             changes[name] = np.asarray(entry[name], np.float32)
     odd = {n: len(v) for n, v in changes.items() if n.endswith(("_probs", "mask")) and v is not None and len(v) != num}
     if odd or not 0 <= num < len(tokens):
-        raise HookError(f"got {odd or len(tokens)} for a response of {num} tokens from {_FLAG}; one entry for each")
+        raise HookError(f"got {odd or len(tokens)} for a response of {num} tokens from {_FLAG}; return one per token")
     return dataclasses.replace(record, **changes)
 
 
 def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All samples in canonical order. Raises `DataError` on one without identity or that is not complete."""
+    """All samples in canonical order. Raises `DataError` for one without identity or that is incomplete."""
     samples = [s for group in groups for s in group]
     for sample in samples:
         if sample.group_index is None or sample.index is None:
@@ -106,7 +106,7 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
-    """[S] scalar rewards: of the user's post-processing if given, else `--reward-key` of the sample's; NaN if unscored.
+    """[S] rewards: of the user's post-processing, else by `--reward-key`; NaN if unscored.
 
     Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
     """
@@ -133,7 +133,7 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
 
 
 def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
-    """Freezes one step's samples. Raises `DataError` if there are none or one breaks its contract."""
+    """The batch of a step. Raises `DataError` if there are no samples or one breaks its contract."""
     samples = in_order(groups)
     if not samples:
         raise DataError(f"got no samples for step {rollout_id}; there is nothing to train")
@@ -146,8 +146,8 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
         converted = converted.samples if isinstance(converted, TrainBatch) else tuple(converted)
         if not converted or not all(isinstance(s, TrainSample) for s in converted):
             raise HookError(
-                "got something other than TrainSample records from --custom-convert-samples-to-train-data-path; it "
-                "returns a dict of columns, or a list of slime.core.batch.TrainSample (see TrainSample.from_sample)"
+                f"got something other than TrainSample records from {_FLAG}; it returns a dict of columns, or a list "
+                "of slime.core.batch.TrainSample (see TrainSample.from_sample)"
             )
         return TrainBatch(rollout_id, converted)
     rewards = sample_rewards(args, samples)
@@ -157,42 +157,36 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
 
 
 def _require_final_rewards(args: Args) -> None:
-    """Columns hold the rewards to train on. Raises `HookError` if they would be normalised once more."""
+    """Raises `HookError` if the final rewards of the columns would be normalised again."""
     if args.components.get("rewards_normalization"):
         raise HookError(
-            "got a dict from --custom-convert-samples-to-train-data-path with --rewards-normalization, which would "
-            "normalise its rewards once more; drop the switch"
+            f"got a dict from {_FLAG} with --rewards-normalization, which would normalise its rewards again; drop the "
+            "switch"
         )
 
-
-# Which groups the trainer has: the account of batches that are handed out and not yet trained.
-#
-# Invariants
-# 1. The groups of a batch stay in flight in the buffer until `commit`; a save before it issues them again on resume.
-# 2. After each `hand_out` and `commit` the ledger balances, or `LedgerError`.
 
 logger = logging.getLogger(__name__)
 
 
 class BatchAccount:
-    """Step -> the groups of its batch."""
+    """Step -> the groups of its batch. The ledger is checked after each call."""
 
     def __init__(self, buffer: DataBuffer, *, trains: bool) -> None:
         """`trains`: each commit makes a new weight version."""
         self._buffer, self._trains = buffer, trains
         self._handed_out: dict[int, list[int]] = {}
         self.last_step: int | None = None
-        """The newest step that is trained."""
+        """The newest trained step."""
 
     def in_flight(self) -> set[int]:
-        """The groups that are with somebody now."""
+        """The groups in flight now."""
         return set(self._buffer.in_flight)
 
     def hand_out(self, rollout_id: int, groups: Sequence[Sequence[Sample]], *, before: set[int] | None) -> None:
         """Remembers the groups of a batch.
 
-        `before`: what was in flight before its step; what came to it since, and is not in the batch, was forgotten by a
-        user's function and is filtered. None for a schedule that keeps groups in flight between steps.
+        `before`: groups in flight before the step. Those that came later and are not in the batch were forgotten by a
+        user's function and are filtered. None if the schedule keeps groups in flight between steps.
         """
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
         dropped = [] if before is None else sorted(self.in_flight() - before - set(indices))
@@ -203,7 +197,7 @@ class BatchAccount:
         self._buffer.ledger().check()
 
     def commit(self, rollout_id: int) -> None:
-        """The step is trained: its groups are settled. Raises `LedgerError`."""
+        """Settles the groups of a trained step. Raises `LedgerError`."""
         if rollout_id not in self._handed_out:
             raise LedgerError(f"got a commit of step {rollout_id}, which was not generated, or is already committed")
         self._buffer.mark_trained(self._handed_out.pop(rollout_id))
@@ -212,5 +206,5 @@ class BatchAccount:
         self._buffer.ledger().check()
 
     def clear(self) -> None:
-        """Forgets what was handed out; the buffer was loaded, and issues it again."""
+        """Forgets all batches, because a loaded buffer issues their groups again."""
         self._handed_out.clear()

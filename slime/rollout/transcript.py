@@ -1,16 +1,17 @@
-"""`Transcript`: what one execution asked of engines, what they sampled, and whether the run took a request of it back.
+"""`Transcript`: what one execution asked of engines, and what they sampled.
 
-The client writes it (`client`), the end of the execution reads it (`execute`). Tasks of an execution inherit it through
-`TRANSCRIPT`; tokens reach a sample by whatever way the user's code likes, and are checked against it in the end.
+The client writes it, and the end of the execution (`execute`) reads it. Tasks of an execution inherit it through
+`TRANSCRIPT`. User code may move tokens into a sample in any way; in the end they are checked against the transcript.
 
 Invariants
-1. A trained token is the id that an engine sampled at this place, behind exactly the ids that stand before it in the
-   sample, with that engine's log-prob and weight version (law 1). `problem` says where this does not hold first.
-2. An execution of which the run took any request back is never finished, whatever its code says (`taken_back`).
-3. Ids are held once: an answer holds those that no earlier answer of the execution has.
+1. A trained token is the id that an engine sampled at this place, after exactly the ids before it in the sample, with
+   that engine's log-prob and weight version (law 1). `problem` describes the first violation.
+2. If the run took back any request of an execution, the execution is not finished, whatever its code says
+   (`taken_back`).
+3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has.
 
-Memory is that of the tokens read and sampled, 4 to 16 bytes each; the time of a request and of the check is linear in
-the length of the conversation, mostly one conversion from a list.
+Memory: 4 to 16 bytes per token read or sampled. The time per request and per check is linear in the length of the
+conversation, mostly one conversion from a list.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,38 +29,30 @@ import xxhash
 
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, Sample
-from slime.rollout.client.call import Generation
+from slime.rollout.client.call import Call
 
 Ids = npt.NDArray[np.int32]
 Numbers = Sequence[float] | npt.NDArray[Any]
 TOLERANCE = 1e-6
-"""Of a log-prob that user code kept in another precision, relative and absolute (nats)."""
+"""Tolerance, relative and absolute, of log-probs (nats) that user code stored in another precision."""
 OTHERWISE_SAMPLED = "not as sampled"
-"""How the reasons of `problem` begin."""
-
-
-class Asked(Protocol):
-    """A call of the client."""
-
-    input_ids: list[int]
-
-    def answer(self) -> Generation: ...
+"""Begins the reasons of `problem`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What engines sampled behind some ids."""
+    """What engines sampled after some ids."""
 
     before: _Answer | None
-    """The earlier answer behind whose last token the ids of this request go on."""
+    """The earlier answer that the prompt continues."""
     new_ids: Ids
-    """The ids of the request that come behind those of `before`."""
+    """The ids of the prompt after those of `before`."""
     begin: int
-    """Number of ids that were read."""
+    """Length of the prompt."""
     read: int
-    """Digest of these."""
+    """Digest of the prompt."""
     said: int
-    """Digest of these and of the sampled ones."""
+    """Digest of the prompt and the sampled ids."""
     tokens: Ids
     log_probs: npt.NDArray[np.float64]
     versions: Ids
@@ -71,12 +64,12 @@ class _Answer:
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Of each of its tokens; what an earlier try left has some that no engine sampled."""
+        """Mask over its tokens: the answer that an earlier try left also has tokens that no engine sampled."""
         sampled: npt.NDArray[np.bool_] = self.versions != NOT_SAMPLED
         return sampled
 
     def ids(self) -> Ids:
-        """All that was read, then all that was sampled."""
+        """The prompt and what was sampled."""
         parts, one = [self.tokens, self.new_ids], self.before
         while one is not None:
             parts += [one.tokens, one.new_ids]
@@ -86,24 +79,24 @@ class _Answer:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Transcript:
-    """Of one execution, or of what is done with the samples of a whole group."""
+    """Of one execution, or of a hook over a whole group."""
 
     taken_back: bool = False
-    """The run ended a request of it, wherever that came from: policy, judge, agent, hook."""
+    """The run took a request back, whoever sent it: policy, judge, agent, hook."""
     closed: bool = False
-    """Its execution has ended: what a task of it that lives on asks is nobody's any more."""
+    """The execution has ended; requests of tasks that outlive it belong to `STRAYS`."""
     _answers: list[_Answer] = field(default_factory=list)
     _by_read: dict[int, list[_Answer]] = field(default_factory=dict)
     _by_said: dict[int, _Answer] = field(default_factory=dict)
     _begins: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
-    """Of the answers, each number once, in order."""
-    _calls: dict[Asked, None] = field(default_factory=dict)
-    """Under way, or streams that nobody reads to the end."""
+    """Begins and ends of the answers, each number once, sorted."""
+    _calls: dict[Call, None] = field(default_factory=dict)
+    """Under way, or streams that were not read to the end."""
 
     @classmethod
     def behind(cls, sample: Sample) -> Transcript:
-        """Of an execution that goes on where an earlier try, whose trained tokens were checked then, left `sample`."""
+        """Of an execution that continues `sample`, whose trained tokens were checked after the earlier try."""
         begun = cls()
         _LIVE.add(begun)
         versions, log_probs = sample.column("token_versions"), sample.column("rollout_log_probs")
@@ -115,22 +108,22 @@ class Transcript:
         return begun
 
     def close(self) -> None:
-        """Its execution has ended."""
+        """The execution has ended."""
         self.closed = True
         _LIVE.discard(self)
 
-    def begin(self, call: Asked) -> None:
-        """Something is asked; what has come of it counts from now on."""
+    def begin_call(self, call: Call) -> None:
+        """From now on, what is sampled for `call` counts."""
         self._calls[call] = None
 
-    def end(self, call: Asked) -> None:
-        """Its answer, or the part of one that came before it was ended."""
+    def end_call(self, call: Call) -> None:
+        """Stores the answer to `call`, or the part that there is."""
         self._calls.pop(call, None)
         for answer in self._of_call(call):
             self._add(answer)
 
-    def _of_call(self, call: Asked) -> list[_Answer]:
-        """What has come of a call, if anything has."""
+    def _of_call(self, call: Call) -> list[_Answer]:
+        """The answer so far, if any."""
         generation = call.answer()
         if not generation.tokens:
             return []
@@ -165,12 +158,12 @@ class Transcript:
                 places.insert(at, number)
 
     def complete(self, sample: Sample) -> None:
-        """Writes versions, log-probs and routed experts of sampled tokens where the user's code left them out."""
+        """Fills in versions, log-probs and routed experts of sampled tokens that user code left out."""
         known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
         if len(known) >= num and said is not None:
             return
         versions, log_probs, recorded = np.full(num, NOT_SAMPLED, np.int32), np.zeros(num), list[_Answer]()
-        for answer, ours, own in self._said_in(sample):
+        for answer, ours, own in self._answers_in(sample):
             here = answer.sampled[ours]
             if said is not None and len(said) == num:
                 here = here & _close(said[own], answer.log_probs[ours])
@@ -181,25 +174,25 @@ class Transcript:
         if (versions == NOT_SAMPLED).all():
             return
         sample.token_versions = [*known, *versions[len(known) :].tolist()]
-        for answer in sorted(recorded, key=lambda one: one.begin):  # what was read first stays
+        for answer in sorted(recorded, key=lambda one: one.begin):  # the first reading of a token stays
             experts, first = sample.rollout_routed_experts, sample.prompt_length
             sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
 
     def problem(self, sample: Sample) -> str:
-        """Why a sample may not be trained: its first token against invariant 1; empty if there is none.
+        """The first violation of invariant 1 in a sample; empty if there is none.
 
-        A sample that says nothing of log-probs and versions, of an execution that asked no engine, was not sampled and
-        does not claim it: conversations that are learned by heart.
+        A sample without log-probs and versions, of an execution that asked no engine, is a given conversation and may
+        be trained.
         """
         if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
             return ""
-        found = list(self._said_in(sample))
+        found = list(self._answers_in(sample))
         reason = self._first_problem(sample, found)
-        if reason:  # it may have been asked for by a task that others share, or by a thread
+        if reason:  # a thread, or a task that executions share, may have asked
             others = [one for one in (*_LIVE, STRAYS) if one is not self]
-            elsewhere = [part for other in others for part in other._said_in(sample)]
+            elsewhere = [part for other in others for part in other._answers_in(sample)]
             reason = self._first_problem(sample, [*found, *elsewhere]) if elsewhere else reason
         return reason
 
@@ -226,18 +219,18 @@ class Transcript:
         if said is not None and not same_log_prob[place]:
             value = float(said[place])
             return f"{what} log-prob {value:g}, and its engine sampled it with another; keep that of the answer"
-        assert versions is not None, "what agrees in log-probs differs in versions"
+        assert versions is not None, "equal log-probs, so the versions differ"
         version = int(versions[place])
         return f"{what} weight version {version}, and another one sampled it; keep that of the answer"
 
     def num_sampled(self) -> int:
-        """Tokens that engines have sampled for the execution so far, whatever becomes of them."""
+        """Tokens that engines have sampled for the execution so far, used or not."""
         under_way = sum(len(call.answer().tokens) for call in self._calls)
         return under_way + sum(int(answer.sampled.sum()) for answer in self._answers)
 
-    def _said_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice, slice]]:
-        """The answers to ids with which the sample begins, and which of their tokens are which of its response; the one
-        of which the most stand there comes last.
+    def _answers_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice, slice]]:
+        """The answers to prefixes of the sample, with slices: tokens of the answer, the same tokens in the response.
+        The longest match comes last.
         """
         tokens, prompt_length = np.asarray(sample.column("tokens"), np.int32), sample.prompt_length
         under_way = [answer for call in list(self._calls) for answer in self._of_call(call)]
@@ -253,15 +246,15 @@ class Transcript:
                 yield answer, slice(skipped, num), slice(first + skipped, first + num)
 
     def _not_sampled(self, sample: Sample, place: int) -> str:
-        """What to say of the first trained token that no engine sampled where it stands."""
+        """Describes why the first wrong token counts as not sampled."""
         tokens = np.asarray(sample.column("tokens"), np.int32)
         where = sample.prompt_length + place
         what = f"{OTHERWISE_SAMPLED}: response token {place} (id {tokens[where]}) is trained, and"
-        do = "send input_ids, take the ids that were sampled as they are, and mask what others say"
+        do = "send input_ids, take the sampled ids as they are, and mask all other tokens"
         if not self._answers:
             return (
-                f"{what} its execution asked no engine through the run's client, so nothing says who sampled it; ask "
-                "by current().engine() or slime.utils.http_utils.post"
+                f"{what} its execution sent no request through the run's client, so nothing says who sampled it; send "
+                "it through current().engine() or slime.utils.http_utils.post"
             )
         readings = [one.ids() for one in self._answers if one.end > where] or [one.ids() for one in self._answers]
         ids = max(readings, key=lambda read: _agreement(read, tokens))
@@ -275,9 +268,7 @@ class Transcript:
 
 
 class _Strays(Transcript):
-    """Answers to requests of no execution, or of one that has ended: of threads, and of tasks that executions share."""
-
-    __slots__ = ()
+    """Answers to requests outside of executions: of threads, shared tasks, and tasks that outlived their execution."""
 
     def _add(self, answer: _Answer) -> None:
         super()._add(answer)
@@ -292,21 +283,21 @@ class _Strays(Transcript):
 MAX_STRAYS = 2048
 STRAYS: Transcript = _Strays()
 _LIVE: weakref.WeakSet[Transcript] = weakref.WeakSet()
-"""Of executions under way in this process."""
+"""Those of executions under way in this process."""
 TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", default=None)
 
 
 class Seals:
-    """What was checked in samples, before user code gets them that only is to look, mask or drop.
+    """The trained content of samples, before user code gets them that may only look, mask or drop.
 
-    A sample of which it changed a trained token, its log-prob or its version, or of which it trains more, is left out.
+    A sample is left out if the code changed a trained token, its log-prob or its version, or trains more tokens.
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._before = {id(sample): _content(sample) for sample in samples}
 
-    def check(self, samples: Iterable[Sample]) -> None:
-        """Marks the changed ones unscored."""
+    def mark_changed(self, samples: Iterable[Sample]) -> None:
+        """Marks changed samples unscored."""
         for sample in samples:
             if not _claims(sample) or sample.remove_sample or (sample.reward is None and sample.unscored):
                 continue
@@ -319,7 +310,7 @@ class Seals:
 
 
 def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
-    """A digest of ids, log-probs and versions; where it is trained."""
+    """A digest of ids, log-probs and versions; the mask of trained tokens."""
     state, mask = xxhash.xxh3_128(), sample.column("loss_mask")
     for name, kind in (("tokens", np.int32), ("rollout_log_probs", np.float32), ("token_versions", np.int32)):
         values = sample.column(name)
@@ -329,7 +320,7 @@ def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
 
 
 def _claims(sample: Sample) -> bool:
-    """Whether a sample says of any token that an engine sampled it."""
+    """Whether a sample says of any token that it was sampled."""
     said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
     known = versions is not None and bool((versions != NOT_SAMPLED).any())
     return known or (said is not None and bool((said != 0).any()))
@@ -340,7 +331,7 @@ def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
-    """The digest of the first `n` ids for each of the lengths that there are; these are in order."""
+    """Length -> digest of the first `length` ids. `lengths` must be sorted; those beyond the end are left out."""
     digests, done, state = dict[int, int](), 0, xxhash.xxh3_128()
     for length in lengths:
         if length <= len(ids):
@@ -350,7 +341,7 @@ def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
 
 
 def _agreement(one: Ids, other: Ids) -> int:
-    """How many ids the two begin with in common."""
+    """Length of the common prefix."""
     num = min(len(one), len(other))
     differ = one[:num] != other[:num]
     return int(differ.argmax()) if differ.any() else num

@@ -1,4 +1,4 @@
-"""Records that rollout functions and filters return, and the progress that the driver shows."""
+"""What rollout functions and filters return, and the progress that the driver shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SampleGroup = list[Sample]
 
 @dataclass(slots=True)
 class RolloutFnTrainOutput:
-    """What a rollout function returns for one training step."""
+    """Returned by a rollout function for one training step."""
 
     samples: list[SampleGroup]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class RolloutFnTrainOutput:
 
 @dataclass(slots=True)
 class RolloutFnEvalOutput:
-    """What an evaluation function returns."""
+    """Returned by an evaluation function."""
 
     data: dict[str, dict[str, Any]]
     """Dataset name -> {"rewards": [S] floats, "truncated": [S] bools, "samples": [S]}."""
@@ -32,13 +32,13 @@ class RolloutFnEvalOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """What the driver logs of a step or of an evaluation."""
+    """What the driver logs of a step or an evaluation."""
 
     metrics: dict[str, float]
     samples: list[ShownSample]
-    """The few that people see."""
+    """The few to show."""
     span_s: tuple[float, float] | None = None
-    """Begin and end of its generation, Unix time."""
+    """Begin and end of the generation, Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +49,36 @@ class DynamicFilterOutput:
     reason: str | None = None
     """Counted as `rollout/dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
-    """With `keep=False`: drop it only while the groups accepted or under way still fill the step without it."""
+    """With `keep=False`: keeps the group if accepted and running groups do not fill the step without it."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a rollout is doing now; the rollout task writes, the driver polls."""
+    """What a rollout does now. The rollout task writes it, the driver polls it."""
 
     what: str = "idle"
     done: int = 0
-    """Groups (rollout) or samples (evaluation) finished."""
+    """Finished groups (rollout) or samples (evaluation)."""
     total: int = 0
     tokens: int = 0
-    """Response tokens sampled so far."""
+    """Sampled response tokens."""
     num_failures: int = 0
-    """Executions that failed or got no score, each try counted."""
+    """Tries of executions that failed or got no score."""
     last_failure: str = ""
-    """Why the last of them did."""
     started: float = field(default_factory=time.monotonic)
 
     def begin(self, what: str, total: int) -> None:
-        """Starts a new phase."""
+        """Starts a phase from zero."""
         self.what, self.total, self.done, self.tokens, self.started = what, total, 0, 0, time.monotonic()
         self.num_failures, self.last_failure = 0, ""
 
     def failed(self, reason: str) -> str:
-        """Counts a failure, so that it is seen before the step gives up; returns its reason."""
+        """Counts a failure, so that people see it before the step gives up. Returns the reason."""
         self.num_failures, self.last_failure = self.num_failures + 1, reason
         return reason
 
     def add(self, other: Progress) -> None:
-        """Counts what was counted elsewhere."""
+        """Adds the counts of another process."""
         self.tokens += other.tokens
         self.num_failures += other.num_failures
         self.last_failure = other.last_failure or self.last_failure

@@ -1,4 +1,4 @@
-"""The user functions of a rollout, loaded once, with what their signatures allow."""
+"""The user functions of a rollout: loaded once, called as their signatures allow, and their results checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _load(path: str, kind: str) -> Hook:
 
 @dataclass(frozen=True, slots=True)
 class RolloutHooks:
-    """Loaded hooks; None where the setting is not given."""
+    """None if the setting is not given."""
 
     generate: Hook
     dynamic_filter: Hook | None = None
@@ -42,7 +42,7 @@ class RolloutHooks:
 
     @classmethod
     def load(cls, args: HookSettings) -> RolloutHooks:
-        """Loads what `args` names. Raises `HookError`."""
+        """Raises `HookError`."""
         return cls(
             generate=load(args.custom_generate_function_path, "generate") or default_generate,
             dynamic_filter=load(args.dynamic_sampling_filter_path, "dynamic_filter"),
@@ -54,9 +54,9 @@ class RolloutHooks:
 async def call_generate(
     hook: Hook, args: HookSettings, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> list[Sample]:
-    """Runs a generate function; always a flat list of samples that carry the execution's identity.
+    """Calls a generate function. Returns a flat list of samples with the execution's identity.
 
-    Raises `HookError` if the function returns anything but a `Sample` or a nest of different ones.
+    Raises `HookError` unless the function returns a `Sample` or a nest of different ones.
     """
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
@@ -76,7 +76,7 @@ async def call_generate(
 
 
 async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
-    """Runs `--rollout-sample-hook-path` in order on one finished sample; the identity stays.
+    """Calls the functions of `--rollout-sample-hook-path` in order; the identity of the sample stays.
 
     Raises `HookError` if one returns anything but a `Sample` or None.
     """
@@ -95,7 +95,7 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
 
 
 def _complete(sample: Sample) -> None:
-    """Fills in what user code left out of a sample, and checks what it wrote."""
+    """Fills in what user code left out of a sample, and validates it."""
     transcript = TRANSCRIPT.get()
     if transcript is not None:
         transcript.complete(sample)
@@ -103,19 +103,20 @@ def _complete(sample: Sample) -> None:
 
 
 async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
-    """Calls a synchronous function beside the event loop, which goes on. Raises as `run_in_thread` does."""
+    """Calls a synchronous function in a thread. Raises as `run_in_thread` does."""
     return await run_in_thread(name_of(hook), hook, *args, **kwargs)
 
 
 async def in_time(limit_s: float, hook: Hook, *args: Any) -> Any:
-    """As `in_thread`, and raises `DeadlineExceeded` after `limit_s` without progress (`--execution-timeout-s`; 0: no
-    limit): the thread is then left behind.
+    """As `in_thread`, with a limit on the time without progress (`--execution-timeout-s`; 0: none).
+
+    At the limit it raises `DeadlineExceeded` and leaves the thread behind.
     """
     return await supervised(in_thread(hook, *args), what=name_of(hook), limit_s=limit_s)
 
 
 async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFilterOutput:
-    """Runs a dynamic filter. Raises `HookError` on a verdict that is neither a bool nor a `DynamicFilterOutput`."""
+    """Calls a dynamic filter. Raises `HookError` unless it returns a bool or a `DynamicFilterOutput`."""
     verdict = await in_time(args.execution_timeout_s, hook, args, samples)
     if isinstance(verdict, bool):
         return DynamicFilterOutput(keep=verdict)
@@ -128,13 +129,11 @@ async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFi
 
 
 async def is_logged_by_user(limit_s: float, path: str | None, kind: str, *given: Any) -> bool:
-    """Calls the user's log function, if there is one, and says whether it stands for the default logging. `limit_s`:
-    as `in_time` has it.
-    """
+    """Calls the user's log function, if any; True if it replaces the default logging. `limit_s`: as in `in_time`."""
     log = load(path, kind)
     return log is not None and bool(await in_time(limit_s, log, *given))
 
 
 def name_of(hook: Hook) -> str:
-    """What messages call a function."""
+    """The name of a function in messages."""
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"

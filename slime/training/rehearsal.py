@@ -29,7 +29,7 @@ from torch import Tensor
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
-from slime.data.schedule import Schedule, StepSchedule
+from slime.data.micro_batch_schedule import Schedule, StepSchedule
 from slime.settings import Args
 from slime.settings.groups.training import longest_sample
 from slime.training.parallel import ParallelInfo

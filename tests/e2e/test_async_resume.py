@@ -36,7 +36,7 @@ from tests.support.ledger import require_balance
 
 NUM_STEPS, BATCH, NUM_ROWS, SEED = 10, 4, 24, 7
 BUFFER, SYNC = "slime.buffer.data_buffer", "slime.weights.sync"
-WORKER, FLEET = "slime.rollout.workers.episode_worker", "slime.rollout.workers.fleet"
+WORKER, FLEET = "slime.rollout.workers.episode_worker", "slime.rollout.workers.worker_fleet"
 CHECKPOINT, BACKEND, MANAGER = "slime.training.state.checkpoint", "slime.training.backend", "slime.rollout.manager"
 
 FULLY_ASYNC: Flags = ["--fully-async", "--max-weight-staleness", "8", "--max-groups-in-flight", "12"]

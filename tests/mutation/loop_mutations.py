@@ -132,6 +132,9 @@ ROLLOUT: dict[str, Mutation] = {
         "evaluation", "rollout/evaluate.py", "        first_index += len(samples)\n", ""
     ),
     "evaluation runs as training": Mutation(
-        "evaluation", "rollout/workers/here.py", "hooks.generate, evaluation=True", "hooks.generate, evaluation=False"
+        "evaluation",
+        "rollout/workers/episodes.py",
+        "hooks.generate, evaluation=True",
+        "hooks.generate, evaluation=False",
     ),
 }

@@ -106,7 +106,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "graders", "rewards/pool.py", "for _ in range(MAX_TRIES):", "for _ in range(MAX_TRIES + 1):"
     ),
     "a group is suspect one death late": Mutation(
-        "workers", "rollout/workers/fleet.py", "self._deaths[key] >= SUSPECT", "self._deaths[key] > SUSPECT"
+        "workers", "rollout/workers/worker_fleet.py", "self._deaths[key] >= SUSPECT", "self._deaths[key] > SUSPECT"
     ),
     "no limit of processes": Mutation(
         "programs", "rewards/graders/sandbox.py", "MAX_PROCESSES = 32\n", "MAX_PROCESSES = 100_000\n"
@@ -119,7 +119,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "the flag of a grader's memory is not handed on": Mutation(
         "graders",
-        "rollout/clients.py",
+        "rollout/parts.py",
         "memory_limit_bytes=args.reward_memory_limit_mb * 2**20 if args.reward_memory_limit_mb else None,",
         "memory_limit_bytes=None,",
     ),
@@ -140,13 +140,13 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "limits of a client swapped": Mutation(
         "tries",
-        "rollout/clients.py",
+        "rollout/parts.py",
         "        *urls,\n        request_timeout_s=args.request_timeout_s,\n        engine_wait_s=args.engine_wait_s,",
         "        *urls,\n        request_timeout_s=args.engine_wait_s,\n        engine_wait_s=args.request_timeout_s,",
     ),
     "no limit of requests for an engine": Mutation(
         "tries",
-        "rollout/clients.py",
+        "rollout/parts.py",
         "        engine_wait_s=args.engine_wait_s,\n"
         "        max_concurrency=args.sglang_server_concurrency,\n"
         "        vocab_size=_vocab_size(args.hf_checkpoint),",

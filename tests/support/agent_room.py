@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from slime.agent.adapters import Adapter, AgentAdapter
 from slime.agent.template import ConversationTemplate
 from slime.data.chat import ChatRenderer
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from tests.support.chat_hooks import tokenizer_folder
 from tests.support.fake_engine import FakeEngine, serve
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.sample import Fingerprint, PromptRow, Sample, Status
 from slime.rewards.scores import Score, Scored, Unscored
-from slime.rollout.client.client import RequestScope
+from slime.rollout.client.engine_client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.evaluate import EvalDataset, evaluate
 from slime.rollout.generate import generate
@@ -165,7 +165,8 @@ class Schedule:
             self.num_killed += max(0, len(workers.started) - self.num_workers)
             assert await engine.num_running() == 0, "a request outlived the worker"
             await workers.fleet.close()
-        buffer.ledger().check(max_in_flight=0)
+        buffer.ledger().check()
+        assert not buffer.in_flight
         return None, self.num_steps
 
     async def _evaluate(self, context: RolloutContext, step: int, version: int) -> None:

@@ -16,7 +16,7 @@ from slime.rollout.context import Models
 from slime.rollout.manager import RolloutManager
 from slime.rollout.user_functions import RolloutHooks
 from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
-from slime.rollout.workers.fleet import WorkerFleet
+from slime.rollout.workers.worker_fleet import WorkerFleet
 from tests.support.fake_engine import FakeEngine, serve
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
 from slime.core.sample import Sample
 from slime.rollout.client.call import NEVER_SENT, Generation
-from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.guard import waiting
 from slime.rollout.transcript import TRANSCRIPT
 
@@ -102,7 +102,7 @@ class InProcessEngine:
             generation = await self._answer(sampling_params)
         transcript = TRANSCRIPT.get()
         if transcript is not None:
-            transcript.end(Answered(list(input_ids), generation))
+            transcript.end_call(Answered(list(input_ids), generation))
             transcript.taken_back = transcript.taken_back or generation.finish_reason == "abort"
         if generation.finish_reason == "abort" and not returns_partial:
             raise TakenBack("as told")

@@ -21,7 +21,7 @@ from slime.core.sample import Sample
 from slime.core.topology import ONE_RANK
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
-from slime.rollout.client.client import EngineClient, RequestScope
+from slime.rollout.client.engine_client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
 from slime.weights.outgoing import Whole

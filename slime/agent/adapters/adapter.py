@@ -96,7 +96,7 @@ Event = Thought | Said | Answer
 
 
 class Engine(Protocol):
-    """The part of `slime.rollout.client.client.EngineClient` that a turn needs."""
+    """The part of `slime.rollout.client.engine_client.EngineClient` that a turn needs."""
 
     def stream(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None

@@ -8,12 +8,11 @@
         "Its help text; the flag is --some-setting."
         def get_samples(self, num_samples): ...
 
-One module of this package for each: `prompt_data` (the file of `--prompt-data`) and `user_class` (any class at
-`--data-source-path`, which knows nothing of this package). `--data-source` names one, or the import path of a user's.
-
-A source is opened once for a run, as a `DataBuffer`, which gives ids, keeps the ledger and remembers what is in flight.
-`SampleSource` is all that most need: it has the methods of a class at `--data-source-path`, and settings of its own.
-Modules of this package are imported for their settings, so they import what reads data inside functions only.
+`--data-source` names one, or the import path of a user's: `prompt_data` (the file of `--prompt-data`) and `user_class`
+(any class at `--data-source-path`) are here, another one is a module of this package. A run opens its source once, as a
+`DataBuffer`, which gives ids, keeps the ledger and remembers what is in flight. Most sources need only `SampleSource`,
+with the methods of a class at `--data-source-path` and settings of their own. The settings import this package, so what
+reads data is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -47,42 +46,42 @@ class DataSource(ABC):
 
     name: ClassVar[str]
     reads_prompt_data: ClassVar[bool] = False
-    """It cannot do without `--prompt-data`."""
+    """Whether it needs `--prompt-data`."""
 
     @abstractmethod
     def open(self, context: SourceContext) -> DataBuffer:
-        """The buffer over this source. Called once for a run."""
+        """The buffer over this source. Called once per run."""
 
     def check(self, args: Args) -> str | None:
-        """What of the settings cannot work with it (got / because / do); None if nothing. Asked before the start."""
+        """A message (got / because / do) for settings that cannot work with it; None if they can. Asked at start."""
         return None
 
 
 class SampleSource(DataSource):
-    """A source that makes groups of samples itself, and takes back what is unfinished."""
+    """A source that makes groups of samples itself, and takes back unfinished ones."""
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Exactly `num_samples` groups: lists of samples of one prompt. New ones may leave the ids None."""
+        """Exactly `num_samples` groups: lists of samples of one prompt. New groups may leave their ids None."""
 
     @abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back, partial work included; `get_samples` serves them again, their ids unchanged."""
+        """Takes groups back, partial work included; `get_samples` serves them again with the same ids."""
 
     @abstractmethod
     def save(self, rollout_id: int) -> None:
-        """Files its state under the step."""
+        """Saves its state for this step."""
 
     @abstractmethod
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores the state that was filed under the step."""
+        """Restores the state of this step."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Prompts per epoch."""
 
     def open(self, context: SourceContext) -> DataBuffer:
-        """Itself behind the buffer. Raises `HookError` with `--buffer-filter-path`."""
+        """Raises `HookError` with `--buffer-filter-path`."""
         from slime.buffer.data_source import behind_buffer
 
         return behind_buffer(self, context.buffer_filter)
@@ -91,3 +90,53 @@ class SampleSource(DataSource):
 SOURCES: Registry[DataSource] = Registry(
     "data source", flag="--data-source", package="slime.buffer.sources", contract=DataSource
 )
+
+
+@SOURCES.register("prompt_data")
+class PromptData(DataSource):
+    """A file of prompts, epoch after epoch; without one, prompts are blank and the rollout function makes its own."""
+
+    reads_prompt_data = True
+
+    def open(self, context: SourceContext) -> DataBuffer:
+        from slime.buffer.data_buffer import DataBuffer
+        from slime.buffer.prompts import image_column
+        from slime.data.dataset import load_prompts
+
+        args, hook = context.args, context.buffer_filter
+
+        def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
+            assert hook is not None, "a buffer without a filter asked it"
+            return hook(args, None, buffer, n)
+
+        return DataBuffer(
+            load_prompts(
+                args,
+                context.tokenizer,
+                max_prompt_tokens=args.rollout_max_prompt_len,
+                images=image_column(args),
+            ),
+            n_samples_per_prompt=args.n_samples_per_prompt,
+            shuffle=args.rollout_shuffle,
+            seed=args.rollout_seed,
+            buffer_filter=None if hook is None else chosen,
+        )
+
+
+@SOURCES.register("user_class")
+class UserClass(DataSource):
+    """A class with the methods of `SampleSource`, built as `cls(args)`; it need not derive from anything in slime."""
+
+    def check(self, args: Args) -> str | None:
+        if args.data_source_path is not None:
+            return None
+        return "got --data-source user_class without a class; give its path as --data-source-path"
+
+    def open(self, context: SourceContext) -> DataBuffer:
+        """Raises `HookError` if the class lacks a method, or with `--buffer-filter-path`."""
+        from slime.buffer.data_source import behind_buffer
+        from slime.settings.hooks import load_hook
+
+        path = context.args.data_source_path
+        assert path is not None, "the settings require --data-source-path"
+        return behind_buffer(load_hook(path, "data_source")(context.args), context.buffer_filter)

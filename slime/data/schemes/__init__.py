@@ -6,13 +6,12 @@
         def count(self, rest): ...
         def rows(self, rest, *, held_out): ...
 
-One module of this package for each: `reasoning_gym` (`rg:`). A slice counts its rows as it does those of a file:
-`NAME:REST@[a:b]`. Modules of this package are imported to parse a command line, so they import what makes rows inside
-functions only.
+One module of this package each: `reasoning_gym` (`rg:`). A slice counts rows as in a file: `NAME:REST@[a:b]`. The
+modules are imported to parse a command line, so they import what makes rows inside functions only.
 
 Invariants
-1. The same name gives the same rows, in every process: a data cursor in a checkpoint is valid for it.
-2. What is trained (`held_out` False) and what is held out share no prompt, unless the name itself asks for it.
+1. The same name gives the same rows, in every process: a data cursor in a checkpoint stays valid.
+2. Rows to train (`held_out` False) and held-out rows share no prompt, unless the name itself asks for it.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from typing import Any, ClassVar
 from slime.core.registry import Registry
 
 INPUT, LABEL, METADATA, TOOLS = "input", "label", "metadata", "tools"
-"""The columns of a row. The `--input-key` of a file does not rename them."""
+"""The columns of a row; `--input-key` and the like do not rename them."""
 
 
 class DataScheme(ABC):
-    """Rows made from a name. Errors are `ConfigError`: what was got, because of what, and what to do."""
+    """Rows made from a name. Errors are `ConfigError` (got / because / do)."""
 
     name: ClassVar[str]
     grader: ClassVar[str | None] = None
-    """The grader of its rows, where no other is asked for."""
+    """The default grader of its rows."""
 
     @abstractmethod
     def count(self, rest: str) -> int:
-        """Number of rows, at once: nothing is made. `rest`: the name after the colon, without a slice."""
+        """Number of rows, without making any. `rest`: the name after the colon, without a slice."""
 
     @abstractmethod
     def rows(self, rest: str, *, held_out: bool) -> Iterator[Mapping[str, Any]]:
-        """The rows: `input` (text or messages), and, as they have them, `label`, `metadata` and `tools`."""
+        """Rows with `input` (text or messages), and perhaps `label`, `metadata` and `tools`."""
 
     def makes_messages(self, rest: str) -> bool:
-        """Whether the prompts are messages, at once: they need a chat template."""
+        """Whether prompts are messages, which need a chat template; answers without making rows."""
         return False
 
     def check(self, rest: str, *, held_out: bool) -> None:
-        """Raises `ConfigError` for a name that has no rows. Asked before any process of the run starts."""
+        """Raises `ConfigError` for a name without rows. Called before any process starts."""
         next(self.rows(rest, held_out=held_out), None)
 
 

@@ -31,27 +31,22 @@ from slime.data.schemes import SCHEMES, DataScheme
 SPLITS = ("train", "eval", "all")
 CHILD = "slime.data.reasoning_gym_rows"
 LIMIT_S = 600.0
-"""Limit of making rows. Most tasks make thousands in a second; some search for each."""
+"""Limit of making rows. Most tasks make thousands per second; some search for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a name asks for."""
-
     name: str
     size: int = 500
-    """Rows."""
     seed: int = 0
     split: str | None = None
-    """One of `SPLITS`; None leaves it to the use of the data."""
+    """One of `SPLITS`; None: by the use of the data."""
     system: str | None = None
-    """Name of a system prompt."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task."""
 
 
 def parse(rest: str) -> Task:
-    """`spell_backward?size=500&min_word_len=3` as a record. Raises `ConfigError`."""
+    """Parses `spell_backward?size=500&min_word_len=3`. Raises `ConfigError`."""
     name, _, query = rest.partition("?")
     given: dict[str, Any] = {}
     for pair in filter(None, query.split("&")):
@@ -71,7 +66,7 @@ def parse(rest: str) -> Task:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON, else the text as it stands."""
+    """Decodes JSON; any other text stays as it is."""
     try:
         return json.loads(text)
     except ValueError:
@@ -80,20 +75,18 @@ def _value(text: str) -> Any:
 
 @SCHEMES.register("rg")
 class ReasoningGym(DataScheme):
-    """Rows of one task: the question, the answer as label, and the entry that its verifier reads as metadata."""
+    """Rows of one task: question, answer as label, and the entry for its verifier as metadata."""
 
     grader = "reasoning_gym"
 
     def count(self, rest: str) -> int:
-        """`size`."""
         return parse(rest).size
 
     def makes_messages(self, rest: str) -> bool:
-        """With a system prompt."""
         return parse(rest).system is not None
 
     def rows(self, rest: str, *, held_out: bool) -> Iterator[Mapping[str, Any]]:
-        """Raises `ConfigError` for an unknown task or setting, and if the split has too few questions."""
+        """Raises `ConfigError` for an unknown task or setting, or if the split has too few questions."""
         return self._made(rest, held_out=held_out, at_once=True)
 
     def check(self, rest: str, *, held_out: bool) -> None:

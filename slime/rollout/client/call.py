@@ -1,17 +1,23 @@
-"""`Call`: one call of the client, through however many requests it takes: what is asked next, and what there is so far.
+"""`Call`: one call of the client, through however many requests it takes. `Generation`: what was sampled.
 
-Consumes: the events of the requests, in order. Produces: the payload of the next request, the part of each event that
-is new, and in the end the answer. Waits for nothing.
+A call makes the payload of the next request, takes the events of the running one and joins the parts to an answer. It
+waits for nothing.
 
 Invariants
-1. Parts joined are what one request would have been: every token that an event brought is in the answer once, at its
-   place, with the log-prob and the version that it was sampled with; the next request reads them all and may sample
-   only what is left of `max_new_tokens` and `min_new_tokens`.
-2. An answer ends where one request would have: an interruption that falls on the last allowed token, on an end token or
-   on the end of a stop string ends it, and so does a stop string that one request began and the next one completes.
-   Engines look for stop strings in new text only, hence `EndOfText` looks across the joint.
-3. What a grammar constrains cannot be continued, because an engine would begin its grammar again: it starts over.
-4. Penalties count tokens of the running request only: after a joint they begin at zero. Log-probs are exact.
+1. The joined parts are what one request would have sampled: each token of an event is in the answer once, with the
+   log-prob and version it was sampled with. The next request reads them all, and may sample only what is left of
+   `max_new_tokens` and `min_new_tokens`.
+2. An answer ends where one request would have ended. An interruption at the last allowed token, at an end token or at
+   the end of a stop string ends it, and so does a stop string across the joint of two requests. Engines look for stop
+   strings in new text only, so `EndOfText` looks across the joint.
+3. An answer under a grammar cannot be continued, because the engine would begin its grammar again: it starts over.
+4. Penalties count only the tokens of the running request. Log-probs are exact.
+5. Nothing is sent that an engine or the router is known to mishandle: an id outside the vocabulary kills the scheduler
+   of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
+6. The ids of a `Generation` are those the engine sampled, an end or stop token included. Its text lacks the end token
+   but keeps a matched stop string.
+7. Each id has a finite log-prob and a weight version: its own if requests live through weight syncs, else one for all.
+8. Routed experts have a row for each token that the engine read, from the one asked for to the last but one.
 """
 
 from __future__ import annotations
@@ -30,61 +36,36 @@ from slime.core.ports import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY, WeightVers
 from slime.core.routed_experts import ExpertFormat, RoutedExperts, without_newer
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
 
-# What an engine is asked for, and what it answers: checked on the way out and on the way in.
-#
-# Invariants
-# 1. Nothing is sent that an engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
-#    0.5.16 scheduler, and sglang-router 0.3.2 drops sampling parameters that it does not know.
-# 2. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
-#    has lost the end token but keeps a matched stop string.
-# 3. Each id has a finite log-prob and a weight version: the engine's word for each where requests live through
-#    weight syncs, otherwise one for all.
-# 4. Routed experts have a row for each token that the engine read, from the one asked for to the last but one.
-
 FORWARDED_SAMPLING_PARAMS = frozenset(
     (
-        "temperature",
-        "max_new_tokens",
-        "min_new_tokens",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "skip_special_tokens",
-        "no_stop_trim",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "sampling_seed",
+        *("temperature", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "sampling_seed"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "no_stop_trim"),
+        *("json_schema", "regex", "ebnf"),
     )
 )
-"""What an answer may be asked for with, also through sglang-router 0.3.2, which drops others without a word."""
+"""The sampling parameters that every way to an engine passes on; sglang-router 0.3.2 silently drops others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request sampled: `T` tokens."""
+    """A sampled answer, or a part of one: `T` tokens."""
 
     tokens: tuple[int, ...]
     """[T] ids as sampled."""
     log_probs: tuple[float, ...]
-    """[T] nats, of the distribution after temperature (the trainer divides its logits by the same number)."""
+    """[T] nats, after temperature (the trainer divides its logits by the same number)."""
     finish_reason: str
     """stop | length | abort"""
     weight_version: WeightVersion | tuple[WeightVersion, ...]
-    """Of all tokens, or [T] of each; `NOT_SAMPLED` only if T is 0 and the request never reached an engine."""
+    """Of all tokens, or [T] of each; `NOT_SAMPLED` only if no request reached an engine."""
     text: str
-    """For graders and people: without the end token, with a matched stop string."""
+    """Without the end token, with a matched stop string."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its prefix cache."""
     routed_experts: RoutedExperts | None = None
-    """Of prompt and sampled tokens but the last; None if they were not asked for, or nothing was sampled."""
+    """Of the prompt and all sampled tokens but the last; None if not asked for, or if nothing was sampled."""
 
     @property
     def versions(self) -> list[WeightVersion]:
@@ -92,29 +73,38 @@ class Generation:
         version = self.weight_version
         return [version] * len(self.tokens) if isinstance(version, int) else list(version)
 
+    def first(self, num: int) -> Generation:
+        """Its first `num` tokens; text and routed experts as they are."""
+        version = self.weight_version
+        return replace(
+            self,
+            tokens=self.tokens[:num],
+            log_probs=self.log_probs[:num],
+            weight_version=version if isinstance(version, int) else version[:num],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What an engine's draft proposed for one request."""
+    """Speculative decoding of one request, in tokens but for `verified`."""
 
     verified: int
-    """Passes of the model that looked at proposed tokens; each samples one token more than it accepts."""
+    """Passes of the model over proposed tokens; each samples one token more than it accepts."""
     accepted: int
     proposed: int
-    """Tokens."""
 
 
 NO_DRAFTS = Drafts(0, 0, 0)
 NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
-"""The answer to a request whose scope was aborted before it was sent."""
+"""The answer to a call that was taken back before its first request."""
 
 
 def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
-    """Raises `RequestRejected` for what engine or router are known to mishandle."""
+    """Raises `RequestRejected` for what an engine or the router is known to mishandle."""
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
-            f"got sampling parameters {unknown}, which a way to an engine would silently drop, or which make several "
+            f"got sampling parameters {unknown}, which the router would drop silently, or which ask for several "
             f"answers; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
     if not input_ids:
@@ -127,44 +117,30 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
 
 
 def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> Generation:
-    """An interrupted part without the tokens that may begin a stop string: engines match one in new text only."""
+    """An interrupted part without the tokens that may begin a stop string: engines look for one in new text only."""
     stops = [stop] if isinstance(stop, str) else stop
     begun = max((n for s in stops for n in range(1, len(s)) if part.text.endswith(s[:n])), default=0)
     num = len(part.tokens)
     while num and len(tokenizer.decode(part.tokens[num:])) < begun:
         num -= 1
-    versions = part.weight_version if isinstance(part.weight_version, int) else part.weight_version[:num]
     text = part.text[: len(part.text) - len(tokenizer.decode(part.tokens[num:]))]
     experts = part.routed_experts
     if experts is not None:
         experts = experts.upto(experts.end - (len(part.tokens) - num))
-    return replace(
-        part,
-        tokens=part.tokens[:num],
-        log_probs=part.log_probs[:num],
-        weight_version=versions,
-        text=text,
-        routed_experts=experts,
-    )
+    return replace(part.first(num), text=text, routed_experts=experts)
 
 
-def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) -> Generation:
+def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *, has_ended: bool = True) -> Generation:
     """Reads and checks a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
 
-    `token_versions`: the engine must tell the version of each token.
+    `token_versions`: the engine must report the version of each token. `has_ended`: False for a part of an answer,
+    which gets the finish reason `abort`.
     """
     meta = answer.get("meta_info") or {}
     finish = meta.get("finish_reason") or {}
-    reason = finish.get("type")
+    reason = finish.get("type") if has_ended else "abort"
     if reason not in FINISH_REASONS:
         raise EngineError(f"got finish_reason {finish!r}; expected one of {sorted(FINISH_REASONS)}")
-    return _parse(answer, meta, finish, reason, token_versions)
-
-
-def _parse(
-    answer: Mapping[str, Any], meta: Mapping[str, Any], finish: Mapping[str, Any], reason: str, token_versions: bool
-) -> Generation:
-    """An answer, or a part of one, that is called to have ended for `reason`."""
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
         raise EngineError("got an answer without output_token_logprobs; was return_logprob dropped on the way?")
@@ -188,7 +164,7 @@ def _parse(
             "serve only after a verified weight sync"
         )
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
-    if token_versions and tokens and not versions and finish.get("type") == "abort":  # ended while it waited
+    if token_versions and tokens and not versions and finish.get("type") == "abort":  # aborted in the queue
         return Generation((), (), reason, int(version), "")
     odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: no weights were ever synced
     if token_versions and (odd or len(versions) != len(tokens)):
@@ -209,7 +185,7 @@ def _parse(
 
 
 def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
-    """What an event tells of its request so far; None if nothing."""
+    """The counts of speculative decoding so far; None without any."""
     meta = event.get("meta_info") or {}
     if not meta.get("spec_verify_ct"):
         return None
@@ -220,9 +196,9 @@ def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
 def parse_experts(
     answer: Mapping[str, Any], experts: ExpertFormat, *, start: int, num_tokens: int
 ) -> RoutedExperts | None:
-    """The routed experts of an answer that ends a request of `num_tokens` ids, sampled ones included.
+    """The routed experts at the end of a request of `num_tokens` ids, sampled ones included.
 
-    None for a request that was aborted while it waited: the engine has let go of its tokens. Raises `EngineError` if
+    None for a request that was aborted in the queue, whose tokens the engine has forgotten. Raises `EngineError` if
     they are missing otherwise, or do not fit.
     """
     meta = answer.get("meta_info") or {}
@@ -240,43 +216,29 @@ def parse_experts(
         raise EngineError(f"the engine's answer is not usable: {problem}") from problem
 
 
-def parse_part(answer: Mapping[str, Any], token_versions: bool = False) -> tuple[Generation, bool]:
-    """Reads one event of a stream, and whether it is the last. Raises `EngineError` as `parse_generation` does."""
-    meta = answer.get("meta_info") or {}
-    if meta.get("finish_reason"):
-        return parse_generation(answer, token_versions), True
-    return _parse(answer, meta, {}, "abort", token_versions), False
-
-
-# The images of a request: what travels beside its token ids, and how these are written for an engine.
-#
-# A sample's ids have a placeholder for each token that an image is read as. SGLang 0.5.16 wants one for each image, and
-# puts as many in its place as its own processor finds, keeping all other ids as they are; it says how long the prompt
-# was that it read. So the engine reads what is trained, or the request is an error (`slime.rollout.client.call`).
-#
-# Images go as PNG in data URIs: bare base64 that begins with a slash, as that of a JPEG does, is taken for a path, and
-# a JPEG may be decoded by a GPU, which gives other pixels.
-
-
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Of one sample, in the order of its prompt."""
+    """The images of one request, in the order of its prompt.
+
+    A prompt has a placeholder for each token that an image is read as. SGLang 0.5.16 wants one placeholder per image
+    and expands it itself; it reports the length of the prompt that it read, which `Call` compares. Images go as PNG in
+    data URIs: SGLang takes bare base64 that begins with a slash (a JPEG's does) for a path, and may decode a JPEG on a
+    GPU, to other pixels.
+    """
 
     token_id: int
-    """The placeholder."""
     uris: tuple[str, ...]
 
     @classmethod
     def of(cls, digests: Sequence[str], folder: ImageFolder, token_id: int) -> Pictures:
-        """Reads the files. Raises `DataError` if one is not there."""
+        """Reads the files. Raises `DataError` if one is missing."""
         files = (base64.b64encode(folder.read(digest)).decode() for digest in digests)
         return cls(token_id, tuple(f"data:image/png;base64,{file}" for file in files))
 
     def written(self, ids: Sequence[int]) -> list[int]:
-        """The ids with one placeholder for each image.
+        """The ids with one placeholder per image.
 
-        Raises `RequestRejected` if there are others, as in the answer of a model that sampled one: an engine would
-        look for an image there.
+        Raises `RequestRejected` if their number differs, for example because the model sampled a placeholder.
         """
         out: list[int] = []
         for token in ids:
@@ -291,24 +253,24 @@ class Pictures:
 
 
 ENGINE_MAX_NEW_TOKENS = 128
-"""What SGLang takes where none is asked for."""
+"""SGLang's own default."""
 GRAMMARS = ("json_schema", "regex", "ebnf")
 NOT_HANDED_OVER = "KVTransferError"
-"""In what SGLang says of a request whose engines work in pairs, when one of them could not do its part."""
+"""In SGLang's error for a request whose keys and values did not reach the decode engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfText:
-    """What the client must know of the model to see, as an engine does, that an answer has ended."""
+    """How to see, as an engine does, that an answer has ended."""
 
     token_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer whatever is asked for."""
+    """Tokens that end any answer."""
     decode: Callable[[Sequence[int], bool], str] | None = None
-    """(ids, whether to skip special tokens) -> text; without it stop strings across a joint are not found."""
+    """(ids, skip_special_tokens) -> text; without it stop strings across a joint are not found."""
 
 
 class Refused(Exception):
-    """An engine refused a request: HTTP status, or that of an error in its stream, and what it said."""
+    """An engine refused a request: the status, from HTTP or the stream, and the engine's message."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
@@ -316,8 +278,6 @@ class Refused(Exception):
 
 
 class Call:
-    """What was asked, and what engines have sampled of it."""
-
     def __init__(
         self,
         input_ids: Sequence[int],
@@ -329,40 +289,39 @@ class Call:
         end: EndOfText | None = None,
         pictures: Pictures | None = None,
     ) -> None:
-        """`experts`: routed experts are asked for, from token `experts_from` on, and look like this.
-        `pictures`: what the placeholders among `input_ids` stand for.
-        """
+        """`experts`: their format; they are asked for from token `experts_from` on. `pictures`: the prompt's images."""
         self.input_ids, self._params = list(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
         self._token_versions, self._format, self._experts_from = token_versions, experts, experts_from
         self._end = end or EndOfText()
         stop = params.get("stop") or ()
         self._stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
         self._window = 4 * max(map(len, self._stops), default=0) + 1
-        """Tokens in which a stop string fits: a character may take four."""
+        """Enough tokens for a stop string: one character may take four."""
         self._pictures = pictures
         self._has_grammar = any(params.get(name) for name in GRAMMARS)
         self.tokens: list[int] = []
         self.finish: str | None = None
-        """stop | length, as soon as the answer has ended."""
+        """stop | length, once the answer has ended."""
         self.num_requests = 0
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._texts: list[str] = []
         self._experts: RoutedExperts | None = None
         self._version, self._prompt_tokens, self._cached_tokens = NOT_SAMPLED, 0, 0
-        self._read = (0, 0)
+        self.read = (0, 0)
+        """Tokens of the prompt that the latest request's engine read, and how many of them it had cached."""
         self.drafted = NO_DRAFTS
-        """Of the latest request."""
+        """By the latest request."""
         self._joint = 0
-        """Tokens that earlier requests sampled."""
+        """Number of tokens that earlier requests sampled."""
         self._received, self._start = 0, 0
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def payload(self, rid: str, stream_interval: int) -> dict[str, Any]:
-        """The next request: goes on behind the tokens that there are. `stream_interval`: tokens of an event."""
+        """The next request, which continues the tokens so far. `stream_interval`: tokens per event."""
         self.num_requests += 1
-        self._joint, self._received, self._read = len(self.tokens), 0, (0, 0)
+        self._joint, self._received, self.read = len(self.tokens), 0, (0, 0)
         self.drafted = NO_DRAFTS
         params = {**self._params, "no_stop_trim": False, "stream_interval": stream_interval}
         if self._joint and params["max_new_tokens"] is not None:
@@ -371,7 +330,7 @@ class Call:
             params["min_new_tokens"] = max(0, params["min_new_tokens"] - self._joint)
         ids = [*self.input_ids, *self.tokens]
         if self._format is not None:
-            # The engine takes a start up to the number of ids that it is given.
+            # The engine accepts a start up to the number of ids.
             known = self._experts_from if self._experts is None else self._experts.end
             self._start = min(max(known, 0), len(ids))
             rid = f"{rid}{ROUTED_EXPERTS_MARK}{self._start}"
@@ -382,35 +341,34 @@ class Call:
 
     @property
     def picture_uris(self) -> tuple[str, ...]:
-        """The pictures of the prompt."""
         return tuple(self._pictures.uris) if self._pictures is not None else ()
 
     @property
     def can_continue(self) -> bool:
-        """Whether another request can go on behind the tokens that there are."""
+        """Whether another request can continue the tokens so far."""
         return not self._has_grammar and (self._pictures is None or self._pictures.token_id not in self.tokens)
 
     def start_over(self) -> None:
-        """Forgets what was sampled."""
         for part in (self.tokens, self._log_probs, self._versions, self._texts):
             part.clear()
         self._experts, self._cached_tokens = None, 0
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
-    def take(self, event: Mapping[str, Any]) -> tuple[Generation, bool]:
-        """The new part of an event, and whether its request has ended: sets `finish` if the answer has, too.
+    def take_event(self, event: Mapping[str, Any]) -> tuple[Generation, bool]:
+        """The new part of an event, and whether its request has ended. Sets `finish` if the answer has ended, too.
 
-        Raises `Refused` for a request that the engine turned down, `EngineError` for what cannot be trained on.
+        Raises `Refused` if the engine refused the request, `EngineError` for what cannot be trained on.
         """
         refuse(event)
         self.drafted = parse_drafts(event) or self.drafted
-        part, ended = parse_part(self._new_of(event), self._token_versions)
+        ended = bool((event.get("meta_info") or {}).get("finish_reason"))
+        part = parse_generation(self._new_of(event), self._token_versions, has_ended=ended)
         self._received += len(part.tokens)
         experts = self._new_experts(event) if ended and self._format is not None and self._received else None
         kept, stopped = self._until_stop(part)
         if ended or stopped:
-            most = self._params["max_new_tokens"]  # an engine looks at the length first
+            most = self._params["max_new_tokens"]  # engines check the length first
             full = most is not None and len(self.tokens) + len(kept.tokens) >= most
             here = "length" if full else "stop"
             self.finish = here if stopped else None if part.finish_reason == "abort" else part.finish_reason
@@ -421,13 +379,8 @@ class Call:
             self.settle()
         return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
 
-    @property
-    def read(self) -> tuple[int, int]:
-        """Tokens that the latest request's engine read before its first token, and how many of them it had cached."""
-        return self._read
-
     def settle(self) -> None:
-        """After an interruption: sets `finish` if the tokens are a whole answer."""
+        """After an interruption: sets `finish` if the tokens already are a whole answer."""
         if not self.tokens:
             return
         most = self._params["max_new_tokens"]
@@ -437,7 +390,7 @@ class Call:
             self.finish = "stop"
 
     def answer(self) -> Generation:
-        """All parts joined. Without `finish` its finish reason is `abort`."""
+        """All parts joined; finish reason `abort` if the answer has not ended."""
         if not self.num_requests:
             return NEVER_SENT
         return Generation(
@@ -452,7 +405,7 @@ class Call:
         )
 
     def last_part(self, part: Generation | None) -> Generation:
-        """`part` as the end of a stream, or an empty one; with the routed experts of all."""
+        """`part`, or an empty one, as the end of a stream, with the routed experts of all parts."""
         if not self.num_requests:
             return NEVER_SENT
         part = part or Generation((), (), "abort", () if self._token_versions else self._version, "")
@@ -461,8 +414,8 @@ class Call:
     def _new_of(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
         """The event without what earlier ones brought.
 
-        SGLang 0.5.16 repeats all log-probs and text of a request that is aborted while it waits (again) for its turn,
-        and tells no prompt length then. Its tokens have no labels in that event.
+        When a waiting request is aborted, SGLang 0.5.16 repeats all its log-probs and text, reports no prompt length
+        and no versions.
         """
         meta = event.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") != "abort" or "prompt_tokens" in meta:
@@ -484,11 +437,11 @@ class Call:
             self._prompt_tokens = part.prompt_tokens - self._joint
             if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
                 raise EngineError(
-                    f"got a prompt of {self._prompt_tokens} tokens read for {len(self.input_ids)} that are trained, "
-                    "because the engine's image processor is not the trainer's; do: let both have the files of "
-                    "--hf-checkpoint, and no settings of their own"
+                    f"the engine read {self._prompt_tokens} prompt tokens where {len(self.input_ids)} are trained, "
+                    "because its image processor differs from the trainer's; do: let both use the files of "
+                    "--hf-checkpoint, with default settings"
                 )
-            self._read = (part.prompt_tokens, part.cached_tokens)
+            self.read = (part.prompt_tokens, part.cached_tokens)
             if self.num_requests == 1:
                 self._cached_tokens = part.cached_tokens
 
@@ -504,23 +457,14 @@ class Call:
         before, joint = len(self.tokens), self._joint
         if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
             return part, False
-        tokens, versions = [*self.tokens, *part.tokens], part.weight_version
+        tokens = [*self.tokens, *part.tokens]
         for num in range(before + 1, min(len(tokens), joint + self._window) + 1):
             if self._stopped_at(num, tokens):
-                kept = num - before
-                return (
-                    replace(
-                        part,
-                        tokens=part.tokens[:kept],
-                        log_probs=part.log_probs[:kept],
-                        weight_version=versions if isinstance(versions, int) else versions[:kept],
-                    ),
-                    True,
-                )
+                return part.first(num - before), True
         return part, False
 
     def _stopped_at(self, num: int, tokens: Sequence[int] | None = None) -> bool:
-        """Whether the first `num` tokens end with, or just behind, a stop string."""
+        """Whether a stop string ends at, or just before, token `num`."""
         if not self._stops or self._end.decode is None:
             return False
         tail = self._end.decode((tokens or self.tokens)[max(0, num - self._window) : num], False)
@@ -533,7 +477,7 @@ class Call:
         return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
 
     def _text(self) -> str:
-        """For one request what the engine said; across a joint, where it may have lost a character, decoded again."""
+        """The engine's text; after a joint, where it may lack a character, decoded again."""
         if not self._joint or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
@@ -551,9 +495,9 @@ class Call:
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 
     def _join_experts(self, more: RoutedExperts) -> None:
-        """What a request read again of an earlier one's tokens counts if both had one version."""
+        """Adds new rows. Those of an earlier request's tokens count only under the version that sampled them."""
         known, num = self._experts, len(self.input_ids)
-        read_under = self._versions[self._joint]  # of the token that it sampled when it had read them
+        read_under = self._versions[self._joint]  # the version of the first token after they were read
         more = without_newer(more, self._versions[: self._joint], num, num + self._joint, read_under)
         if known is None:
             self._experts = replace(more, read=(num, read_under))
@@ -564,8 +508,8 @@ class Call:
 def refuse(event: Mapping[str, Any]) -> None:
     """Raises `Refused` for an error in a stream.
 
-    Not for the end of one whose keys and values did not reach its engine: another engine failed, or the abort of a
-    request that still waits for them. SGLang 0.5.16 calls both an internal error.
+    Except if keys and values did not reach the decode engine: its partner failed, or the request was aborted while it
+    waited for them. SGLang 0.5.16 calls both an internal error.
     """
     error = event.get("error")
     if error:
@@ -577,12 +521,12 @@ def refuse(event: Mapping[str, Any]) -> None:
 
 
 def require_joinable(call: Call, handed_out: bool) -> None:
-    """After an interruption: a call that cannot be continued starts over. Raises `EngineError` if parts are out."""
+    """After an interruption: starts over a call that cannot be continued. Raises `EngineError` if parts are out."""
     if call.can_continue or not call.tokens:
         return
     if handed_out:
         raise EngineError(
-            "got an interruption of a stream whose grammar an engine cannot continue, and parts of it were handed out; "
-            "do: ask for it with generate(), which starts over"
+            "a stream under a grammar was interrupted after parts of it were handed out, and no engine can continue "
+            "it; do: use generate(), which starts over"
         )
     call.start_over()

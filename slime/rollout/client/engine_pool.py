@@ -1,18 +1,19 @@
-"""`EnginePool`: the engines that requests may go to, which of them gets the next one, and what each is working on.
+"""`EnginePool`: which engine gets the next request, and which requests each is working on.
 
-Consumes: addresses from whoever watches over the engines (`admit`, `dismiss`), requests that ask for a place
-(`acquire`), and news of their tries (`heard`, `failed`, `release`). Produces: a `Try`, a place at one engine. A request
-waits for an open gate and an engine with room, within `wait_limit_s` while no engine can be reached; it is woken by a
-place that becomes free, an engine that is admitted or answers again, the gate, or `wake_all`. One task looks now and
-then for tries without progress, and engines without; it ends when there is nothing to watch. All on one event loop.
+Whoever watches the engines calls `admit` and `dismiss`; requests call `acquire`, then `heard`, `failed` and `release`.
+`acquire` waits for an open gate and an engine with room, at most `wait_limit_s` while no engine can be reached. It is
+woken by a freed place, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
+looks for tries and engines without progress; it ends when there is nothing to watch. All on one event loop.
 
 Invariants
-1. An engine has at most `most_per_engine` tries. One that could not be reached has at most one, which finds out.
-2. The requests of a session go to one engine as long as that lives; those of a prompt too, as long as its load is near
-   the least: their common prefix is then in its cache. All others go to the engine with the least load.
+1. An engine has at most `most_per_engine` tries. One that could not be reached has at most one, as a test.
+2. The requests of a session go to one engine while it lives; those of a prompt too, while its load is close to the
+   least, because its cache then has their common prefix. All others go to the least loaded engine.
 3. A dismissed engine gets no more requests, and its tries are interrupted at once. Admitted again it is a new engine.
-4. As many of those who wait are woken as there are places for them, and who does not take his wakes the next one. All
-   are woken by `wake_all` alone, some in each turn of the event loop, as are tries that are interrupted (`slices`).
+4. A freed place wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes everybody, some
+   in each turn of the event loop (`Slices`); interrupted tries are woken in the same way.
+
+`Suspects` finds the requests that kill engines; `Job` decides what follows when a request fails.
 """
 
 from __future__ import annotations
@@ -48,26 +49,20 @@ from slime.rollout.client.upstream import (
 )
 from slime.rollout.transcript import Transcript
 
-# `Loads`: which of many engines has the least to do, found without looking at all of them.
-#
-# Consumes: engines whose number of tries has changed (`put`), or that are none to choose from any more (`drop`).
-# Produces: the one with the least (`least`). Waits for nothing.
-
 
 class Loads:
-    """Engines in buckets, by the number of their tries."""
+    """Engines in buckets by number of tries: finds the least loaded without looking at all of them."""
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
         self._load: dict[Upstream, int] = {}
         self._least = 0
-        """No bucket below it has an engine."""
+        """No lower bucket has an engine."""
 
     def __len__(self) -> int:
         return len(self._load)
 
     def put(self, upstream: Upstream) -> None:
-        """It may be chosen, by the number of tries that it has now."""
         self.drop(upstream)
         load = len(upstream.tries)
         self._load[upstream] = load
@@ -75,7 +70,6 @@ class Loads:
         self._least = min(self._least, load)
 
     def drop(self, upstream: Upstream) -> None:
-        """It may not be chosen."""
         load = self._load.pop(upstream, None)
         if load is not None:
             bucket = self._buckets[load]
@@ -83,8 +77,8 @@ class Loads:
             if not bucket:
                 del self._buckets[load]
 
-    def least(self) -> Upstream | None:
-        """The one that has had the least number of tries for longest; None if there is none."""
+    def least_loaded(self) -> Upstream | None:
+        """The engine that has been least loaded for longest; None if there is none."""
         if not self._load:
             self._least = 0
             return None
@@ -94,19 +88,18 @@ class Loads:
 
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
-"""How long an engine that could not be reached is left alone."""
+"""How long an engine that could not be reached gets no request."""
 NEAR = 16
-"""Requests that an engine may have more than the least loaded one, and still get those whose prompt it knows."""
+"""A request goes to the engine that knows its prompt if that has at most this many more tries than the least loaded."""
 REMEMBERED = 1 << 18
-"""Sessions and prompts whose engine is remembered."""
+"""Number of sessions and prompts whose engine is remembered."""
 LEAST_SILENT = 2
-"""Requests that an engine that stalls leaves without a token; one alone may be the request's own fault."""
+"""An engine stalls if at least this many tries get no token; a single one may be at fault itself."""
 LOOKS = 8
-"""Looks at the tries within one limit."""
 
 
 class EnginePool:
-    """See the module's text. `admit` and `dismiss` are for the event loop on which requests run."""
+    """Use on the event loop of the requests."""
 
     def __init__(
         self,
@@ -117,45 +110,39 @@ class EnginePool:
         wait_limit_s: float,
         wanted: str = "an engine",
     ) -> None:
-        """`silence_limit_s`: of a try; `wait_limit_s`: of the time in which no engine can be reached; `wanted`: what
-        errors call one.
+        """`silence_limit_s`: limit of a try without progress. `wait_limit_s`: limit without a reachable engine.
+        `wanted`: what error messages call an engine.
         """
         self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
         self._wanted = wanted
         self._name, self._num_admitted = f"{OWN_REQUESTS}{uuid.uuid4().hex}", 0
         self._upstreams: dict[str, Upstream] = {}
         self._loads = Loads()
-        """Of those that can be reached, as far as is known."""
+        """Engines that can be reached, as far as is known."""
         self._homes: OrderedDict[Hashable, Upstream] = OrderedDict()
         self._waiting: dict[asyncio.Future[None], None] = {}
-        self._open = True
+        self.is_open = True
+        """Whether requests get places."""
         self._alone_since: float | None = None
-        """Since when no engine can be reached and somebody wants one."""
+        """Since when somebody waits and no engine can be reached."""
         self._watch: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._first = [_plain(url) for url in urls]
-        """Admitted when the event loop runs."""
+        """To be admitted as soon as the event loop runs."""
 
     @property
     def upstreams(self) -> list[Upstream]:
-        """Those that are admitted."""
         self._begin()
         return list(self._upstreams.values())
 
     @property
     def tries(self) -> list[Try]:
-        """All that are with an engine that is admitted."""
         return [one for upstream in self._upstreams.values() for one in upstream.tries]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether requests get places."""
-        return self._open
-
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Requests may go to these engines, also those that wait. Ones that are known stay as they are.
+        """Requests, also waiting ones, may go to these engines. Known engines stay as they are.
 
-        `prefill`: they read prompts for others, which only engines in pairs do (`pairing`).
+        `prefill`: they read prompts for others, which only `PairPool` knows.
         """
         assert not prefill, "engines that answer whole requests read their own prompts"
         self._begin()
@@ -164,13 +151,10 @@ class EnginePool:
                 self._num_admitted += 1
                 upstream = Upstream(url, f"{self._name}.{self._num_admitted}.", _now())
                 self._upstreams[url] = upstream
-                self._has_room(upstream)
+                self._wake_for(upstream)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
-        """No request goes to these engines any more, and those that they have are interrupted.
-
-        `died`: they have, or hang. Returns the ones that were known.
-        """
+        """Removes engines and interrupts their tries. `died`: they died or hang. Returns those that were known."""
         self._begin()
         gone = [one for url in dict.fromkeys(map(_plain, urls)) if (one := self._upstreams.pop(url, None))]
         for upstream in gone:
@@ -180,31 +164,23 @@ class EnginePool:
             _wake(upstream.waiting)
         return gone
 
-    def set_engines(self, urls: Iterable[str]) -> list[Upstream]:
-        """Exactly these engines are admitted. Returns those that were dismissed for it."""
-        self._begin()
-        wanted = [_plain(url) for url in urls]
-        self.admit(wanted)
-        return self.dismiss(self._upstreams.keys() - set(wanted))
-
     def interrupt(self, tries: Iterable[Try], why: str) -> None:
-        """None of these waits for its engine any more; they are woken some at a time."""
+        """Ends the waits of these tries, some in each turn."""
         those = list(tries)
         for one in those:
             one.interrupt(why)
         self._slices.add(one.break_off for one in those)
 
     def close_gate(self) -> None:
-        """No request gets a place until `open_gate`."""
-        self._open = False
+        """No request starts until `open_gate`."""
+        self.is_open = False
 
     def open_gate(self) -> None:
-        """Requests get places again."""
-        self._open = True
+        self.is_open = True
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Whoever waits looks again, some at a time."""
+        """Lets all waiters look again, some in each turn."""
         for queue in (self._waiting, *(upstream.waiting for upstream in self._upstreams.values())):
             waiting = list(queue)
             queue.clear()
@@ -213,41 +189,41 @@ class EnginePool:
     async def acquire(
         self, *, session: str | None, prompt: Hashable, scope: RequestScope | None, is_over: Callable[[], bool]
     ) -> Try | None:
-        """A place for a request; None as soon as `is_over`. Raises `DeadlineExceeded` if no engine can be reached.
+        """A place for a request; None as soon as `is_over()`. Raises `DeadlineExceeded` if no engine can be reached.
 
-        `session`, `prompt`: None where it does not matter which engine had others of them.
+        `session`, `prompt`: keys of requests that are best kept at one engine; None: any engine will do.
         """
         self._begin()
         if scope is not None:
             scope.pools.add(self)
         while not is_over():
             home = self._home(session) if session else None
-            upstream = self._choose(home, prompt) if self._open else None
+            upstream = self._choose(home, prompt) if self.is_open else None
             if upstream is not None:
                 for key in (session, prompt):
                     if key:
                         self._remember(key, upstream)
                 one = Try(upstream, scope, _now())
-                upstream.add(one, one.placed_at)
+                upstream.add_try(one, one.placed_at)
                 if not upstream.failures:
                     self._loads.put(upstream)
                 if scope is not None:
                     scope.tries.add(one)
-                self._look_after()
+                self._start_watch()
                 return one
-            self._pass_on()
+            self._wake_next()
             await self._wait(self._waiting if home is None else home.waiting)
-        self._pass_on()
+        self._wake_next()
         return None
 
     def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A try is about to be sent; returns what its engine gets."""
+        """Called before a try is sent; returns the payload for its engine."""
         return payload
 
     def release(self, one: Try) -> None:
-        """A try has ended: its place is free."""
+        """Frees the place of a try."""
         upstream = one.upstream
-        upstream.remove(one, _now())
+        upstream.remove_try(one, _now())
         if one.scope is not None:
             one.scope.tries.discard(one)
         if upstream.admitted:
@@ -256,17 +232,17 @@ class EnginePool:
             _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
-        """It answers; of one that stalls only a token says so."""
+        """The engine answers. If it was stalled, only a token makes it reachable again."""
         if upstream.failures and upstream.stalls_at is None:
             upstream.failures = 0
             if upstream.admitted:
-                self._has_room(upstream)
+                self._wake_for(upstream)
 
     def failed(self, upstream: Upstream) -> None:
-        """It could not be reached, or broke off. One that is not known any more stays so."""
+        """The engine could not be reached, or broke a connection."""
         now = _now()
         if self._upstreams.get(upstream.url) is not upstream or now < upstream.down_until:
-            return  # tries that broke with it
+            return  # dismissed, or one of the tries that broke together
         cooldown_s = min(FIRST_COOLDOWN_S * 2**upstream.failures, LONGEST_COOLDOWN_S)
         upstream.failures += 1
         upstream.down_until = now + cooldown_s
@@ -279,16 +255,16 @@ class EnginePool:
         if first:
             self.admit(first)
 
-    def _has_room(self, upstream: Upstream) -> None:
-        """An engine that is admitted, or answers again: as many as it can take look for a place."""
+    def _wake_for(self, upstream: Upstream) -> None:
+        """Wakes as many waiters as an engine that is admitted, or answers again, has room for."""
         self._loads.put(upstream)
         _wake(self._waiting, max(0, self._most - len(upstream.tries)))
 
-    def _pass_on(self) -> None:
-        """Somebody who was woken takes no place: who waits gets it, if there is one."""
-        if self._waiting and self._open:
-            least = self._loads.least()
-            if (least is not None and len(least.tries) < self._most) or self._to_find_out() is not None:
+    def _wake_next(self) -> None:
+        """A woken waiter takes no place: wakes the next one if there is room."""
+        if self._waiting and self.is_open:
+            least = self._loads.least_loaded()
+            if (least is not None and len(least.tries) < self._most) or self._engine_to_retry() is not None:
                 _wake(self._waiting, 1)
 
     def _home(self, key: Hashable) -> Upstream | None:
@@ -296,18 +272,18 @@ class EnginePool:
         return upstream if upstream is not None and upstream.admitted and not upstream.failures else None
 
     def _choose(self, home: Upstream | None, prompt: Hashable) -> Upstream | None:
-        """An engine with room; None if there is none, or not in the home of the session."""
+        """An engine with room; None if there is none, or if the session's engine has none."""
         if home is not None:
             return home if len(home.tries) < self._most else None
-        least = self._loads.least()
+        least = self._loads.least_loaded()
         if least is None or len(least.tries) >= self._most:
-            return self._to_find_out()
+            return self._engine_to_retry()
         near = self._home(prompt) if prompt else None
         most = min(self._most, len(least.tries) + NEAR)
         return near if near is not None and len(near.tries) < most else least
 
-    def _to_find_out(self) -> Upstream | None:
-        """An engine that could not be reached, and may be again."""
+    def _engine_to_retry(self) -> Upstream | None:
+        """An engine that could not be reached, is idle and may be tried again."""
         if len(self._loads) == len(self._upstreams):
             return None
         now = _now()
@@ -323,24 +299,24 @@ class EnginePool:
     async def _wait(self, queue: dict[asyncio.Future[None], None]) -> None:
         waiter = asyncio.get_running_loop().create_future()
         queue[waiter] = None
-        self._look_after()
+        self._start_watch()
         try:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                _wake(queue or self._waiting, 1)  # it was meant for somebody who does not want it
+                _wake(queue or self._waiting, 1)  # the place goes to somebody else
             raise
         finally:
             queue.pop(waiter, None)
 
     # ---- the watch -------------------------------------------------------------------------------------------------
 
-    def _look_after(self) -> None:
+    def _start_watch(self) -> None:
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._watching(), name="engine-pool-watch")
+            self._watch = asyncio.create_task(self._watch_tries(), name="engine-pool-watch")
 
-    async def _watching(self) -> None:
-        """Interrupts tries without progress, and ends the wait for engines that do not come."""
+    async def _watch_tries(self) -> None:
+        """Interrupts tries without progress, and gives up waiting for engines that do not come."""
         limits = (self.silence_limit_s, self._wait_limit_s)
         every_s = min(max(min(limits) / LOOKS, 0.02), 5.0)
         while self._waiting or any(upstream.tries or upstream.waiting for upstream in self._upstreams.values()):
@@ -359,7 +335,7 @@ class EnginePool:
         self._alone_since = None
 
     def _look_for_engines(self, now: float) -> None:
-        if self._loads or not (self._waiting or any(one.finds_out for one in self.tries)):
+        if self._loads or not (self._waiting or any(one.is_test for one in self.tries)):
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
@@ -380,7 +356,6 @@ class EnginePool:
                 )
 
     async def close(self) -> None:
-        """Ends the watch."""
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -389,7 +364,7 @@ class EnginePool:
 
 
 def _wake(queue: dict[asyncio.Future[None], None], most: int | None = None) -> None:
-    """Lets the first `most` who wait look again, or all."""
+    """Lets the first `most` waiters look again, or all."""
     for waiter in list(islice(queue, most)):
         queue.pop(waiter)
         _rouse(waiter)
@@ -408,64 +383,57 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# `Suspects`: requests whose engines died under them, and which of them kill engines.
-#
-# Consumes: what `Job` hears of dead engines. Produces: the turn of a request, or `DeadlyRequest`. A suspect waits for
-# the one before it; it is woken when that has ended, or is cleared.
-#
-# Invariants
-# 1. An engine that dies takes healthy requests with it, so a death proves nothing. A request whose engines died
-#    `MAX_DEATHS - 1` times is on trial: no other suspect of the client is sent meanwhile. It is cleared by its answer,
-#    or by `TRIAL_TOKENS` more tokens.
-# 2. One whose engine dies during its trial ends with `DeadlyRequest`. So does every other request for the same ids,
-#    without being sent: of a group, or by code that asks again.
+# ---- requests that kill engines ----------------------------------------------------------------------------------
 
 MAX_DEATHS = 3
-"""Engines that one request may have seen die."""
+"""A request that has seen this many engines die is deadly."""
 TRIAL_TOKENS = 128
-"""What kills an engine is the prompt, or what comes soon behind the tokens that there are."""
+"""A deadly request kills by its prompt, or by what comes soon after the tokens it has."""
 
 
 @dataclass(slots=True)
 class Deaths:
-    """What one request has seen."""
-
     number: int = 0
     on_trial_from: int | None = None
-    """Tokens that it had then."""
+    """Tokens that it had when its trial began."""
 
 
 class Suspects:
-    """Of one client."""
+    """The requests of one client that may kill engines.
+
+    An engine that dies takes healthy requests with it, so one death proves nothing. After `MAX_DEATHS - 1` deaths a
+    request is on trial: no other suspect is sent meanwhile. An answer, or `TRIAL_TOKENS` more tokens, clears it. If its
+    engine dies during the trial, it ends with `DeadlyRequest`, and other requests for the same ids are not sent at all.
+    A suspect waits for the trial before its own, whose end wakes it.
+    """
 
     def __init__(self) -> None:
         self._trial = asyncio.Lock()
         self._deadly: dict[int, str] = {}
-        """Prompt -> how the last engine ended."""
+        """Hash of a prompt -> how its last engine died."""
 
-    async def turn(self, call: Call, deaths: Deaths) -> None:
-        """Waits until a request may be sent. Raises `DeadlyRequest`."""
+    async def wait_for_turn(self, call: Call, deaths: Deaths) -> None:
+        """Waits until the request may be sent. Raises `DeadlyRequest`."""
         if deaths.number >= MAX_DEATHS - 1 and deaths.on_trial_from is None:
             await self._trial.acquire()
             deaths.on_trial_from = len(call.tokens)
         if self._deadly and (said := self._deadly.get(_prompt_of(call))) is not None:
             raise _deadly(call, said)
 
-    def died(self, call: Call, deaths: Deaths, said: str) -> None:
-        """Its engine did. Raises `DeadlyRequest`."""
+    def note_death(self, call: Call, deaths: Deaths, said: str) -> None:
+        """The request's engine died. Raises `DeadlyRequest`."""
         deaths.number += 1
         if deaths.on_trial_from is not None:
             self._deadly[_prompt_of(call)] = said
             raise _deadly(call, said)
 
-    def has_come_on(self, call: Call, deaths: Deaths) -> None:
-        """It has got tokens."""
+    def note_tokens(self, call: Call, deaths: Deaths) -> None:
         if deaths.on_trial_from is not None and len(call.tokens) >= deaths.on_trial_from + TRIAL_TOKENS:
-            self.end(deaths)
+            self.release(deaths)
             deaths.number = 0
 
-    def end(self, deaths: Deaths) -> None:
-        """It is cleared, or over: the next one has its turn."""
+    def release(self, deaths: Deaths) -> None:
+        """The request is cleared or over: the next suspect may go."""
         if deaths.on_trial_from is not None:
             deaths.on_trial_from = None
             self._trial.release()
@@ -482,75 +450,70 @@ def _deadly(call: Call, said: str) -> DeadlyRequest:
     )
 
 
-# `Job`: a call of the client under way, and what becomes of it when one of its requests was interrupted or refused.
-#
-# Consumes: why a request ended without an answer. Produces: how long to wait before the next one, or the error that
-# ends the call. Waits for nothing.
-#
-# Invariants
-# 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
-#    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try, nor is
-#    one that breaks off, or answers 502, 503 or 504, after it could not be reached: the call waits for the fleet.
-# 2. `suspects` hears of each engine that dies, whatever else that means.
-# 3. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
-#    when that one was started again.
+# ---- what follows when a request fails ---------------------------------------------------------------------------
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
-"""The engine is not there, or not ready, says whoever answers in its place."""
+"""The engine is gone or not ready, says a proxy or the engine itself."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
-"""Somebody gave up on an engine that may still work on the request."""
+"""The engine may still work on the request."""
 MAX_TRIES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 
 
 @dataclass(slots=True)
 class Job:
-    """A call under way."""
+    """A call under way.
+
+    1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other
+       4xx. `MAX_TRIES` in a row without a token end the call. Tries at an engine that could not be reached do not
+       count: the call waits for the fleet.
+    2. `Suspects` hears of each engine that dies.
+    3. A request without progress ends its call. If the whole engine stalls, the call goes on once, elsewhere or when
+       the engine was restarted.
+    """
 
     call: Call
     scope: RequestScope | None
     transcript: Transcript | None
-    """Of the execution that asks."""
     session: str | None
     interval: int
     streams: bool
-    """Somebody reads the parts."""
+    """The caller reads the parts."""
     suspects: Suspects
     tries: int = 0
-    """Requests in a row that brought no token."""
     internal_errors: int = 0
     taken_back: bool = False
-    """The run ended it before its end."""
-    went_on: bool = False
-    """It has left an engine that stalls; a second one would be its own fault."""
+    """The run ended it early."""
+    left_stalled: bool = False
+    """It has left one stalled engine; a second stall counts as its own fault."""
     deaths: Deaths = field(default_factory=Deaths)
 
     def is_over(self) -> bool:
-        """Whether the run takes it back."""
+        """Whether the run takes the call back."""
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
     def take_back(self) -> None:
-        """It ends without its whole answer, and so does its execution, whatever its code makes of that."""
+        """Ends the call without its whole answer. Its execution is then not finished, whatever its code returns."""
         self.taken_back = True
         if self.transcript is not None:
             self.transcript.taken_back = True
 
-    def after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
-        """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end.
+    def wait_after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
+        """Seconds to wait before the next request, after one was interrupted or refused. Raises if it was the last.
 
-        `one`: where it was; `before`: tokens that the call had when it was sent.
+        `one`: the failed try. `before`: tokens that the call had when it was sent.
         """
         url = f"{one.upstream.url}/generate"
         match problem:
             case Interrupted(why=why) if why == UNREAD:
                 reader = one.reader
-                assert reader is not None and reader.trouble is not None, "it was said why the prompt was not read"
-                return self.after(reader.trouble, reader, before, pool)
+                assert reader is not None and reader.trouble is not None, "an unread prompt has a reason"
+                return self.wait_after(reader.trouble, reader, before, pool)
             case Interrupted(why=why) if why == LATE:
-                if one.upstream.stalls_at is not None and not self.went_on:
-                    self.went_on = True
+                if one.upstream.stalls_at is not None and not self.left_stalled:
+                    self.left_stalled = True
                     return 0.0
                 raise DeadlineExceeded.waiting(
                     owner=f"request {one.rid}",
@@ -559,9 +522,9 @@ class Job:
                     last_progress=f"{len(self.call.tokens)} tokens",
                 ) from problem
             case Interrupted(why=why) if why == ABORTED:
-                return self.again("aborted by its engine", before, pool)
+                return self.count_try("aborted by its engine", before, pool)
             case Interrupted(why=why) if why == DIED:
-                self.suspects.died(self.call, self.deaths, f"{url}: its processes ended, or did not answer")
+                self.suspects.note_death(self.call, self.deaths, f"{url}: its processes ended, or did not answer")
                 return 0.0
             case Interrupted(why=why):
                 assert why in (DISMISSED, PAUSED), why
@@ -576,25 +539,25 @@ class Job:
                 self.internal_errors += status == 500
                 if self.internal_errors > 1 and len(self.call.tokens) == before:
                     raise EngineError(f"a request failed after {self.tries + 1} tries; the last one: {said}")
-                return self.again(said, before, pool)
+                return self.count_try(said, before, pool)
             case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
                 pool.failed(one.upstream)
                 return 0.0
             case aiohttp.ClientError() | TimeoutError():
                 said = f"{url}: {type(problem).__name__}: {problem}"
-                if isinstance(problem, aiohttp.ClientError) and not one.finds_out:
-                    self.suspects.died(self.call, self.deaths, said)
+                if isinstance(problem, aiohttp.ClientError) and not one.is_test:
+                    self.suspects.note_death(self.call, self.deaths, said)
                 return self._not_reached(said, one, before, pool)
             case _:
                 raise problem
 
     def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
-        """Its engine broke off, or is not ready: a try if it was there when the request was sent. Raises as `again`."""
+        """The engine broke off or is not ready; a try only if it could be reached before. Raises as `count_try`."""
         pool.failed(one.upstream)
-        return 0.0 if one.finds_out else self.again(said, before, pool)
+        return 0.0 if one.is_test else self.count_try(said, before, pool)
 
-    def again(self, said: str, before: int, pool: EnginePool) -> float:
-        """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""
+    def count_try(self, said: str, before: int, pool: EnginePool) -> float:
+        """Counts a try; seconds to wait before the next. Raises `EngineError` after `MAX_TRIES` without a token."""
         if len(self.call.tokens) > before or not pool.is_open:
             self.tries, self.internal_errors = 0, 0
             return 0.0

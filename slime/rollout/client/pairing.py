@@ -1,19 +1,17 @@
-"""`PairPool`: places at engines that work in pairs. One reads the prompt (prefill) and hands keys and values over to
-the one that samples (decode), whose stream is the answer.
+"""`PairPool`: engines in pairs. A prefill engine reads the prompt and hands its keys and values to a decode engine,
+which streams the answer.
 
-It is the pool of the engines that sample, with another one inside of those that read. Consumes: what `EnginePool` does,
-and the wire. Produces: a `Try` at an engine that samples whose `reader` is one at an engine that reads; `begin` sends
-that one, in a task of its own. The task waits for its engine's answer; it is woken by that, by an interruption, and by
-the release of its pair. All on one event loop.
+It is the pool of the decode engines, with an inner pool of prefill engines. `acquire` returns a try at a decode engine
+whose `reader` is a try at a prefill engine; `begin` sends the reader in a task of its own. That task waits for the
+prefill engine's answer; an interruption or the release of the pair also wakes it. All on one event loop.
 
 Invariants
-1. A request has one place at each of two engines, under an id of its own at each, and is ended at both: who ends all
-   requests of a scope, or of an engine, finds it at either.
-2. A place at the engine that reads is free again when the prompt has been read, or nobody wants it read any more.
-3. A prompt that was not read interrupts the request that waits for it, which is sent again as if its own engine had
-   failed so; once a token has come nothing that befalls the reader matters.
-4. The two engines know each other's request by a number that no other one has.
-5. Sessions and prompts that begin alike go to one reader, which has the cache; who samples is chosen by load alone.
+1. A request has a place and an id at each of the two engines, and is ended at both.
+2. The reader's place is free as soon as the prompt is read, or nobody needs it any more.
+3. If the prompt is not read, the request is interrupted and sent again as if its own engine had failed. After the first
+   token, failures of the reader do not matter.
+4. The two engines match their requests by a number that no other request has.
+5. Sessions and prompts keep to one prefill engine, which has the cache; the decode engine is chosen by load alone.
 """
 
 from __future__ import annotations
@@ -33,23 +31,17 @@ from slime.rollout.client.upstream import ABORTED, UNREAD, Interrupted, RequestS
 from slime.rollout.client.wire import Events, Wire
 
 ROOM_BITS = 63
-"""Of the number under which two engines know what one hands to the other; SGLang keeps it as a signed one of 64."""
+"""Size of the number by which two engines match a request; SGLang stores it in a signed 64-bit integer."""
 
 
 class PairPool(EnginePool):
-    """See the module's text."""
-
-    def __init__(self, wire: Wire, *, most_per_engine: int, silence_limit_s: float, wait_limit_s: float) -> None:
-        limits: dict[str, Any] = {
-            "most_per_engine": most_per_engine,
-            "silence_limit_s": silence_limit_s,
-            "wait_limit_s": wait_limit_s,
-        }
+    def __init__(self, wire: Wire, **limits: Any) -> None:
+        """`limits`: those of `EnginePool`."""
         super().__init__((), wanted="a decode engine", **limits)
         self._readers = EnginePool((), wanted="a prefill engine", **limits)
         self._wire = wire
         self._reading: dict[Try, asyncio.Task[None]] = {}
-        """By the try at an engine that reads."""
+        """Reader -> the task that sends it."""
 
     @property
     def upstreams(self) -> list[Upstream]:
@@ -69,7 +61,7 @@ class PairPool(EnginePool):
         urls = list(urls)
         gone = super().dismiss(urls, died=died)
         if gone:
-            self._readers.wake_all()  # who has a place at one of these waits for no reader any more
+            self._readers.wake_all()  # requests at a dismissed decode engine need no reader any more
         return [*gone, *self._readers.dismiss(urls, died=died)]
 
     def close_gate(self) -> None:
@@ -106,7 +98,7 @@ class PairPool(EnginePool):
 
     def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         reader = one.reader
-        assert reader is not None, "a pair has two"
+        assert reader is not None, "a pair has a reader"
         host, port = bootstrap_of(reader.upstream.url)
         meeting = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": secrets.randbits(ROOM_BITS)}
         payload = {**payload, **meeting}
@@ -123,7 +115,7 @@ class PairPool(EnginePool):
         task = self._reading.get(reader)
         if task is None:
             self._readers.release(reader)
-        elif not one.has_tokens:  # otherwise the reader is about to say that it is done
+        elif not one.has_tokens:  # after a token the reader ends by itself
             task.cancel()
 
     async def close(self) -> None:
@@ -134,7 +126,7 @@ class PairPool(EnginePool):
         await super().close()
 
     def _gives_up(self, one: Try, is_over: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether a place at an engine that samples is not kept for a reader any longer."""
+        """Whether a request stops waiting for a reader."""
         return lambda: is_over() or one.interrupted is not None or not self.is_open
 
     def _has_read(self, reader: Try) -> None:
@@ -142,7 +134,7 @@ class PairPool(EnginePool):
         self._readers.release(reader)
 
     async def _read(self, one: Try, reader: Try, payload: Mapping[str, Any]) -> None:
-        """Has a prompt read; interrupts the request that waits for it if it was not."""
+        """Sends the reader's request; interrupts the pair if the prompt is not read."""
         runs, upstream = True, reader.upstream
         try:
             response = await reader.wait(lambda: self._wire.post(f"{upstream.url}/generate", payload))
@@ -173,7 +165,7 @@ class PairPool(EnginePool):
 
 
 async def _end_of(reader: Try, events: Events) -> bool:
-    """Whether an answer ended with an abort. Raises `Refused` if its engine turned the request down."""
+    """Whether the answer ended with an abort. Raises `Refused` if the engine refused the request."""
     while True:
         for event in await reader.wait(events.next):
             refuse(event)

@@ -1,11 +1,10 @@
-"""`TeacherClient`: how probable a served teacher finds given tokens.
+"""`TeacherClient`: log-probs of given tokens under a served teacher.
 
-Consumes: finished samples. Produces: a log-prob for each token. Waits for: a free place, then the teacher's server (or
-its router), within `--request-timeout-s` for each question. Is woken by: its answer.
+A question waits for a free place, then for the teacher's server (or its router), within `--request-timeout-s`.
 
 Invariants
-1. The ids that the teacher judged are the ids that were asked for; anything else is an error.
-2. What can succeed is asked again within the request's limit: lost connections, 408, 429, 502, 503, 504; a 500 once.
+1. The ids that the teacher judged are the ids that were sent; anything else is an error.
+2. What can succeed is tried again within the limit: lost connections, 408, 429, 502, 503, 504; a 500 once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from slime.rollout.guard import waiting
 
 
 class TeacherClient:
-    """Client of a server (or router) whose model judges given tokens. `close` at the end."""
+    """`close` at the end."""
 
     def __init__(
         self,
@@ -39,12 +38,12 @@ class TeacherClient:
         vocab_size: int | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`max_concurrency`: questions at once. The others are as `EngineClient` has them."""
+        """`max_concurrency`: questions at once. The rest is as in `EngineClient`."""
         self._url, self._request_timeout_s, self._vocab_size = url.rstrip("/"), request_timeout_s, vocab_size
         self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(EngineKeys(api_key))
 
     async def log_probs(self, tokens: Sequence[int], num_response: int) -> list[float]:
-        """[num_response] nats: log-probs of the last tokens given all before each, at temperature 1.
+        """[num_response] log-probs in nats of the last tokens, each given all before it, at temperature 1.
 
         Raises `RequestRejected`, `EngineError`, or `DeadlineExceeded` after `request_timeout_s`.
         """
@@ -59,11 +58,9 @@ class TeacherClient:
         return parse_log_probs(answer, tokens[-num_response:], self._vocab_size)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._wire.close()
 
     async def _answer(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """As `_ask`, in its turn and within the limit."""
         async with self._slots:
             try:
                 async with asyncio.timeout(self._request_timeout_s):
@@ -74,7 +71,7 @@ class TeacherClient:
                 ) from expiry
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the try that got one. A try that may still run is aborted."""
+        """The answer, after up to `MAX_TRIES` tries. A try that may still run is aborted."""
         problem = "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
@@ -104,9 +101,9 @@ class TeacherClient:
 
 
 def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_size: int | None = None) -> list[float]:
-    """The log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if they are others'.
+    """The log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if its ids differ.
 
-    Of a prompt SGLang calls the last id of the vocabulary 0, where it expects hashes of images.
+    SGLang reports the last id of the vocabulary as 0 in prompts, where it expects hashes of images.
     """
     pairs = (answer.get("meta_info") or {}).get("input_token_logprobs") or []
     judged = pairs[-len(response) :]
@@ -115,7 +112,7 @@ def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_si
         one != token and not (one == 0 and vocab_size == token + 1) for one, token in zip(said, response, strict=True)
     ):
         raise EngineError(
-            f"got teacher log-probs of {len(pairs)} tokens, which do not end with the {len(response)} of the response; "
+            f"got teacher log-probs of {len(pairs)} tokens that do not end with the {len(response)} of the response; "
             "the teacher must be an SGLang server that reads the student's ids"
         )
     values = [math.nan if pair[0] is None else float(pair[0]) for pair in judged]

@@ -1,16 +1,15 @@
-"""`Upstream`, an engine as its client sees it, and `Try`, one request there.
+"""`Upstream`: an engine as its client sees it. `Try`: one request there. `RequestScope`: the requests of one rollout.
 
-Consumes: what the client hears of its requests (`got_tokens`), and what ends them from outside (`interrupt`). Produces:
-what `wait` waits for, or `Interrupted`. A try waits for its engine; it is woken by the answer and by `break_off`.
+A try waits for its engine in `wait`; the answer or `break_off` wakes it. All on one event loop.
 
 Invariants
-1. The id of a request begins with what is common to its client, its engine there, and its scope, and no id is the
-   beginning of another. An engine ends all requests whose ids begin as it is asked to (`wire`): one, or all of a scope,
-   or all that the client has there, and none of anybody else.
-2. An engine that is admitted once more is another `Upstream`: the end of what it had ends nothing of what it gets.
-3. Time without progress counts from the last token of a try; while it is silent, from the last token of its engine, as
-   long as the try may be queueing there: no later request of its engine has been served since. While another engine
-   reads its prompt it counts there, and from the last token of the engine that is to get it, which must have room.
+1. The id of a request begins with a prefix for its client and engine, then one for its scope, and no id is a prefix of
+   another. An engine ends all requests whose ids share a prefix (`wire`): one request, a scope, or all of a client, but
+   none of other clients.
+2. An engine that is admitted again is a new `Upstream`: aborts for the old one do not touch the new one's requests.
+3. The time without progress of a try counts from its last token. While the try may still be queueing, which is until
+   the engine serves a later request, it counts from the engine's last token. While a prefill engine reads the prompt,
+   it counts there, and from the last token of the decode engine, which must have room.
 """
 
 from __future__ import annotations
@@ -26,32 +25,23 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from slime.rollout.client.engine_pool import EnginePool
 
-# `RequestScope`: the requests of one rollout, wherever they are in user code, so that the run can end them together.
-#
-# Tasks inherit it through `REQUEST_SCOPE`. `client` puts the tries in it that run, and tells the execution of a request
-# that was taken back (`transcript`). All on one event loop.
-
 
 @dataclass(slots=True, eq=False)
 class RequestScope:
-    """The requests of one rollout. The run takes them back through it: their callers get `TakenBack`."""
+    """The requests of one rollout, in whatever user code. Tasks inherit the scope through `REQUEST_SCOPE`.
+
+    The run takes them back together through it: their callers get `TakenBack`.
+    """
 
     tries: set[Try] = field(default_factory=set)
-    """Those that are with an engine now."""
     pools: set[EnginePool] = field(default_factory=set)
-    """Those that its requests have asked for a place."""
+    """Pools that its requests have asked for a place."""
     aborted: bool = False
-    """Its requests are taken back, and no other is sent."""
+    """The requests are taken back, and no other is sent."""
     hands_back: bool = False
-    """Its requests are taken back; others are sent after the pause."""
-
+    """The requests are taken back; new ones are sent after the pause."""
     number: int = field(default_factory=count(1).__next__)
-    """Of this process; the ids of its requests hold it."""
-
-    @property
-    def rids(self) -> set[str]:
-        """Ids of the requests that are with an engine now."""
-        return {one.rid for one in self.tries}
+    """Unique in this process; part of the request ids."""
 
 
 REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope", default=None)
@@ -59,12 +49,12 @@ REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope
 T = TypeVar("T")
 LATE, DISMISSED, DIED = "late", "dismissed", "died"
 PAUSED, UNREAD, ABORTED = "paused", "unread", "aborted"
-"""Why a try is interrupted. `DIED`: dismissed, because the engine has ended or hangs.
-`UNREAD`: its `reader` has not read its prompt, and says why in `trouble`."""
+"""Why a try is interrupted. `DIED`: its engine died or hangs. `UNREAD`: its prefill engine did not read the prompt;
+`Try.trouble` of the reader says why."""
 
 
 class Interrupted(Exception):
-    """A try was ended from outside; `why` is one of the words above."""
+    """A try was ended from outside; `why` is one of the constants above."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -72,126 +62,79 @@ class Interrupted(Exception):
 
 
 class Upstream:
-    """One engine as its client sees it."""
-
-    __slots__ = (
-        "_busy_s",
-        "_busy_since",
-        "admitted",
-        "admitted_at",
-        "asked",
-        "down_until",
-        "failures",
-        "prefix",
-        "progress_at",
-        "served",
-        "stalls_at",
-        "tries",
-        "url",
-        "waiting",
-    )
+    """One engine as its client sees it. `asked`: number of requests sent."""
 
     def __init__(self, url: str, prefix: str, now: float) -> None:
         """`prefix`: how the ids of all its requests begin."""
         self.url, self.prefix = url, prefix
         self.tries: set[Try] = set()
         self.waiting: dict[asyncio.Future[None], None] = {}
-        """Requests of its sessions, in the order in which they came."""
+        """Requests whose session belongs here, in order of arrival."""
         self.admitted, self.failures, self.down_until = True, 0, 0.0
         self.asked = 0
-        """Requests that it was sent."""
         self.served = -1
-        """The latest of them that has got a token."""
+        """The latest request, by number, that has got a token."""
         self.admitted_at = self.progress_at = now
         self._busy_s, self._busy_since = 0.0, now
         self.stalls_at: float | None = None
-        """When it was seen to have brought none of its requests a token for longer than one may be silent; None once it
-        brings one.
-        """
+        """When it was last found to give no request a token for too long; None as soon as it gives one."""
 
-    def add(self, one: Try, now: float) -> None:
-        """A try takes a place here."""
+    def add_try(self, one: Try, now: float) -> None:
         if not self.tries:
             self._busy_since = now
         self.tries.add(one)
 
-    def remove(self, one: Try, now: float) -> None:
-        """A try gives its place back."""
+    def remove_try(self, one: Try, now: float) -> None:
         if one in self.tries:
             self.tries.remove(one)
             self._busy_s += 0.0 if self.tries else now - self._busy_since
 
     def take_busy_s(self, now: float) -> float:
-        """Seconds since the last call in which it had a try."""
+        """Seconds with at least one try since the last call."""
         if self.tries:
             self._busy_s, self._busy_since = self._busy_s + now - self._busy_since, now
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def prefix_of(self, scope: RequestScope | None) -> str:
-        """How the ids of the requests of a scope begin, or of those that have none."""
+        """The prefix of the request ids of a scope (None: of requests without a scope)."""
         return f"{self.prefix}{0 if scope is None else scope.number}."
 
 
 class Try:
     """One request at one engine."""
 
-    __slots__ = (
-        "_fresh_at",
-        "_guard",
-        "_number",
-        "_place",
-        "_served",
-        "beside",
-        "finds_out",
-        "first_at",
-        "heard_at",
-        "interrupted",
-        "placed_at",
-        "reader",
-        "rid",
-        "scope",
-        "trouble",
-        "upstream",
-    )
-
     def __init__(self, upstream: Upstream, scope: RequestScope | None, now: float) -> None:
         self.upstream, self.scope = upstream, scope
         self.interrupted: str | None = None
         self.reader: Try | None = None
-        """Of engines in pairs: the try at the one that reads the prompt, until it has."""
+        """In a pair: the try at the prefill engine, until the prompt is read."""
         self.trouble: Exception | None = None
-        """Of a reader: why it has not read."""
+        """Of a reader: why it did not read the prompt."""
         self.beside: Upstream | None = None
-        """Of a reader: the engine that samples, for whose room it may wait."""
+        """Of a reader: the decode engine, whose free memory it may be waiting for."""
         self._guard: asyncio.Timeout | None = None
         self.heard_at = self._fresh_at = self.placed_at = now
         self.first_at: float | None = None
-        """When its first token came."""
         self._number = self._place = upstream.asked
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
-        self.finds_out = upstream.failures > 0
-        """Its engine could not be reached before; whether it can be now is not for this request to answer for."""
-        self._served = False
+        self.is_test = upstream.failures > 0
+        """The engine could not be reached before, so a failure now says nothing about this request."""
+        self.has_tokens = False
         upstream.asked += 1
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether one has come."""
-        return self._served
-
     def got_tokens(self, now: float) -> None:
-        """Tokens have come. If it falls silent now it may have been sent to the end of the queue."""
+        """Tokens have come. If it falls silent after them, the engine may have put it at the end of its queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
         upstream.stalls_at = None
         self._place = upstream.asked - 1
-        if not self._served:
-            self._served, upstream.served = True, max(upstream.served, self._number)
+        if not self.has_tokens:
+            self.has_tokens, upstream.served = True, max(upstream.served, self._number)
             self.first_at = now
 
     def silent_s(self, now: float) -> float:
-        """Seconds without progress (invariant 3), as far as somebody waits for it."""
+        """Seconds without progress (invariant 3); not counted while nobody waits."""
         if self._guard is None or self.reader is not None:
             self._fresh_at = now
         overtaken = self.upstream.served > self._place
@@ -201,16 +144,15 @@ class Try:
         return now - self._fresh_at
 
     def interrupt(self, why: str) -> None:
-        """Lets it wait for its engine no more, from its next `wait` on, or, with `break_off`, from now on."""
+        """Ends its next `wait`; `break_off` also ends the current one."""
         self.interrupted = self.interrupted or why
 
     def break_off(self) -> None:
-        """Wakes it, if it waits and was interrupted: `wait` raises `Interrupted`. A second time does nothing."""
+        """If it was interrupted while waiting, wakes it: `wait` raises `Interrupted`."""
         if self._guard is not None and self.interrupted is not None and self._guard.when() is None:
             self._guard.reschedule(0.0)
 
     async def wait(self, what: Callable[[], Awaitable[T]]) -> T:
-        """What the engine answers. Raises `Interrupted`, and what `what` raises."""
         if self.interrupted is None:
             try:
                 async with asyncio.timeout(None) as self._guard:
@@ -223,25 +165,20 @@ class Try:
         raise Interrupted(self.interrupted)
 
 
-# Work in slices: the event loop does some of it in each turn, so that others get their turn.
-#
-# A thousand tasks that are woken at once all run in one turn, and nothing else runs until the last of them has.
-# `Slices` makes many small calls, some in each turn: it consumes callables and waits for nothing. `Budget` lets tasks
-# through as far as the work of a turn goes: a task waits in `take`, and is woken in its order by a later turn.
+# ---- work in slices: a thousand tasks woken at once would run in one turn and stop everything else ---------------
 
-IN_ONE_TURN = 64
-"""Calls of `Slices`."""
+CALLS_PER_TURN = 64
 
 
 class Slices:
-    """Use on one event loop."""
+    """Makes many small calls, `CALLS_PER_TURN` in each turn of the event loop."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], object]] = deque()
         self._due = False
 
     def add(self, work: Iterable[Callable[[], object]]) -> None:
-        """Has these called from now on. None of them may raise."""
+        """Schedules calls. They must not raise."""
         self._work.extend(work)
         if self._work and not self._due:
             self._due = True
@@ -249,9 +186,9 @@ class Slices:
 
     def _turn(self) -> None:
         try:
-            for _ in range(min(IN_ONE_TURN, len(self._work))):
+            for _ in range(min(CALLS_PER_TURN, len(self._work))):
                 self._work.popleft()()
-        finally:  # one that raises after all costs nobody else his turn
+        finally:  # a call that raises after all does not stop the others
             if self._work:
                 asyncio.get_running_loop().call_soon(self._turn)
             else:
@@ -259,16 +196,16 @@ class Slices:
 
 
 class Budget:
-    """Work that the tasks of an event loop may do in one of its turns."""
+    """Limits the work that tasks do in one turn of the event loop. Waiters go on in order, in later turns."""
 
     def __init__(self, most: int) -> None:
-        """`most`: of the unit that `take` counts; a task that wants more than that has a turn for itself."""
+        """`most`: in the unit of `wait_for_room`; a task that wants more has a turn for itself."""
         self._most, self._used = most, 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._due = False
 
-    async def take(self, amount: int) -> None:
-        """Returns in a turn that has room for so much; those who asked before go first."""
+    async def wait_for_room(self, amount: int) -> None:
+        """Returns in a turn that has room for this amount; earlier callers go first."""
         if self._waiting or self._used >= self._most:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append((waiter, amount))
@@ -286,6 +223,6 @@ class Budget:
         self._due, self._used = False, 0
         while self._waiting and self._used < self._most:
             waiter, amount = self._waiting.popleft()
-            if not waiter.done():  # nobody waits for one that was cancelled
+            if not waiter.done():  # else the waiter was cancelled
                 waiter.set_result(None)
                 self._spend(amount)

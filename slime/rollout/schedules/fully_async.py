@@ -1,20 +1,19 @@
 """The schedule of `--fully-async`: one worker for the whole run, which goes on while the trainer trains.
 
-Consumes: groups of the Data Buffer. Produces: finished groups, which wait in the Data Buffer; `step`
-takes a batch of them, those of the oldest weights first. The worker waits for any of its groups to end, or for room,
-and is woken by an ended group and by a taken batch. `step` waits for a full batch, and is woken by the worker, when
-there is one or when it has failed. All on the manager's event loop.
+Finished groups wait in the Data Buffer; `step` takes a batch of them, those of the oldest weights first. The worker
+waits for a group to end, or for room; an ended group and a taken batch wake it. `step` waits for a full batch; the
+worker wakes it when there is one, or when the worker has failed. All on the manager's event loop.
 
 Invariants
-1. At most `--max-groups-in-flight` groups run, or are finished and wait. The worker rests only when finished groups
-   fill that bound.
-2. Requests live through weight syncs: with `--pause-generation-mode abort` the client ends them and sends them again
-   with their tokens as soon as engines serve the new weights. A group that the weight sync before a checkpoint
-   interrupts goes back to the buffer and on at once, so that the checkpoint holds its tokens. Interrupted `MAX_TRIES`
-   times in one step it counts as failed.
-3. A batch holds no token older than `--max-weight-staleness`: the buffer looks when a group is issued and when it is
-   taken. No group starves, since a trainer that waits syncs no weights, and what runs then finishes in time.
-4. An error of the worker is raised by the step that waits for it, or by the next; all its groups are then put back.
+1. At most `--max-groups-in-flight` groups run or wait finished. The worker rests only when finished groups fill that
+   bound.
+2. Requests live through weight syncs. With `--pause-generation-mode abort` the client ends them and sends them again
+   with their tokens when engines serve the new weights. A group that is interrupted by the sync before a checkpoint
+   goes back to the buffer, so that the checkpoint has its tokens, and on at once. Interrupted `MAX_TRIES` times in one
+   step it counts as failed.
+3. A batch holds no token older than `--max-weight-staleness`: the buffer checks when a group is issued and when it is
+   taken. No group starves, because a waiting trainer syncs no weights, and running groups then finish in time.
+4. An error of the worker is raised by the current or next step; all its groups are then put back.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections import Counter
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import GroupRecord, Held
 from slime.core.sample import Group
-from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext
 from slime.rollout.group_loop import MAX_TRIES, GroupLoop, Policy, StepCounts
 from slime.rollout.guard import END_LIMIT_S, end_tasks
@@ -38,7 +37,7 @@ from slime.rollout.user_functions import RolloutHooks
 
 @SCHEDULES.register("fully_async")
 class FullyAsync(RolloutSchedule):
-    """Generates all the time; a step trains the oldest finished groups."""
+    """Generates all the time; a step trains the finished groups with the oldest weights."""
 
     continuous = True
 
@@ -46,28 +45,25 @@ class FullyAsync(RolloutSchedule):
         self._worker: RolloutWorker | None = None
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """A batch of finished groups; the first step starts the worker."""
+        """The first step starts the worker."""
         self._worker = self._worker or RolloutWorker(context, source)
         return await self._worker.step(context, rollout_id)
 
     async def pause(self, *, hand_back: bool) -> None:
-        """Ends the requests of the worker."""
         if self._worker is not None:
             await self._worker.pause(hand_back=hand_back)
 
     def resume(self) -> None:
-        """The worker's requests go again."""
         if self._worker is not None:
             self._worker.resume()
 
     async def close(self) -> None:
-        """Ends the worker."""
         if self._worker is not None:
             await self._worker.close()
 
 
 class BoundedPolicy(Policy):
-    """Keeps a bounded number of groups under way; finished ones wait in the buffer."""
+    """Bounds the groups that run or wait finished in the buffer."""
 
     def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
         most = context.args.max_groups_in_flight
@@ -81,18 +77,18 @@ class BoundedPolicy(Policy):
         return self._max_groups_in_flight - len(loop.running) - self._buffer.num_finished
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Weight syncs interrupt, but not the same group again and again."""
+        """Weight syncs interrupt groups, but not the same one again and again."""
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 
     def accept(self, loop: GroupLoop, group: Held) -> None:
-        """Leaves the group in the buffer, for the step that trains it."""
+        """Leaves the group in the buffer until a step takes it."""
         self._buffer.put_finished(group)
         loop.context.progress.done = self._buffer.num_finished
 
 
 class RolloutWorker:
-    """Starts to work when it is made, on the running event loop; `close` ends it."""
+    """Works from the moment it is made, on the running event loop, until `close`."""
 
     def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
         """Raises `HookError`."""
@@ -109,12 +105,11 @@ class RolloutWorker:
 
     @property
     def running(self) -> list[Group]:
-        """The groups under way."""
         return list(self._loop.running.values())
 
     async def step(self, context: RolloutContext, rollout_id: int) -> RolloutFnTrainOutput:
-        """Exactly `rollout_batch_size` groups, finished in this step or before. Raises as `GroupLoop.turn` does,
-        and `DeadlineExceeded` beyond `--rollout-global-timeout-s`.
+        """Exactly `rollout_batch_size` finished groups. Raises as `GroupLoop.turn` does, and `DeadlineExceeded` beyond
+        `--rollout-global-timeout-s`.
         """
         loop = self._loop
         loop.begin_step(context, rollout_id)
@@ -131,19 +126,18 @@ class RolloutWorker:
         output = await loop.hand_out(batch)
         output.metrics["perf/rollout_idle_time"] = loop.counts.idle_s
         output.metrics["rollout/num_running_groups"] = float(len(loop.running))
-        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # what happens until then is the next step's
+        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # what happens from now on is the next step's
         self._policy.interrupted.clear()
         return output
 
     async def pause(self, *, hand_back: bool) -> None:
-        """Ends all requests; they go on at `resume`, with the tokens they have.
+        """Ends all requests; they go on at `resume` with the tokens they have.
 
-        `hand_back`: the groups go back to the buffer with those tokens, and on from there.
+        `hand_back`: their groups go to the buffer with those tokens.
         """
         await self._loop.episodes.pause(self.scope if hand_back else None)
 
     def resume(self) -> None:
-        """Requests go again."""
         self._loop.episodes.resume()
 
     async def close(self) -> None:
@@ -151,7 +145,7 @@ class RolloutWorker:
         await end_tasks([self._task], 4 * END_LIMIT_S)
 
     def _take(self) -> list[GroupRecord]:
-        """A batch, if there is one; what is taken, or was stale, leaves room."""
+        """A full batch, or nothing. Wakes the worker, because taken and stale groups leave room."""
         self._loop.wake()
         return self._buffer.take_finished(self._loop.target)
 

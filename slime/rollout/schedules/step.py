@@ -1,15 +1,13 @@
-"""The step schedule: a step issues groups until enough of them are finished, and ends what is then still running.
+"""The step schedule: starts groups until a batch is finished, then ends what still runs.
 
-Consumes: groups of the Data Buffer, as many as are missing of the batch, times `--over-sampling-batch-size` /
-`--rollout-batch-size`. Produces: a batch of exactly `--rollout-batch-size` groups. Waits for: any of its groups to end.
-Is woken by: the loop (`group_loop`), or the limit `--rollout-global-timeout-s`.
+It issues as many groups as the batch lacks, times `--over-sampling-batch-size` / `--rollout-batch-size`, and returns
+exactly `--rollout-batch-size` groups. It waits for any group to end, within `--rollout-global-timeout-s`.
 
 Invariants
-1. When a step returns or raises, nothing of it runs: each group that it took is in the batch, put back, filtered or
-   failed, and no request is left in an engine.
-2. Without `--partial-rollout` a group holds work of this step only: what an earlier step left in it, finished or not,
-   was sampled by weights that may be older, and is dropped when the group is issued. `--max-weight-staleness` keeps
-   what is finished and not older than it says (the buffer looks).
+1. When a step has returned or raised, nothing of it runs: each group is in the batch, put back, filtered or failed, and
+   no request is left in an engine.
+2. Without `--partial-rollout` a group holds only work of this step: work of an earlier step may come from older weights
+   and is dropped when the group is issued. `--max-weight-staleness` keeps what is finished and recent enough.
 3. What the step itself ends does not count as a failure.
 """
 
@@ -21,34 +19,33 @@ import time
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import Held
 from slime.core.sample import Group
-from slime.rollout.client.client import REQUEST_SCOPE
+from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.evaluate import rollout_by_function
 from slime.rollout.execute import is_finished
-from slime.rollout.group_loop import GroupLoop, GroupSource, Policy
+from slime.rollout.group_loop import GroupLoop, Policy
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
 
 ABORT_REPEAT_S = 0.5
-"""An abort can overtake its request on the way to the engine, so it is repeated until all have ended."""
+"""An abort can overtake its request on the way to the engine, so it is repeated."""
 ABORT_LIMIT_S = 30.0
-"""After this, tasks that still run (tools, sandboxes) are cancelled."""
+"""Then tasks that still run (tools, sandboxes) are cancelled."""
 
 
 @SCHEDULES.register("step")
-class StepSchedule(RolloutSchedule):
+class StepByStep(RolloutSchedule):
     """Generates a batch in the step that trains it."""
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """As `generate_step`."""
         return await generate_step(context, rollout_id, source)
 
 
 async def generate_step(
-    context: RolloutContext, rollout_id: int, source: GroupSource, batch: BatchPolicy | None = None
+    context: RolloutContext, rollout_id: int, source: DataBuffer, batch: BatchPolicy | None = None
 ) -> RolloutFnTrainOutput:
-    """Generates one batch, by the policy of this schedule unless another one is given.
+    """Generates one batch. `batch`: another policy.
 
     Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail,
     `DeadlineExceeded` beyond `--rollout-global-timeout-s`, and what user hooks raise on purpose.
@@ -71,28 +68,25 @@ async def generate_step(
 
 
 class BatchPolicy(Policy):
-    """Collects one batch."""
-
     waits_for_all: bool = False
-    """Whether what still runs when the batch is full is waited for; otherwise it is ended."""
+    """Whether groups that run when the batch is full are awaited; otherwise they are ended."""
 
-    def __init__(self, context: RolloutContext, source: GroupSource) -> None:
+    def __init__(self, context: RolloutContext, source: DataBuffer) -> None:
         self.accepted: list[Held] = []
         self.target = context.args.rollout_batch_size
         self._context, self._source = context, source
         self._issued: set[int] = set()
 
     def is_full(self) -> bool:
-        """Whether the batch is complete."""
         return len(self.accepted) >= self.target
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """What those under way leave of the batch, and surplus in proportion."""
+        """What the batch lacks beyond running groups, plus surplus in proportion."""
         missing = self.target - len(self.accepted) - len(loop.running)
         return -(-missing * self._context.args.over_sampling_batch_size // self.target)  # rounded up
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
-        """Without the work of an earlier step, unless that may be trained."""
+        """Drops the work of an earlier step, unless it may be trained."""
         args, first = self._context.args, group.group_index not in self._issued
         self._issued.add(group.group_index)
         worked_on = group.attempts > 0 and any(s.response_length for s in group.samples)
@@ -103,25 +97,22 @@ class BatchPolicy(Policy):
         return self._source.start_over(group)
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """The step itself ends what is surplus; whatever else interrupts a group is a failure."""
+        """The step interrupts only surplus; anything else that interrupts a group is a failure."""
         return loop.scope.aborted
 
     def is_surplus(self, loop: GroupLoop) -> bool:
-        """The batch is full."""
         return self.is_full()
 
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
-        """Accepted and running groups are a batch."""
         return len(self.accepted) + len(loop.running) >= self.target
 
     def accept(self, loop: GroupLoop, group: Held) -> None:
-        """Keeps the group for the batch."""
         self.accepted.append(group)
         self._context.progress.done = len(self.accepted)
 
 
 async def _stop_surplus(loop: GroupLoop) -> None:
-    """Aborts what still runs and puts it back; a partial execution keeps its tokens with `--partial-rollout`."""
+    """Aborts running groups and puts them back; with `--partial-rollout` they keep their tokens."""
     deadline = time.monotonic() + ABORT_LIMIT_S
     while loop.running and time.monotonic() < deadline:
         loop.scope.aborted = True
@@ -131,16 +122,12 @@ async def _stop_surplus(loop: GroupLoop) -> None:
     await loop.abandon(reason="aborted")
 
 
-# The schedule of a function: each step is one call of `--rollout-function-path`, the user's or fine-tuning's.
-#
-# Consumes: what the function takes from the Data Buffer. Produces: the groups that it returns. Waits for: the function;
-# nobody wakes it. What it took and neither returned nor gave back is counted as filtered (`batch_account`).
-
-
 @SCHEDULES.register("function")
 class FunctionSchedule(RolloutSchedule):
-    """Calls a rollout function once for each step."""
+    """Calls `--rollout-function-path`, the user's or fine-tuning's, once per step.
+
+    Groups that it took and neither returned nor gave back count as filtered (`BatchAccount`).
+    """
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """What the function returns."""
         return await rollout_by_function(context, rollout_id, source)

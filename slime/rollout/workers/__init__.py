@@ -1,2 +1,3 @@
-"""Where groups are worked on: in the rollout's own process (`here`), or in workers of their own (`fleet`,
-`episode_worker`)."""
+"""Where groups are worked on: in the rollout's own process (`episodes`), or in worker processes (`worker_fleet`,
+`episode_worker`).
+"""

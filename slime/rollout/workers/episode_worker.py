@@ -1,14 +1,12 @@
-"""`EpisodeWorker`: what a worker process does: whole episodes, with engine clients, graders and a tokenizer of its own.
+"""`EpisodeWorker`: a worker process runs whole episodes, with its own engine clients, graders and tokenizer.
 
-Consumes: calls of the rollout (`fleet`), in the order in which they were made: groups to be worked on, engines that
-come and go, ends of requests. Produces: a `Done` for each group. Waits for: the executions of its groups, each with
-limits of its own. Is woken by: the ends of these, and by `cancel`. All on one event loop.
+`WorkerFleet` calls it: groups to work on, engines that come and go, orders to end requests. Calls begin in the order in
+which they were made (`InOrder`). All on one event loop.
 
 Invariants
-1. A group is recorded here (`GroupRecord`), beside the event loop: whoever gets it has neither to encode nor to look
-   into it.
-2. What is cancelled has ended when `cancel` returns, or is left behind by name; nothing of it comes back.
-3. Where the rollout's process ends its requests (`abort`, `pause`), the worker ends its own in the same way.
+1. A group is packed into a `GroupRecord` here, in a thread, so that the rollout's process need not encode it.
+2. When `cancel` returns, the work has ended or is left behind by name; it returns nothing any more.
+3. Orders of the rollout's process (`abort`, `pause`) do to the worker's requests what they do to its own.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from slime.core.errors import DeadlineExceeded
 from slime.core.sample import Group
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import Worker
-from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
-from slime.rollout.clients import grader_pool, load_tokenizer, model_clients, teacher_client
+from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.guard import END_LIMIT_S, Watchdog, beside, end_tasks, num_left_behind
+from slime.rollout.parts import grader_pool, load_tokenizer, model_clients, teacher_client
 from slime.rollout.traces import Sums
 from slime.rollout.types import Progress
 from slime.rollout.user_functions import RolloutHooks
-from slime.rollout.workers.here import Done, Work, work_on
+from slime.rollout.workers.episodes import Done, Work, work_on
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
 
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def share_of(args: Args, num_workers: int) -> Args:
-    """The settings of one of so many workers: its part of the requests of an engine, and of the grader processes."""
+    """The settings of one of several workers: its share of the requests per engine, and of the grader processes."""
     return args.replace(
         sglang_server_concurrency=math.ceil(args.sglang_server_concurrency / num_workers),
         reward_num_workers=math.ceil(args.reward_num_workers / num_workers),
@@ -49,13 +47,12 @@ def share_of(args: Args, num_workers: int) -> Args:
 
 
 class EpisodeWorker:
-    """One of the workers. Made once per process, before or after its event loop starts."""
+    """Made once per process, before or after its event loop starts."""
 
     def __init__(
         self, args: Args, num_workers: int, *, keys: EngineKeys = NO_KEYS, last_words: Path | None = None
     ) -> None:
-        """`args`: those of the run; `num_workers`: how many share engines and graders; `keys`: of the engines.
-        `last_words`: where it says what kept its event loop from turning until it had to end; None: it is not watched.
+        """`num_workers`: how many share engines and graders. `last_words`: the watchdog's file; None: no watchdog.
 
         Raises `ConfigError`, `HookError`.
         """
@@ -69,27 +66,26 @@ class EpisodeWorker:
         self._last_words = last_words
         self._watchdog: Watchdog | None = None
         self._scopes: dict[int, RequestScope] = {}
-        """By their numbers in the rollout's process; those of whom something runs here."""
+        """By their numbers in the rollout's process; only those with running work."""
         self._running: dict[int, tuple[Work, asyncio.Task[Done]]] = {}
 
     async def ready(self) -> None:
-        """Answers when the worker has been made. From now on its event loop is watched."""
+        """Answers when the worker is made, and starts its watchdog."""
         if self._last_words is not None and self._watchdog is None:
             loop, limit_s = asyncio.get_running_loop(), self._args.execution_timeout_s
             self._watchdog = Watchdog(loop, limit_s=limit_s, last_words=self._last_words)
 
     def longest_stall_s(self) -> float:
-        """The longest time since the last call in which its event loop did not turn, seconds."""
+        """The longest time without a turn of the event loop since the last call."""
         return 0.0 if self._watchdog is None else self._watchdog.take_longest_s()
 
     def num_left_behind(self) -> int:
-        """Tasks and threads of user code that nobody waits for any more, and that still run."""
         return num_left_behind()
 
     async def run(self, work: Work) -> Done:
-        """Works on a group. Raises what ends the run, and `asyncio.CancelledError` if it was cancelled."""
+        """Works on a group. Raises what ends the run, and `asyncio.CancelledError` after `cancel`."""
         if work.scope is not None:
-            self._scopes.setdefault(work.scope, RequestScope())  # an order may come before its first request
+            self._scopes.setdefault(work.scope, RequestScope())  # an abort may come before its first request
         task = asyncio.create_task(self._work(work), name=f"group-{work.group.group_index}")
         self._running[work.number] = work, task
         try:
@@ -100,54 +96,51 @@ class EpisodeWorker:
                 del self._scopes[work.scope]
 
     async def cancel(self, number: int) -> None:
-        """Ends a work; one that has ended is not an error."""
+        """Ends a work; does nothing if it has ended."""
         if number in self._running:
             _, task = self._running[number]
             await end_tasks([task], 2 * END_LIMIT_S)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
-        """Requests to this model may go to these engines."""
         self._models[model].admit(urls, prefill=worker is Worker.PREFILL)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """These engines are gone (`died`), or go."""
         self._models[model].dismiss(urls, died=died)
 
     def stalled(self, within_s: float) -> list[str]:
-        """As `RolloutManager.stalled`, of the requests of this worker."""
+        """As `RolloutManager.stalled`, for requests of this worker."""
         return [url for client in self._models.values() for url in client.stalled(within_s)]
 
-    def bringing(self, within_s: float) -> list[str]:
-        """As `RolloutManager.bringing`, of the requests of this worker."""
-        return [url for client in self._models.values() for url in client.bringing(within_s)]
+    def progressing(self, within_s: float) -> list[str]:
+        """As `RolloutManager.progressing`, for requests of this worker."""
+        return [url for client in self._models.values() for url in client.progressing(within_s)]
 
     def traffic(self) -> Sums | None:
-        """What its requests to the policy waited for since the last call."""
+        """The sums of its requests to the policy since the last call."""
         return None if self._client is None else self._client.take_traffic()
 
     async def abort(self, scope: int) -> None:
-        """The requests of a scope come back with what they have, and no other is sent."""
+        """Takes back the requests of a scope; later ones are not sent."""
         if self._client is not None and scope in self._scopes:
             self._scopes[scope].aborted = True
             await self._client.abort_scope(self._scopes[scope])
 
     async def pause(self, scope: int | None) -> None:
-        """Ends every request until `resume`; those of `scope` come back with what they have."""
+        """Ends every request until `resume`; those of `scope` are taken back."""
         if self._client is not None:
             await self._client.pause(None if scope is None else self._scopes.get(scope))
 
     def resume(self) -> None:
-        """Requests go again."""
         if self._client is not None:
             self._client.resume()
 
     async def drain(self) -> None:
-        """Waits until no order to end a request is on its way."""
+        """Waits until every abort is delivered."""
         if self._client is not None:
             await self._client.drain()
 
     async def close(self) -> None:
-        """Ends what runs, the graders and the connections."""
+        """Ends running work, graders and connections."""
         await asyncio.gather(*(self.cancel(number) for number in list(self._running)))
         await self._graders.close()
         if self._watchdog is not None:
@@ -187,20 +180,17 @@ class EpisodeWorker:
         return Done(record, made.outcome, made.reason, None, context.progress)
 
 
-# `InOrder`: calls of a worker begin in the order of their numbers, in whatever order they come.
-#
-# A process that runs many calls side by side gets them as they arrive, and the later of two may be the first: `resume`
-# before `pause`, `cancel` before the `run` that it is about.
-#
-# Consumes: numbered calls. Produces: their answers. A call waits until those before it have begun, and is woken by the
-# last of them; one that never comes is an error of those behind it, after a limit. All on one event loop.
-
+# ---- the order of calls -----------------------------------------------------------------------------------------
 TURN_LIMIT_S = 120.0
-"""How much later than another one a call may come that was made before it."""
+"""How late a call may come whose successor is already there."""
 
 
 class InOrder:
-    """Calls methods of an object."""
+    """Begins calls of an object's methods in the order of their numbers.
+
+    Calls that run side by side in a process may arrive in another order than they were made: `resume` before `pause`,
+    `cancel` before its `run`. A call waits until its predecessors have begun; the last of them wakes it.
+    """
 
     def __init__(self, called: Any) -> None:
         self._called = called
@@ -208,8 +198,8 @@ class InOrder:
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """The answer of `method`, which begins after the calls of all smaller numbers. Raises what it raises, and
-        `DeadlineExceeded` if one of those does not come.
+        """Calls `method` after the calls of all smaller numbers. Raises what it raises, and `DeadlineExceeded` if one
+        of those does not come.
         """
         await self._turn(number, method)
         try:
@@ -218,8 +208,7 @@ class InOrder:
             self._next += 1
             if (following := self._waiting.get(self._next)) is not None and not following.done():
                 following.set_result(None)
-        # It begins here, in this turn of the event loop: as a task of its own it would begin behind a call that comes
-        # in the same turn.
+        # Begins in this turn of the event loop: as a task it would begin after a call that comes in the same turn.
         return await answer if isinstance(answer, Awaitable) else answer
 
     async def _turn(self, number: int, method: str) -> None:

@@ -1,1 +1,1 @@
-"""Data generation for other losses than the policy loss, on the path of every rollout: hooks, one file for each."""
+"""Hooks that generate data for other losses than the policy loss, one file each."""

@@ -1,14 +1,13 @@
-"""Rejection sampling: engines sample `n` answers, the good ones are learned by heart (`--loss-type sft_loss`).
+"""Rejection sampling: engines sample `n` answers, and the model learns the good ones by heart (`--loss-type sft_loss`).
 
     --loss-type sft_loss --rollout-function-path slime.rollout.loop.generate_rollout --n-samples-per-prompt 8
     --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without any
     --rollout-sample-filter-path slime.rollout.workflows.rejection.keep_right       # or keep_best
-    --drop-masked-executions                                 # the mean is over what is learned (loss_aggregation)
+    --drop-masked-executions                                 # the mean is over learned executions (loss_aggregation)
 
-What is not kept stays in the batch and in its metrics, masked. An unscored execution is neither good nor bad: it is
-never learned, and does not count among those that the others are compared with. Bounds are the user's own settings,
-from the key `custom` of `--custom-config-path`: `min_reward` (1.0) is what counts as right, `num_kept` (1) how many
-`keep_best` keeps.
+Other executions stay in the batch and its metrics, masked. An unscored execution is never learned and not compared with
+others. Settings under `custom` of `--custom-config-path`: `min_reward` (1.0) is the least reward of a right answer,
+`num_kept` (1) the number that `keep_best` keeps.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _keep(
     groups: list[list[Sample]],
     chosen: Callable[[dict[int | None, float]], set[int | None]],
 ) -> None:
-    """Masks the executions that are not chosen. `chosen` sees the scored ones alone."""
+    """Masks the executions that `chosen` does not return of the scored ones."""
     for group in groups:
         kept = chosen(reward_of_executions(group, args.reward_key))
         for sample in group:
@@ -40,14 +39,14 @@ def _min_reward(args: Args) -> float:
 
 
 def keep_right(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: only executions with at least `min_reward` are learned."""
+    """Sample filter: learns only executions with at least `min_reward`."""
     _keep(args, groups, lambda rewards: {i for i, reward in rewards.items() if reward >= _min_reward(args)})
 
 
 def keep_best(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: of each prompt only the `num_kept` executions with the highest rewards are learned.
+    """Sample filter: learns only the `num_kept` executions of each prompt with the highest rewards.
 
-    None of a prompt whose scored answers are all worth the same; of equal ones the first.
+    None if all rewards of a prompt are equal; of equal executions the first.
     """
 
     def best(rewards: dict[int | None, float]) -> set[int | None]:

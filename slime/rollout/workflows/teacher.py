@@ -1,13 +1,12 @@
 """On-policy distillation with a teacher that SGLang serves (`--opd-type sglang --opd-teacher-url URL`).
 
-The student samples; for each finished sample the teacher reads prompt and response and says how probable it finds each
-response token (`slime.rollout.client.teacher_client`). `judge` is a sample hook, so it works with every generate
-function, fan-outs included. Where no grader is set, samples get reward 0.0: the teacher is all that there is to learn
-from.
+The student samples; the teacher gives the log-prob of each response token (`slime.rollout.client.teacher_client`).
+`judge` is a sample hook, so it works with every generate function, fan-outs included. Without a grader samples get
+reward 0.0, because they learn from the teacher alone.
 
 Invariants
 1. The ids that the teacher judged are the sampled ids. Both models read one vocabulary.
-2. A teacher that fails or is late fails the execution, which is tried again or given up like any other.
+2. A teacher that fails or is late fails the execution, which is retried or given up like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from slime.rollout.context import current
 
 
 async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
-    """Sample hook: writes `sample.teacher_log_probs`. `--opd-teacher-url` puts it behind the user's own hooks."""
+    """Sample hook: writes `sample.teacher_log_probs`. `--opd-teacher-url` runs it after the user's own hooks."""
     if evaluation:
         return
     teacher = current().teacher
@@ -33,7 +32,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """The name that means `--opd-teacher-url`. Raises `HookError`: nothing asks the teacher for a reward."""
+    """A public name whose use means `--opd-teacher-url`; calling it raises `HookError`."""
     raise HookError(_INSTEAD.format("reward_func"))
 
 
@@ -43,6 +42,6 @@ def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> Any
 
 
 _INSTEAD = (
-    "got a call of {} by your own function, because the teacher is asked by a sample hook; give --opd-teacher-url, "
-    "behind which your functions see sample.teacher_log_probs"
+    "got a call of {} by your own function, but a sample hook asks the teacher; give --opd-teacher-url, then your "
+    "functions see sample.teacher_log_probs"
 )

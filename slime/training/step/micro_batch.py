@@ -30,8 +30,8 @@ from slime.algorithms.whole_batch import (
 )
 from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
+from slime.data.micro_batch_schedule import Schedule, build_schedule
 from slime.data.packing import PackedBatch, pack
-from slime.data.schedule import Schedule, build_schedule
 from slime.data.shared_prefixes import Prefixes, Shared
 from slime.models.common.flops import FlopsModel
 from slime.models.common.packed_attention import PackedSequences

@@ -31,7 +31,7 @@ from torch import Tensor
 from slime.algorithms.advantages import Arrays
 from slime.core.batch import TrainBatch
 from slime.core.errors import HookError
-from slime.data.schedule import StepSchedule
+from slime.data.micro_batch_schedule import StepSchedule
 from slime.settings import Args
 from slime.training.model.draft import lent_embedding
 from slime.training.model.megatron_config import training_dtype

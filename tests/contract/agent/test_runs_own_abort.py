@@ -19,7 +19,7 @@ import pytest
 from slime.agent.running import execution
 from slime.core.errors import ConfigError
 from slime.core.sample import Sample, Status
-from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Execution, Outcome, run_execution
 from slime.rollout.types import Progress

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from slime.core.sample import Sample, Status
-from slime.rollout.client.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from tests.support.agent_room import END, Room, agent_room
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

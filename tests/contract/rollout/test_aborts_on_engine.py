@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.rollout.client.call import Generation
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import num_running
 

@@ -14,7 +14,7 @@ import pytest
 
 from slime.core.text import EngineKeys
 from slime.rollout.client.call import Generation
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.manager import RolloutManager
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import num_running, relabel

@@ -19,7 +19,7 @@ from slime.core.errors import TakenBack
 from slime.core.text import EngineKeys
 from slime.core.topology import ONE_RANK, Worker
 from slime.rollout.client.call import Generation
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
 from slime.serving.router import Router

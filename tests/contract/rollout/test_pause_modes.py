@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.core.topology import ONE_RANK
 from slime.rollout.client.call import Generation
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from tests.support.engine_state import num_running

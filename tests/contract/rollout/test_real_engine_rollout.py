@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from slime.core.errors import RequestRejected
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.client.teacher_client import TeacherClient
 from slime.rollout.manager import RolloutManager
 from tests.contract.rollout.verdict_hooks import TRAINED

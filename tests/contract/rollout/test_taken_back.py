@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from slime.core.topology import ONE_RANK
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.manager import RolloutManager
 from slime.serving.control import HttpEngineControl
 from tests.contract.rollout.verdict_hooks import ASKED, TRAINED, asked_of

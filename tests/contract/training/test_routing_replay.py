@@ -21,7 +21,7 @@ from slime.core.routed_experts import ExpertFormat
 from slime.core.sample import Sample
 from slime.core.topology import ONE_RANK
 from slime.rollout.client.call import Generation
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer

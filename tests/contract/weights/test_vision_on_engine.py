@@ -21,7 +21,7 @@ from slime.core.hf_config import read_hf_config
 from slime.core.topology import ONE_RANK
 from slime.models import family_of
 from slime.rollout.client.call import Pictures
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
 from slime.serving.server import SGLangServer
@@ -127,5 +127,5 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_an_error(engine: tuple[Path
     short = dataclasses.replace(sample, tokens=np.delete(sample.tokens, place))
     more = dataclasses.replace(sample, tokens=np.insert(sample.tokens, 1, IMAGE_ID))
     (read, refused) = asyncio.run(_generated(server.url, root, [short, more]))
-    assert isinstance(read, EngineError) and "the engine's image processor is not the trainer's" in str(read)
+    assert isinstance(read, EngineError) and "its image processor differs from the trainer's" in str(read)
     assert isinstance(refused, RequestRejected) and "runs of placeholders" in str(refused)

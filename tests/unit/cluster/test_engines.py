@@ -65,7 +65,7 @@ class Rollout:
         self.said: list[tuple[str, str]] = []
         self.answer: Any = None
         self.stalled = SimpleNamespace(remote=self._stalled)
-        self.bringing = SimpleNamespace(remote=lambda within_s: self.bring)
+        self.progressing = SimpleNamespace(remote=lambda within_s: self.bring)
         self.admit, self.dismiss = (SimpleNamespace(remote=partial(self._hear, what)) for what in ("admit", "dismiss"))
 
     def _stalled(self, within_s: float) -> list[str]:

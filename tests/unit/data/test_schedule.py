@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.errors import ConfigError, DataError
-from slime.data.schedule import Schedule, StepSchedule, build_schedule
+from slime.data.micro_batch_schedule import Schedule, StepSchedule, build_schedule
 from slime.models.common.flops import decoder_flops, grouped_query_cost
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.data.conversations import sft_row
-from slime.data.spelling import unsaid
+from slime.data.template_spelling import unsaid
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer, runs, spans
 
 TOOLS = [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from slime.core.batch import TrainSample
 from slime.core.routed_experts import digests_of
 from slime.data.context_split import split_context
+from slime.data.micro_batch_schedule import build_schedule
 from slime.data.packing import PackedBatch, pack
-from slime.data.schedule import build_schedule
 from slime.data.shared_prefixes import LEAST_SHARED, MOST_READ, Prefixes
 from slime.training.model.row_shards import RowPlan
 from tests.support.training import forked_batch

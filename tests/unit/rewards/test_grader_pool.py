@@ -32,7 +32,7 @@ from slime.rewards.graders.sandbox import missing_here
 from slime.rewards.held import is_formula
 from slime.rewards.pool import GraderPool
 from slime.rewards.scores import Score, Scored, Unscored
-from slime.rollout.clients import grader_pool
+from slime.rollout.parts import grader_pool
 from slime.settings import parse_args
 from slime.settings.flag_table import flag_table
 from tests.support.command_line import complete

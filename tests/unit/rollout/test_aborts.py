@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from slime.core.text import EngineKeys
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 LONG = {"temperature": 1.0, "max_new_tokens": 10_000}
@@ -37,7 +37,8 @@ async def test_the_end_of_a_scope_is_one_id_for_each_engine_and_ends_nothing_els
         others = await started(client, engines, 0, 12) + await started(neighbour, engines, 20, 12)
         REQUEST_SCOPE.set(scope)
         tasks = await started(client, engines, 50, 120)
-        rids = [{rid for rid in engine.running if rid in scope.rids} for engine in engines]
+        own = {one.rid for one in scope.tries}
+        rids = [own & set(engine.running) for engine in engines]
         await client.abort_scope(scope)
         assert {r.finish_reason for r in await asyncio.gather(*tasks)} == {"abort"}
         for engine, own in zip(engines, rids, strict=True):
@@ -72,7 +73,7 @@ async def test_an_engine_that_takes_no_marker_is_asked_for_each_request() -> Non
         client, scope = EngineClient(engine.url, keys=EngineKeys("use", "admin")), RequestScope()
         REQUEST_SCOPE.set(scope)
         tasks = await started(client, [engine], 0, 40)
-        rids = scope.rids
+        rids = {one.rid for one in scope.tries}
         engine.faults.append(503)
         await client.abort_scope(scope)
         assert {r.finish_reason for r in await asyncio.gather(*tasks)} == {"abort"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.core.errors import HookError
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import Models
 
 

@@ -13,7 +13,7 @@ import pytest
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.rollout.client.call import Generation, before_stop, parse_generation
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
@@ -214,7 +214,7 @@ def test_paused_requests_return_partial_tokens_and_later_ones_wait_until_they_re
     [
         ([], {}, "empty prompt"),
         ([3, 200], {}, "belong together"),
-        ([3], {"logit_bias": {"3": 1.0}}, "silently drop"),
+        ([3], {"logit_bias": {"3": 1.0}}, "drop silently"),
     ],
 )
 def test_what_an_engine_mishandles_is_refused_before_it_is_sent(ids: list[int], params: Any, message: str) -> None:

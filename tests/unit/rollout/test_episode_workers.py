@@ -17,9 +17,9 @@ from slime.rollout.group_loop import MAX_TRIES
 from slime.rollout.manager import RolloutManager
 from slime.rollout.traces import Sums
 from slime.rollout.user_functions import load
-from slime.rollout.workers import fleet as fleet_module
+from slime.rollout.workers import worker_fleet as fleet_module
 from slime.rollout.workers.episode_worker import EpisodeWorker
-from slime.rollout.workers.fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
+from slime.rollout.workers.worker_fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
 from tests.support.episode_workers import Workers, with_workers
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
@@ -403,7 +403,7 @@ def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path) -> None
         engine = FakeEngine()
         async with serve(engine):
             manager = RolloutManager(args, engines=[engine.url], workers=fleet)
-            with pytest.raises(ActorDied, match=r"was not there 0 s after its start|killed"):
+            with pytest.raises(ActorDied, match=r"did not start within 0 s|killed"):
                 await manager.generate(0)
             await manager.close()
 

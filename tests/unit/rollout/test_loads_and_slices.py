@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.rollout.client.engine_pool import Loads
-from slime.rollout.client.upstream import DISMISSED, IN_ONE_TURN, LATE, Budget, Interrupted, Slices, Try, Upstream
+from slime.rollout.client.upstream import CALLS_PER_TURN, DISMISSED, LATE, Budget, Interrupted, Slices, Try, Upstream
 
 
 @given(
@@ -34,23 +34,23 @@ def test_the_least_loaded_is_what_a_look_at_all_of_them_finds(steps: list[tuple[
                 continue
         loads.put(upstream)
         known.add(upstream)
-        least = loads.least()
+        least = loads.least_loaded()
         assert least in known and len(loads) == len(known)
         assert least is not None and len(least.tries) == min(len(one.tries) for one in known)
     for upstream in engines:
         loads.drop(upstream)
-    assert loads.least() is None
+    assert loads.least_loaded() is None
 
 
 async def test_work_is_done_in_order_some_in_each_turn() -> None:
     done, slices, turns = list[int](), Slices(), list[int]()
-    slices.add([lambda i=i: done.append(i) for i in range(3 * IN_ONE_TURN)])  # type: ignore[misc]
+    slices.add([lambda i=i: done.append(i) for i in range(3 * CALLS_PER_TURN)])  # type: ignore[misc]
     slices.add([lambda: done.append(-1)])
-    while len(done) <= 3 * IN_ONE_TURN:
+    while len(done) <= 3 * CALLS_PER_TURN:
         turns.append(len(done))
         await asyncio.sleep(0)
-    assert done == [*range(3 * IN_ONE_TURN), -1]
-    assert all(after - before <= IN_ONE_TURN for before, after in zip([0, *turns], turns, strict=False))
+    assert done == [*range(3 * CALLS_PER_TURN), -1]
+    assert all(after - before <= CALLS_PER_TURN for before, after in zip([0, *turns], turns, strict=False))
 
 
 async def test_work_that_raises_costs_nobody_else_his_turn() -> None:
@@ -114,7 +114,7 @@ def test_a_budget_lets_through_in_order_what_a_turn_has_room_for() -> None:
         budget, turn, through = Budget(10), 0, list[tuple[int, int]]()
 
         async def work(number: int, amount: int) -> None:
-            await budget.take(amount)
+            await budget.wait_for_room(amount)
             through.append((number, turn))
 
         amounts = [4, 4, 4, 25, 1, 9, 3, 3]

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.rollout.clients import tokenizer_of
 from slime.rollout.manager import RolloutManager
+from slime.rollout.parts import tokenizer_of
 from tests.support.episode_workers import with_workers
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub

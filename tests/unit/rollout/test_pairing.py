@@ -11,7 +11,7 @@ import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.topology import bootstrap_of
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.fake_pair import FakeDecode, FakePrefill, Rooms
 

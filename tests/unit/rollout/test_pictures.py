@@ -41,16 +41,16 @@ def test_a_request_has_one_placeholder_for_each_image_and_all_other_ids() -> Non
 def test_an_interrupted_answer_goes_on_behind_its_tokens() -> None:
     call = _call()
     call.payload("r", 64)
-    call.take(_event([40, 41], len(IDS), "abort"))
+    call.take_event(_event([40, 41], len(IDS), "abort"))
     assert call.can_continue and call.payload("r", 64)["input_ids"][-3:] == [5, 40, 41]
-    call.take(_event([42, 43], len(IDS) + 2))
+    call.take_event(_event([42, 43], len(IDS) + 2))
     assert call.answer().tokens == (40, 41, 42, 43) and call.answer().prompt_tokens == len(IDS)
 
 
 def test_an_answer_with_a_placeholder_starts_over_instead_of_going_on() -> None:
     call = _call()
     call.payload("r", 64)
-    call.take(_event([40, PLACE], len(IDS), "abort"))
+    call.take_event(_event([40, PLACE], len(IDS), "abort"))
     assert not call.can_continue
     call.start_over()
     assert call.can_continue and call.payload("r", 64)["input_ids"][-1] == 5
@@ -60,8 +60,8 @@ def test_an_answer_with_a_placeholder_starts_over_instead_of_going_on() -> None:
 def test_a_prompt_that_the_engine_read_otherwise_is_an_error(read: int) -> None:
     call = _call()
     call.payload("r", 64)
-    with pytest.raises(EngineError, match=rf"a prompt of {read} tokens read for {len(IDS)} that are trained"):
-        call.take(_event([40], read))
+    with pytest.raises(EngineError, match=rf"the engine read {read} prompt tokens where {len(IDS)} are trained"):
+        call.take_event(_event([40], read))
 
 
 @pytest.mark.parametrize("ids", [[2, 5], [2, 8, 5, 8, 5, 8, 5], [2, 8, 8, 8, 5]])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
+from slime.data.first_rows import data_problems
 from slime.rollout import sft
-from slime.rollout.data_checks import data_problems
 from slime.rollout.manager import RolloutManager
 from tests.support.rollout import rollout_args
 from tests.support.tiny import FORGETFUL_TEMPLATE, write_tokenizer
@@ -77,7 +77,7 @@ def test_what_a_template_has_no_place_for_is_counted_and_logged_once(
     for _ in range(2):
         _, metrics, _ = step(args)
         assert metrics["rollout/num_rows_without_reasoning"] == 1.0 == metrics["rollout/num_filtered_groups"]
-    logged = [r.message for r in caplog.records if "has no place for reasoning" in r.message]
+    logged = [r.message for r in caplog.records if "leaves reasoning out" in r.message]
     assert len(logged) == 1 and "rollout/num_rows_without_reasoning" in logged[0]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from slime.rollout.client.client import REQUEST_SCOPE, TOGETHER, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, TOGETHER, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 NUM, PARAMS = 2 * TOGETHER, {"temperature": 1.0, "max_new_tokens": 10_000}

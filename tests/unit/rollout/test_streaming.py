@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
@@ -55,12 +55,12 @@ def test_leaving_the_loop_aborts_the_request_and_frees_its_slot() -> None:
         for _ in range(2):
             async with aclosing(client.stream([5, 6], PARAMS)) as parts:
                 async for part in parts:
-                    assert scope.rids == {engine.requests[-1]["rid"]} and len(part.tokens) == 1
+                    assert [one.rid for one in scope.tries] == [engine.requests[-1]["rid"]] and len(part.tokens) == 1
                     break
         await client.drain()
 
     with_client(engine, work, max_concurrency=1)
-    assert engine.aborted == [request["rid"] for request in engine.requests] and not scope.rids
+    assert engine.aborted == [request["rid"] for request in engine.requests] and not scope.tries
 
 
 def test_a_broken_stream_goes_on_behind_what_it_has_handed_out() -> None:

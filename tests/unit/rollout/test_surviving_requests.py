@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.client.call import Call, EndOfText, Generation
-from slime.rollout.client.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.client.engine_pool import MAX_DEATHS
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from tests.support.fake_engine import FakeEngine, serve
@@ -94,7 +94,7 @@ def test_joined_parts_are_one_request(
     call, versions = Call(prompt, params, end=END), list[int]()
     for version, (cut_after, abort) in enumerate([*cuts, (10**9, True)], start=1):
         for event in events(call, version, cut_after, size, abort):
-            part, ended = call.take(event)
+            part, ended = call.take_event(event)
             versions += [version] * len(part.tokens)
             if ended:
                 break
@@ -116,10 +116,10 @@ def test_an_engine_that_repeats_what_it_has_sent_is_not_believed_twice() -> None
     call.payload("r", 1)
     pairs = [[-0.1, 7, None], [-0.2, 8, None]]
     meta = {"finish_reason": None, "weight_version": "3", "prompt_tokens": 1}
-    call.take({"text": "ab", "output_ids": [7, 8], "meta_info": {**meta, "output_token_logprobs": pairs}})
+    call.take_event({"text": "ab", "output_ids": [7, 8], "meta_info": {**meta, "output_token_logprobs": pairs}})
     waiting = {"finish_reason": {"type": "abort"}, "weight_version": "4", "completion_tokens": 2}
     event = {"text": "ab", "output_ids": [8], "meta_info": {**waiting, "output_token_logprobs": pairs}}
-    part, ended = call.take(event)
+    part, ended = call.take_event(event)
     assert ended and call.finish is None and not part.tokens and call.tokens == [7, 8]
     assert call.answer().weight_version == 3 and call.answer().text == "ab"
 
@@ -129,7 +129,7 @@ def test_what_is_left_is_asked_for() -> None:
     first = call.payload("a", 1)["sampling_params"]
     pairs = [[-0.1, 7 + i, None] for i in range(6)]
     meta = {"weight_version": "3", "prompt_tokens": 2, "output_token_logprobs": pairs, "finish_reason": None}
-    call.take({"text": "x", "meta_info": meta})
+    call.take_event({"text": "x", "meta_info": meta})
     second = call.payload("b", 1)
     assert first["max_new_tokens"] == 9 and second["sampling_params"]["max_new_tokens"] == 3
     assert first["min_new_tokens"] == 4 and second["sampling_params"]["min_new_tokens"] == 0
@@ -146,10 +146,10 @@ def test_routed_experts_join_without_gap() -> None:
         whole["meta_info"]["finish_reason"] = {"type": reason}
         return whole
 
-    call.take(asyncio.run(answer(call.payload("a", 1), "abort", 2)))
+    call.take_event(asyncio.run(answer(call.payload("a", 1), "abort", 2)))
     second = call.payload("b", 1)
     assert second["rid"].endswith("4"), "rows up to the last token but one are known"
-    call.take(asyncio.run(answer(second, "length", 2)))
+    call.take_event(asyncio.run(answer(second, "length", 2)))
     made = call.answer()
     assert made.routed_experts is not None and made.routed_experts.start == 1
     read = [*[5, 6, 7], *made.tokens][1:-1]
@@ -317,7 +317,7 @@ async def test_without_an_engine_requests_wait_for_one() -> None:
         client.dismiss([one.url])
         await asyncio.sleep(0.1)
         assert not task.done() and client.engines() == []
-        client.set_engines([other.url])
+        client.admit([other.url])
         check([[3, 4]], [await task])
         assert len(other.requests[0]["input_ids"]) > 2, "it began again"
         await client.close()

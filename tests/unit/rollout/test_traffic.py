@@ -12,7 +12,7 @@ import pytest
 
 from slime.observability.spans import read_trace, start_recording
 from slime.rollout.client.call import parse_drafts
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.upstream import Try, Upstream
 from slime.rollout.traces import MOST_TRACED, ROWS, Sums, Traffic, traffic_metrics
 from tests.support.fake_engine import FakeEngine, serve
@@ -25,8 +25,10 @@ def test_drafts_are_counted_by_passes_of_the_model() -> None:
     event = {"meta_info": {"spec_verify_ct": 4, "spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 12}}
     for drafted in (parse_drafts(event), parse_drafts(event)):
         assert drafted is not None
-        traffic.end(traffic.begin(1.0), Try(one, None, 1.0), 2.0, tokens=11, read=(3, 0), again=False, drafted=drafted)
-    found = traffic_metrics([traffic.take([one], 3.0)])
+        traffic.end_try(
+            traffic.begin_try(1.0), Try(one, None, 1.0), 2.0, tokens=11, read=(3, 0), again=False, drafted=drafted
+        )
+    found = traffic_metrics([traffic.take_sums([one], 3.0)])
     assert found["rollout/spec_accept_length"] == 2.5 and found["rollout/spec_accept_rate"] == 0.5
     assert parse_drafts({"meta_info": {"completion_tokens": 3}}) is None, "an engine without a draft says nothing"
 
@@ -35,14 +37,14 @@ def test_each_wait_is_between_two_moments_of_its_try() -> None:
     traffic, one = Traffic(), Upstream("http://a", "a.", 0.0)
     idle = Upstream("http://b", "b.", 5.0)
     for asked, placed, first, end, again in ((10.0, 11.0, 13.0, 17.0, False), (10.0, 14.0, 15.0, 18.0, True)):
-        lap = traffic.begin(asked)
+        lap = traffic.begin_try(asked)
         tried = Try(one, None, placed)
-        one.add(tried, placed)
+        one.add_try(tried, placed)
         tried.got_tokens(first)
         tried.got_tokens(end)
-        one.remove(tried, end)
-        traffic.end(lap, tried, end, tokens=9, read=(100, 75), again=again)
-    found = traffic_metrics([traffic.take([one, idle], 20.0)])
+        one.remove_try(tried, end)
+        traffic.end_try(lap, tried, end, tokens=9, read=(100, 75), again=again)
+    found = traffic_metrics([traffic.take_sums([one, idle], 20.0)])
     assert found == {
         "perf/request_place_wait/mean": 2.5,
         "perf/request_place_wait/max": 4.0,
@@ -55,18 +57,18 @@ def test_each_wait_is_between_two_moments_of_its_try() -> None:
         "perf/prefix_cache_hit_rate": 0.75,
         "perf/engine_idle_ratio": 1 - (6.0 + 4.0) / 20.0,
     }
-    assert traffic.take([one, idle], 30.0) is None, "each batch tells its own"
+    assert traffic.take_sums([one, idle], 30.0) is None, "each batch tells its own"
 
 
 def test_an_engine_is_busy_while_it_has_a_request_also_across_batches() -> None:
     engine = Upstream("http://a", "a.", 0.0)
     one, two = Try(engine, None, 1.0), Try(engine, None, 2.0)
-    engine.add(one, 1.0)
-    engine.add(two, 2.0)
-    engine.remove(one, 4.0)
+    engine.add_try(one, 1.0)
+    engine.add_try(two, 2.0)
+    engine.remove_try(one, 4.0)
     assert engine.take_busy_s(5.0) == 4.0
-    engine.remove(two, 7.0)
-    engine.remove(two, 9.0)
+    engine.remove_try(two, 7.0)
+    engine.remove_try(two, 9.0)
     assert engine.take_busy_s(20.0) == 2.0
 
 
@@ -109,10 +111,10 @@ def test_a_client_tells_of_all_its_tries(tmp_path: Path) -> None:
 def test_who_gets_no_place_leaves_his_row_to_others() -> None:
     traffic = Traffic()
     for _ in range(3 * ROWS):
-        traffic.end(traffic.begin(0.0), None, 1.0, tokens=0, read=(0, 0), again=False)
-    laps = [traffic.begin(1.0) for _ in range(2 * ROWS)]
+        traffic.end_try(traffic.begin_try(0.0), None, 1.0, tokens=0, read=(0, 0), again=False)
+    laps = [traffic.begin_try(1.0) for _ in range(2 * ROWS)]
     assert sorted(lap.row for lap in laps if lap.row is not None) == list(range(ROWS))
-    assert traffic_metrics([traffic.take([], 2.0)])["perf/request_place_wait/mean"] == pytest.approx(1.0)
+    assert traffic_metrics([traffic.take_sums([], 2.0)])["perf/request_place_wait/mean"] == pytest.approx(1.0)
 
 
 def test_two_periods_of_a_process_are_told_as_one() -> None:

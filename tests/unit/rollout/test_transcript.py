@@ -28,7 +28,7 @@ def generated(*tokens: int, version: int = 3) -> Generation:
 def transcript_of(*answers: tuple[list[int], Generation]) -> Transcript:
     made = Transcript()
     for ids, generation in answers:
-        made.end(Answered(ids, generation))
+        made.end_call(Answered(ids, generation))
     return made
 
 
@@ -101,7 +101,7 @@ def test_of_two_answers_to_the_same_ids_a_sample_is_one() -> None:
 def test_what_an_earlier_try_sampled_was_checked_then() -> None:
     held = {"loss_mask": [1, 0], "rollout_log_probs": [-2.5, 0.0], "token_versions": [2, NOT_SAMPLED]}
     said = Transcript.behind(Sample(tokens=[1, 5, 8], response_length=2, **held))
-    said.end(Answered([1, 5, 8], generated(6)))
+    said.end_call(Answered([1, 5, 8], generated(6)))
     sample = Sample(tokens=[1, 5, 8, 6], response_length=3, loss_mask=[1, 0, 1])
     sample.rollout_log_probs, sample.token_versions = [-2.5, 0.0, -3.0], [2, NOT_SAMPLED, 3]
     assert not said.problem(sample)
@@ -111,14 +111,14 @@ def test_what_an_earlier_try_sampled_was_checked_then() -> None:
 
 def test_tokens_of_a_client_of_ones_own_are_not_trained() -> None:
     claimed = Sample(tokens=[1, 5], response_length=1, rollout_log_probs=[-1.0], token_versions=[3])
-    assert "asked no engine through the run's client" in Transcript().problem(claimed)
+    assert "sent no request through the run's client" in Transcript().problem(claimed)
     assert not Transcript().problem(Sample(tokens=[1, 5], response_length=1)), "learned by heart"
 
 
 def test_a_long_conversation_is_held_once() -> None:
     said, ids = Transcript(), list(range(1000))
     for _ in range(50):
-        said.end(Answered(ids, generated(*range(7, 27))))
+        said.end_call(Answered(ids, generated(*range(7, 27))))
         ids = [*ids, *range(7, 27), 1, 2, 3]
     assert sum(len(one.new_ids) + len(one.tokens) for one in said._answers) == len(ids) - 3
 

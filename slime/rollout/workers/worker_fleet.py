@@ -1,16 +1,15 @@
-"""`WorkerFleet`: groups are worked on in worker processes, of which each has what episodes need (`worker`).
+"""`WorkerFleet`: works on groups in worker processes (`EpisodeWorker`).
 
-Consumes: groups of a loop, engines that come and go, orders to end requests. Produces: a `GroupResult` for each group,
-whose tokens nobody here looks into. A call waits for the worker that has its group, and is woken by its answer, by its
-end, or by a cancellation, which it hands on. All on the event loop of the rollout's process (the conductor).
+A call waits for the worker that has its group; the answer, the worker's death or a cancellation, which it passes on,
+wakes it. All on the event loop of the rollout's process, which never looks into the tokens of a group.
 
 Invariants
-1. A group goes to the worker with the fewest. When a worker dies, another one is started in its place, with the engines
-   and the pause of this moment, and each of its groups goes on to one as it was issued. None is lost.
-2. A group that `SUSPECT` workers died with is worked on alone, in a process of its own. If that dies, too, it is the
-   group that ended them, and it has failed; those that were beside it have not.
-3. Orders reach a worker in the order in which they were given, and the clients of the conductor as well.
-4. A worker that dies `MAX_DEATHS` times in a row without having finished a group, or does not start, ends the run.
+1. A group goes to the worker with the fewest groups. A dead worker is replaced by a new process that learns the current
+   engines and pause; each of its groups goes to a worker again, as it was issued. None is lost.
+2. A group that `SUSPECT` workers died with runs alone in a process of its own. If that dies as well, the group has
+   failed, and the groups that ran beside it have not.
+3. Orders reach each worker, and the clients of this process, in the order in which they were given.
+4. A worker that dies `MAX_DEATHS` times in a row without a finished group, or does not start, ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from slime.core.errors import START_FLAG, ActorDied, DeadlineExceeded, SlimeError
+from slime.core.errors import START_FLAG, ActorDied, DeadlineExceeded, SlimeError, WorkerStalled
 from slime.core.sample import Group, Sample
 from slime.core.silence import within
 from slime.core.topology import Worker
@@ -34,30 +33,46 @@ from slime.rollout.generate import eval_sampling_params
 from slime.rollout.guard import beside, waiting
 from slime.rollout.traces import Sums
 from slime.rollout.user_functions import RolloutHooks
-from slime.rollout.workers.here import Done, Ended, Episodes, Guilty, Here, Work, WorkerLost
+from slime.rollout.workers.episodes import Done, Episodes, Here, Work
 from slime.settings.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)
 
 SUSPECT = 4
-"""Few enough that one group which ends its process is found soon, and so many that others are seldom beside it each
-time: those that are alone wait for each other."""
+"""Deaths after which a group runs alone. Few, so that a group that kills its process is found soon; but enough that
+others rarely run beside it each time, because groups that run alone wait for each other."""
 STALL_COUNTS = 2
-"""Deaths that a stall is worth: it took `--execution-timeout-s`."""
+"""A stall counts as this many deaths, because it took `--execution-timeout-s`."""
 MAX_DEATHS = SUSPECT + 2
-"""More than it takes to find one group that ends its process."""
+"""More than it takes to find one group that kills its process."""
 ORDER_LIMIT_S = 60.0
-"""How long a worker may take to end requests, or a group; its code may hold its event loop."""
+"""How long a worker may take to obey an order; its code may hold its event loop."""
 CLOSE_LIMIT_S = 30.0
 QUESTION_LIMIT_S = 2.0
-"""How long a worker may take to say what it sees."""
+"""How long a worker may take to answer a question."""
+
+
+class _WorkerLost(Exception):
+    """The worker of a group died."""
+
+    def __init__(self, death: ActorDied) -> None:
+        super().__init__(str(death))
+        self.is_stall = isinstance(death, WorkerStalled)
+
+
+class _Guilty(Exception):
+    """A group killed the process that it ran in alone."""
+
+
+class _Ended(Exception):
+    """The run took back the requests of a group that was between two workers."""
 
 
 class WorkerPort(Protocol):
-    """A worker process, as it is called from here."""
+    """A worker process, as the fleet calls it."""
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """Calls a method of its `EpisodeWorker`; calls begin there in the order in which they were made here.
+        """Calls a method of the `EpisodeWorker`. Calls begin there in the order in which they were made.
 
         The answer raises `ActorDied` if the process is gone, and what the method raised.
         """
@@ -68,45 +83,45 @@ class WorkerPort(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker, whatever process it is."""
+    """A worker; its process may change."""
 
     number: int
     port: WorkerPort
     is_shared: bool = True
-    """Whether it may have any group; otherwise it is there for one."""
+    """Whether it takes any group; otherwise it runs one group alone."""
     num_running: int = 0
     num_deaths: int = 0
     """In a row, without a finished group."""
     orders: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Whose answers nobody waits for."""
+    """Orders that nobody waits for."""
 
 
 class WorkerFleet(Episodes):
     """All workers of a run. Use on one event loop; `close` at the end."""
 
     def __init__(self, start: Callable[[int], WorkerPort], num_workers: int, *, start_limit_s: float = 600.0) -> None:
-        """`start`: makes the process of a worker, by its number, and returns at once. `start_limit_s`:
-        --engine-start-timeout-s.
+        """`start`: starts the process of a worker, by its number, and returns at once. `start_limit_s`:
+        `--engine-start-timeout-s`.
         """
         self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """Started when they are first asked for something; then they get to know what was said before."""
+        """Started by the first call; then they learn what was said before."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
-        """(model, engine) -> what it does of a request."""
+        """(model, engine) -> the part of a request that it does."""
         self._conductor = Here(None)
         self._paused = self._closing = False
         self._verdict: ActorDied | None = None
-        """Why there are no workers any more."""
+        """Why the run ends."""
         self._deaths = Counter[tuple[int, int | None]]()
         """(group, its first execution) -> workers that died with it."""
         self._alone = asyncio.Semaphore(num_workers)
         self._counts: dict[_Member, Sums] = {}
-        """What a worker has said of its requests, and no call has taken."""
+        """Sums of a worker's requests that no call of `traffic` has taken."""
 
     def include(self, conductor: Here) -> None:
-        """Orders are for the requests of this process as well: those of evaluations and functions of the user."""
+        """Orders also go to this process, whose requests are those of the user's functions."""
         self._conductor = conductor
 
     async def ready(self) -> None:
@@ -133,13 +148,13 @@ class WorkerFleet(Episodes):
         hooks: RolloutHooks,
         scope: RequestScope,
     ) -> GroupResult:
-        """See `Episodes`. The hooks are the workers' own."""
+        """As in `Episodes`; the workers have hooks of their own."""
         group.pack()
         try:
             done = await self._done(scope, context.rollout_id, params, group)
-        except Ended:
+        except _Ended:
             return GroupResult(group, Outcome.ABORTED)
-        except Guilty as death:
+        except _Guilty as death:
             return GroupResult(group, Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return GroupResult(done.record, done.outcome, done.reason, done.verdict)
@@ -147,12 +162,11 @@ class WorkerFleet(Episodes):
     async def evaluate(
         self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
-        """See `Episodes`."""
         sample.pack()
         group = Group(sample.group_index or 0, (sample,))
         try:
             done = await self._done(None, context.rollout_id, eval_sampling_params(dataset), group, dataset)
-        except Guilty as death:
+        except _Guilty as death:
             return Execution([sample], Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return Execution(list(done.record.group().samples), done.outcome, done.reason)
@@ -165,14 +179,12 @@ class WorkerFleet(Episodes):
         group: Group,
         dataset: EvalDatasetConfig | None = None,
     ) -> Done:
-        """Of a worker that lived long enough. Raises `Ended` if the scope ended before, `Guilty`, and what ends the
-        run.
-        """
+        """The answer of the first worker that does not die. Raises `_Ended`, `_Guilty`, and what ends the run."""
         key = group.group_index, group.samples[0].index
         while True:
             self._begin()
             if scope is not None and scope.aborted:
-                raise Ended
+                raise _Ended
             number = None if scope is None else scope.number
             work = Work(next(self._numbers), number, rollout_id, params, group, dataset)
             is_suspect = self._deaths[key] >= SUSPECT
@@ -182,16 +194,16 @@ class WorkerFleet(Episodes):
                 else:
                     shared = [member for member in self._members if member.is_shared]
                     done = await self._done_by(min(shared, key=lambda one: one.num_running), work)
-            except WorkerLost as loss:
+            except _WorkerLost as loss:
                 if is_suspect:
-                    raise Guilty(f"its worker died alone: {loss}") from loss
+                    raise _Guilty(f"its worker died alone: {loss}") from loss
                 self._deaths[key] += STALL_COUNTS if loss.is_stall else 1
                 continue
             del self._deaths[key]
             return done
 
     async def _done_alone(self, work: Work) -> Done:
-        """In a process of its own, as many at a time as there are workers."""
+        """In a process of its own; as many at a time as there are workers."""
         with waiting():
             async with self._alone:
                 member = _Member(self._num_workers, self._start(self._num_workers), is_shared=False)
@@ -204,11 +216,11 @@ class WorkerFleet(Episodes):
                     member.port.kill()
 
     async def _done_by(self, member: _Member, work: Work) -> Done:
-        """Raises `WorkerLost` if the worker died, and what ends the run."""
+        """Raises `_WorkerLost` if the worker died, and what ends the run."""
         port = member.port
         member.num_running += 1
         try:
-            with waiting():  # its executions have limits of their own, there
+            with waiting():  # the worker has limits of its own
                 done: Done = await port.call("run", work)
                 record = await beside(done.record.owned)
         except asyncio.CancelledError:
@@ -216,26 +228,26 @@ class WorkerFleet(Episodes):
             raise
         except ActorDied as death:
             self._replace(member, port, death)
-            raise WorkerLost(death) from death
+            raise _WorkerLost(death) from death
         finally:
             member.num_running -= 1
         member.num_deaths = 0
         return replace(done, record=record)
 
     def _replace(self, member: _Member, port: WorkerPort, death: ActorDied) -> None:
-        """Another process takes the place of a dead one; the first call that hears of it starts it."""
+        """Starts another process for a dead one, once, whichever call hears of it first."""
         if member.port is not port or not member.is_shared or self._closing or self._verdict is not None:
             return
-        port.kill()  # it may be out of reach, and alive
+        port.kill()  # it may only be out of reach
         member.num_deaths += 1
         if member.num_deaths >= MAX_DEATHS:
             self._verdict = ActorDied(
-                f"got rollout worker {member.number} dead {member.num_deaths} times in a row without a finished group, "
-                f"the last time because: {death}; look into its log: the code of an episode ends its process, or "
-                "memory runs out"
+                f"rollout worker {member.number} died {member.num_deaths} times in a row without a finished group, the "
+                f"last time because: {death}; look into its log: the code of an episode ends its process, or memory "
+                "runs out"
             )
             return
-        logger.warning("rollout worker %d is gone, and is started again: %s", member.number, death)
+        logger.warning("rollout worker %d is gone and is started again: %s", member.number, death)
         member.port = self._start(member.number)
         self._tell_state(member)
 
@@ -250,7 +262,7 @@ class WorkerFleet(Episodes):
                 self._tell_state(member)
 
     def _tell_state(self, member: _Member) -> None:
-        """What a new process has to know; of a pause before it knows an engine that it could send to."""
+        """Tells a new process what it must know; of a pause first, before it knows an engine."""
         self._follow(member, self._started(member, member.port))
         if self._paused:
             self._tell(member, "pause", None)
@@ -258,84 +270,78 @@ class WorkerFleet(Episodes):
             self._tell(member, "admit", model, [url], worker)
 
     async def _started(self, member: _Member, port: WorkerPort) -> None:
-        """Watches the start of a process; one that takes too long is ended, and its groups hear of that."""
+        """Watches the start of a process; kills one that takes too long."""
         try:
             await within(port.call("ready"), self._start_limit_s)
         except TimeoutError:
             port.kill()
             late = ActorDied(
-                f"rollout worker {member.number} was not there {self._start_limit_s:.0f} s after its start and was "
-                f"ended; {START_FLAG} raises that limit"
+                f"rollout worker {member.number} did not start within {self._start_limit_s:.0f} s and was ended; "
+                f"{START_FLAG} raises that limit"
             )
             self._replace(member, port, late)
         except ActorDied as death:
             self._replace(member, port, death)
-        except SlimeError as error:  # its groups raise it
+        except SlimeError as error:  # raised by its groups as well
             logger.warning("rollout worker %d did not start: %s", member.number, error)
 
     # ---- engines and requests --------------------------------------------------------------------------------------
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
-        """Requests to this model may go to these engines."""
         self._admitted |= {(model, url): worker for url in urls}
         self._tell_all("admit", model, list(urls), worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """These engines are gone (`died`), or go."""
         for url in urls:
             self._admitted.pop((model, url), None)
         self._tell_all("dismiss", model, list(urls), died)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Engines that bring the requests of a worker no token. Who does not answer at once has seen none."""
+        """As `RolloutManager.stalled`, by workers that answer at once."""
         return [url for urls in await self._ask_all("stalled", within_s) for url in urls or ()]
 
-    async def bringing(self, within_s: float) -> list[str]:
-        """Engines that bring the requests of a worker tokens. Who does not answer at once has seen none."""
-        return [url for urls in await self._ask_all("bringing", within_s) for url in urls or ()]
+    async def progressing(self, within_s: float) -> list[str]:
+        """As `RolloutManager.progressing`, by workers that answer at once."""
+        return [url for urls in await self._ask_all("progressing", within_s) for url in urls or ()]
 
     async def longest_stall_s(self) -> float:
-        """The longest time since the last call in which the event loop of a worker did not turn, seconds. One that does
-        not answer at once stands still now.
+        """The longest time without a turn of a worker's event loop since the last call. A worker that does not answer
+        at once stands still now.
         """
         seen = await self._ask_all("longest_stall_s")
         return max((QUESTION_LIMIT_S if s is None else s for s in seen), default=0.0)
 
     async def traffic(self) -> list[Sums]:
-        """What the requests of the workers waited for, of each who has answered; what comes late is the next call's."""
+        """The sums of each worker's requests; those that come too late are handed out by the next call."""
         if asked := [self._follow(member, self._counted(member)) for member in self._members]:
             await asyncio.wait(asked, timeout=QUESTION_LIMIT_S)
         counted, self._counts = self._counts, {}
         return list(counted.values())
 
     async def num_left_behind(self) -> int:
-        """See `Episodes`; of the workers who answer at once, and of this process."""
+        """Of this process and the workers that answer at once."""
         here = await self._conductor.num_left_behind()
         return here + sum(num or 0 for num in await self._ask_all("num_left_behind"))
 
     async def abort(self, scope: RequestScope) -> None:
-        """See `Episodes`."""
         scope.aborted = True
         await asyncio.gather(self._order("abort", scope.number), self._conductor.abort(scope))
 
     async def pause(self, scope: RequestScope | None) -> None:
-        """See `Episodes`. Also where a worker does not answer in time, which is logged."""
+        """As in `Episodes`, but only logs a worker that does not answer in time."""
         self._paused = True
         number = None if scope is None else scope.number
         await asyncio.gather(self._order("pause", number), self._conductor.pause(scope))
 
     def resume(self) -> None:
-        """See `Episodes`."""
         self._paused = False
         self._conductor.resume()
         self._tell_all("resume")
 
     async def drain(self) -> None:
-        """See `Episodes`."""
         await asyncio.gather(self._order("drain"), self._conductor.drain())
 
     async def close(self) -> None:
-        """Ends all workers."""
         self._closing = True
         try:
             await self._order("close", limit_s=CLOSE_LIMIT_S)
@@ -346,7 +352,7 @@ class WorkerFleet(Episodes):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
-        """Gives all workers an order, and waits for each until it is done, the worker is gone, or it takes too long."""
+        """Gives all workers an order; waits until each has obeyed, is gone or takes too long."""
         members = list(self._members)
         await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
@@ -355,7 +361,7 @@ class WorkerFleet(Episodes):
             self._tell(member, method, *arguments)
 
     def _tell(self, member: _Member, method: str, *arguments: Any) -> None:
-        """Gives an order whose end nobody waits for."""
+        """Gives an order that nobody waits for."""
         self._follow(member, self._bounded(member, method, *arguments))
 
     @staticmethod
@@ -381,13 +387,14 @@ class WorkerFleet(Episodes):
         except ActorDied as death:
             self._replace(member, port, death)
         except TimeoutError:
-            what = f"worker {member.number} to {method}"
-            logger.warning("waited %.0f s for %s; its code holds its event loop", limit_s, what)
+            logger.warning(
+                "waited %.0f s for worker %d to %s; its code holds its event loop", limit_s, member.number, method
+            )
         except SlimeError as error:
             logger.warning("%s of rollout worker %d: %s", method, member.number, error)
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers; None of those who do not answer at once, or are gone."""
+        """The answers of all workers; None from one that does not answer at once or is gone."""
         return await asyncio.gather(*(self._asked(member, method, *arguments) for member in list(self._members)))
 
     async def _asked(self, member: _Member, method: str, *arguments: Any) -> Any:
@@ -402,15 +409,15 @@ class WorkerFleet(Episodes):
         return None
 
     async def _counted(self, member: _Member) -> None:
-        """Asks a worker for its sums, which it tells once, and keeps them whenever they come."""
+        """Asks a worker for its sums, which it reports once, and keeps them whenever they come."""
         port = member.port
         try:
             sums: Sums | None = await port.call("traffic")
         except ActorDied as death:
             self._replace(member, port, death)
             return
-        except SlimeError as error:  # its groups raise it
-            logger.warning("rollout worker %d tells nothing of its requests: %s", member.number, error)
+        except SlimeError as error:  # raised by its groups as well
+            logger.warning("rollout worker %d does not report its requests: %s", member.number, error)
             return
         if sums is not None:
             before = self._counts.get(member)

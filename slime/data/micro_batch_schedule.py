@@ -1,26 +1,26 @@
-"""The schedule: which samples each data-parallel rank trains in which micro-batch of which optimizer step.
+"""Which samples each data-parallel rank trains in which micro-batch of which optimizer step.
 
-Pure and deterministic: every rank computes it from the same whole batch and reads its own row.
+Pure and deterministic: every rank computes the schedule from the same whole batch and reads its own part.
 
 Invariants
 1. Every sample position occurs exactly once in the whole schedule. Nothing is dropped, repeated or padded.
-2. A step holds `global_batch_size` executions, or, if `num_steps` is given, a share of them that differs from the
-   other steps' by one at most. All samples of an execution (fan-out siblings) are in one step.
+2. A step has `global_batch_size` executions or, with `num_steps`, a share of them that differs by at most one between
+   steps. All samples of an execution (fan-out siblings) are in one step.
 3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch
-   is empty (`()`) only when the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
-4. A micro-batch holds at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
-   sample that is longer than that by itself. Balancing by cost keeps to this, too: memory goes by tokens.
-5. Without `balance`, and where nothing is shared, a rank sees its samples in batch order.
-6. With `balance`, each rank runs its micro-batches from the dearest to the cheapest, and what runs side by side is
-   neighbouring in cost: no micro-batch is cheaper than one that any rank runs later.
+   is empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
+4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is one longer
+   sample. Balancing by cost keeps this limit, because memory depends on tokens.
+5. Without `balance` and shared prefixes a rank sees its samples in batch order.
+6. With `balance` each rank runs its micro-batches from the most to the least expensive, and those that run side by side
+   are neighbours in cost: no micro-batch costs less than one that any rank runs later.
 
-Samples that share a prefix (`slime.data.shared_prefixes`) are a bundle: it counts shared tokens once and goes into one
-micro-batch. It is split where micro-batches are too few for a multiple, and where samples are counted, at the end of
-one that is full.
+Samples that share a prefix (`slime.data.shared_prefixes`) form a bundle, which counts shared tokens once and goes into
+one micro-batch. It is split if there are too few micro-batches for a multiple, or, when samples are counted, at the end
+of a full micro-batch.
 
-Groups are not kept together otherwise: a step boundary may separate the executions of one prompt. Advantages come from
-the whole batch, so no number but the step's own denominators depends on it, and steps of even size matter more. Groups
-of equal size stay whole where their number divides by the number of steps.
+Otherwise groups are not kept together: a step boundary may separate the executions of one prompt. Advantages come from
+the whole batch, so only the step's own denominators depend on the boundary, and steps of even size matter more. Groups
+of equal size stay whole if their number is divisible by the number of steps.
 """
 
 from __future__ import annotations
@@ -35,26 +35,24 @@ from slime.core.errors import ConfigError, DataError
 from slime.data.shared_prefixes import MOST_READ, Prefixes
 
 MicroBatch = tuple[int, ...]
-"""Positions in the batch of the samples that are packed into one forward pass."""
+"""Positions in the batch of the samples of one forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
-    """One optimizer step."""
-
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
-    """[dp_rank][micro_batch] -> sample positions; the same number of micro-batches on each rank, some perhaps empty."""
+    """[dp_rank][micro_batch] -> sample positions; as many micro-batches on each rank, some perhaps empty."""
     num_executions: int
-    """Distinct executions of the step over all ranks: the denominator of the default loss aggregation."""
+    """Executions of the step over all ranks: the denominator of the default loss aggregation."""
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
+        """Per rank."""
         return len(self.micro_batches[0])
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """All sample positions of the step, ascending."""
+        """All sample positions, ascending."""
         return tuple(sorted(p for rank in self.micro_batches for mb in rank for p in mb))
 
 
@@ -65,7 +63,7 @@ class Schedule:
     steps: tuple[StepSchedule, ...]
 
     def of_rank(self, dp_rank: int) -> tuple[int, ...]:
-        """Positions of the samples of a data-parallel rank."""
+        """Sample positions of a data-parallel rank."""
         return tuple(p for step in self.steps for row in step.micro_batches[dp_rank] for p in row)
 
 
@@ -87,19 +85,19 @@ def build_schedule(
 ) -> Schedule:
     """Splits a batch of S samples into optimizer steps, ranks and micro-batches.
 
-    `num_tokens_S`: length in tokens of each sample. `execution_S`: execution id of each sample; equal ids are siblings.
+    `num_tokens_S`: length in tokens of each sample. `execution_S`: execution id of each sample; siblings share one.
 
-    Exactly one size of a step: `global_batch_size` executions, or any number of executions in `num_steps` steps of
-    nearly equal size (fewer steps if there are fewer executions). Exactly one way to fill micro-batches:
-    `micro_batch_size` samples (default 1) or `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks
-    (dynamic). `micro_batch_multiple`: what an interleaved pipeline needs, its number of stages.
+    Size of a step, one of: `global_batch_size` executions, or all executions in `num_steps` steps of nearly equal size
+    (fewer steps if there are fewer executions). Size of a micro-batch, one of: `micro_batch_size` samples (default 1),
+    or `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks. `micro_batch_multiple`: the number of
+    stages of an interleaved pipeline.
 
     `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
     with equal counts; Michiels et al. 2003, "balanced largest differencing") by `cost_S`, the cost of each sample in
-    any unit, such as `FlopsModel.forward`; without it by tokens.
+    any unit, such as `FlopsModel.forward`; by tokens without it.
 
-    `prefixes`: which samples share how many tokens, if that is made use of; what they cost by themselves says
-    `prefix_cost`, in the unit of `cost_S`.
+    `prefixes`: which samples share how many tokens, if sharing is on. `prefix_cost`: the cost of so many shared tokens,
+    in the unit of `cost_S`.
 
     A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if the executions do not
     divide into whole steps (samples would have to be dropped) or a size is impossible, `DataError` on malformed input.
@@ -149,19 +147,19 @@ def _check(
         if value is not None and value < 1:
             raise ConfigError(f"got {name}={value}; it must be at least 1")
     if sizes["micro_batch_size"] is not None and sizes["max_tokens_per_gpu"] is not None:
-        raise ConfigError("got micro_batch_size and max_tokens_per_gpu, because only one can fill it; give one")
+        raise ConfigError("got micro_batch_size and max_tokens_per_gpu, but only one can size a micro-batch; give one")
     if (sizes["global_batch_size"] is None) == (sizes["num_steps"] is None):
-        raise ConfigError("got both or none of global_batch_size and num_steps, because one sizes a step; give one")
+        raise ConfigError("got both or none of global_batch_size and num_steps, but exactly one sizes a step; give one")
 
 
 def _split_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
-    """The executions of each optimizer step, in order."""
+    """The executions of each step, in order."""
     total = len(executions)
     if num_steps is not None:
         num_steps = min(num_steps, total)
         bounds = [total * i // num_steps for i in range(num_steps + 1)]
         return [executions[a:b] for a, b in itertools.pairwise(bounds)]
-    assert global_batch_size is not None, "a step has a size: checked before"
+    assert global_batch_size is not None, "_check requires a size"
     if total > global_batch_size and total % global_batch_size:
         raise ConfigError(
             f"got {total} executions in one rollout and --global-batch-size {global_batch_size}, because "
@@ -178,17 +176,17 @@ class _Bundle:
 
     positions: tuple[int, ...] = ()
     tokens: int = 0
-    """What they share counts once."""
+    """Shared tokens count once."""
     read: int = 0
-    """Keys of all samples on each rank."""
+    """Keys of all samples per rank."""
     cost: float = 0.0
     room: int = 0
-    """What it takes of a micro-batch."""
+    """Its share of a micro-batch, in the unit of `cap`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundling:
-    """Makes bundles that fit into a micro-batch of `cap` tokens, or samples where `tokens_S` is None."""
+    """Makes bundles that fit into a micro-batch of `cap` tokens, or of `cap` samples if `tokens_S` is None."""
 
     cap: int
     cp_size: int
@@ -198,7 +196,7 @@ class _Bundling:
     prefix_cost: Callable[[int], float]
 
     def of(self, positions: Sequence[int]) -> list[_Bundle]:
-        """Each sample joins the bundle of its group, among those with room for it, in which it shares most."""
+        """Each sample joins the bundle of its group with which it shares most, among those with room for it."""
         bundles: list[_Bundle] = []
         of_group: dict[int, list[int]] = {}
         for position in positions:
@@ -213,12 +211,10 @@ class _Bundling:
         return bundles
 
     def halves(self, bundle: _Bundle) -> list[_Bundle]:
-        """Of a bundle of at least two samples."""
         at = _even_split([self.costs_S[p] for p in bundle.positions])
         return [self.one(bundle.positions[:at]), self.one(bundle.positions[at:])]
 
     def one(self, positions: Sequence[int]) -> _Bundle:
-        """Of samples that share."""
         bundle = _Bundle()
         for position in positions:
             bundle = self._joined(bundle, position, self._shared(position, bundle))
@@ -228,21 +224,21 @@ class _Bundling:
         return 0 if self.prefixes is None else self.prefixes.longest(position, bundle.positions).num_tokens
 
     def _joined(self, bundle: _Bundle, position: int, shared: int) -> _Bundle:
-        """The bundle with one more sample, whose first `shared` tokens it has."""
+        """Adds a sample that shares its first `shared` tokens with the bundle."""
         positions = (*bundle.positions, position)
         cost = bundle.cost + self.costs_S[position] - (self.prefix_cost(shared) if shared else 0.0)
         if self.tokens_S is None:
             return _Bundle(positions, cost=cost, room=len(positions))
         own = self.tokens_S[position] - shared
         tokens, read = bundle.tokens + own, bundle.read + self._keys(own, shared)
-        # The limit of keys is that of a rank, `cap` that of all: a part of one is worth that part of the other.
+        # `MOST_READ` limits the keys of a rank, `cap` the tokens of all ranks; the share of each limit counts.
         most = math.ceil(read * self.cp_size / MOST_READ)
         room = max(tokens, most) if len(positions) > 1 else min(tokens, self.cap)
         return _Bundle(positions, tokens, read, cost, room)
 
     def _keys(self, own: int, shared: int) -> int:
-        """What a rank has for a sample with `own` tokens behind `shared` ones: each chunk sees all before its end. A
-        context-parallel rank has two chunks, the first and the last, the second and the last but one, and so on.
+        """Keys of a rank for a sample with `own` tokens after `shared` ones. A context-parallel rank has two chunks
+        (the first and the last, the second and the last but one, ...), and each sees all tokens before its end.
         """
         return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
 
@@ -252,11 +248,11 @@ _Bin = list[_Bundle]
 
 
 def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
-    """Puts each bundle, in order, into the first bin with room for it."""
+    """Puts each bundle, in order, into the first bin with room."""
     bins: list[_Bin] = []
     loads: list[int] = []
     smallest = min(b.room for b in bundles)
-    open_bins: list[int] = []  # a full one is never looked at again: linear time for equal samples
+    open_bins: list[int] = []  # without full ones: linear time for equal samples
     for bundle in bundles:
         chosen = next((i for i in open_bins if loads[i] + bundle.room <= cap), len(bins))
         if chosen == len(bins):
@@ -276,7 +272,7 @@ def _bins_of(positions: Sequence[int], bundling: _Bundling) -> list[_Bin]:
 
 
 def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
-    """Counted samples, bundle by bundle: as few bins as there can be, so a bundle may go on in the next."""
+    """Fills bins of counted samples in order; as few as possible, so a bundle may continue in the next bin."""
     bins: list[_Bin] = []
     room = 0
     for bundle in bundles:
@@ -292,8 +288,8 @@ def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
 
 
 def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_Bin]:
-    """Splits the dearest divisible bins until their number is a multiple; bundles where no bin has two, and empty bins
-    only when no bundle divides.
+    """Splits the most expensive bins until their number is a multiple: first bins of several bundles, then bundles.
+    Adds empty bins only if nothing is divisible.
     """
     bins = [list(b) for b in bins]
     while len(bins) % multiple:
@@ -310,9 +306,9 @@ def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_
 
 
 def _evened(bins: list[_Bin], cap: int) -> list[_Bin]:
-    """The same bundles in as many bins of like cost: the dearest first, each into the cheapest bin with room for it.
+    """Rearranges the bundles by cost: the most expensive first, each into the cheapest bin with room.
 
-    The bins as they were, if some bundle then finds no room or the dearest bin gets dearer.
+    Returns `bins` if a bundle finds no room, or if the most expensive bin would cost more.
     """
     out: list[_Bin] = [[] for _ in bins]
     loads = [0] * len(bins)
@@ -342,7 +338,7 @@ def _costs_of(bins: Sequence[_Bin]) -> list[float]:
 
 
 def _even_split(costs: Sequence[float]) -> int:
-    """Where to split a list of at least two costs so that the dearer side is as cheap as possible."""
+    """Where to split at least two costs so that the more expensive side costs least."""
     total, left, best, best_cost = sum(costs), 0.0, 1, sum(costs)
     for at, one in enumerate(costs[:-1], start=1):
         left += one
@@ -359,16 +355,16 @@ def _assign(bins: list[_Bin], dp_size: int, balance: bool) -> tuple[tuple[MicroB
         return tuple(tuple(micro_batches[rank::dp_size]) for rank in range(dp_size))
     weights = _costs_of(bins)
     shares = _balanced_differencing(weights, dp_size)
-    # Heaviest first on every rank: what runs side by side (expert parallelism waits for the slowest) is of like size.
+    # Most expensive first on every rank: expert parallelism waits for the slowest of those that run side by side.
     ordered = [sorted(share, key=lambda i: (-weights[i], i)) for share in shares]
     return tuple(tuple(micro_batches[i] for i in share) for share in ordered)
 
 
 def _balanced_differencing(weights: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Splits items into `num_shares` lists of equal count and nearly equal weight; returns item indices.
+    """Splits items into `num_shares` lists of equal length and nearly equal weight; returns item indices.
 
-    Start from tuples of `num_shares` items of neighbouring weight; merge the two tuples of largest spread, heavy side
-    onto light side, until one tuple is left.
+    Starts from tuples of `num_shares` items of neighbouring weight, then merges the two tuples of largest spread, heavy
+    side with light side, until one is left.
     """
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []

@@ -1,11 +1,8 @@
-"""`Episodes`: who works on groups, and how a loop ends their requests. `Here`: this process, on this event loop.
-
-Consumes: groups of a loop. Produces: a `GroupResult` for each. Waits for: the executions of the group, then for the
-user's filter. Is woken by: their end, or the cancellation of the call.
+"""`Episodes`: works on groups for a loop, here or in other processes. `Here` does so in this process.
 
 Invariants
-1. A call that is cancelled returns when nothing of its group runs any more, or after a limit that says so.
-2. `abort` ends the requests of one scope, wherever they are; `pause` those of everybody, and holds new ones back.
+1. A cancelled call returns when nothing of its group runs any more, or is left behind after a limit.
+2. `abort` ends the requests of one scope, wherever they run; `pause` ends all requests and holds new ones back.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.buffer.groups import GroupRecord, group_of
-from slime.core.errors import ActorDied, WorkerStalled
 from slime.core.sample import Group, Sample
 from slime.rollout.client.upstream import RequestScope
 from slime.rollout.execute import (
@@ -38,12 +34,12 @@ from slime.rollout.user_functions import RolloutHooks, keep_group
 from slime.settings.eval_config import EvalDatasetConfig
 
 if TYPE_CHECKING:
-    from slime.rollout.client.client import EngineClient
+    from slime.rollout.client.engine_client import EngineClient
     from slime.rollout.context import RolloutContext
 
 
 class Episodes(ABC):
-    """What a loop over groups asks of whoever works on them."""
+    """How a loop has groups worked on."""
 
     @abstractmethod
     async def run(
@@ -54,37 +50,37 @@ class Episodes(ABC):
         hooks: RolloutHooks,
         scope: RequestScope,
     ) -> GroupResult:
-        """Works on a group until it is finished or something ended that. Raises what ends the run."""
+        """Works on a group until it is finished or interrupted. Raises what ends the run."""
 
     @abstractmethod
     async def evaluate(
         self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
-        """One execution of an evaluation. Raises what ends the run."""
+        """Runs one execution of an evaluation. Raises what ends the run."""
 
     @abstractmethod
     async def abort(self, scope: RequestScope) -> None:
-        """The requests of a scope come back with what they have."""
+        """Takes back the requests of a scope."""
 
     @abstractmethod
     async def pause(self, scope: RequestScope | None) -> None:
-        """Ends every request; they go on at `resume`. Those of `scope` come back with what they have."""
+        """Ends every request until `resume`; those of `scope` are taken back."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Requests go again."""
+        """Lets requests go again after `pause`."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Waits until no order to end a request is on its way."""
+        """Waits until every abort is delivered."""
 
     @abstractmethod
     async def num_left_behind(self) -> int:
-        """Tasks and threads of user code that nobody waits for any more, and that still run."""
+        """Number of tasks and threads of user code that still run, and that nobody waits for."""
 
 
 class Here(Episodes):
-    """In this process, with its client; without one where no engine runs."""
+    """In this process. `client`: None if no engine runs."""
 
     def __init__(self, client: EngineClient | None) -> None:
         self._client = client
@@ -97,45 +93,38 @@ class Here(Episodes):
         hooks: RolloutHooks,
         scope: RequestScope,
     ) -> GroupResult:
-        """See `Episodes`. The scope is that of the task."""
         return await work_on(context, group, params, hooks)
 
     async def evaluate(
         self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
-        """See `Episodes`."""
         params = eval_sampling_params(dataset)
         return await run_execution(context, [sample], params, hooks.generate, evaluation=True, dataset=dataset)
 
     async def abort(self, scope: RequestScope) -> None:
-        """See `Episodes`."""
         if self._client is not None:
             await self._client.abort_scope(scope)
 
     async def pause(self, scope: RequestScope | None) -> None:
-        """See `Episodes`."""
         if self._client is not None:
             await self._client.pause(scope)
 
     def resume(self) -> None:
-        """See `Episodes`."""
         if self._client is not None:
             self._client.resume()
 
     async def drain(self) -> None:
-        """See `Episodes`."""
         if self._client is not None:
             await self._client.drain()
 
     async def num_left_behind(self) -> int:
-        """See `Episodes`."""
         return num_left_behind()
 
 
 async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:
     """Runs what is left of a group, and asks the user's filter about a finished one. Raises what ends the run.
 
-    A filter of which the run took a request back has said nothing: the group is ABORTED, its executions stay finished.
+    If the run took back a request of the filter, the group is ABORTED; its executions stay finished.
     """
     result = await run_group(context, group, dict(params), hooks.generate)
     if hooks.dynamic_filter is None or result.outcome is not Outcome.FINISHED:
@@ -152,11 +141,8 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
     finally:
         transcript.close()
         TRANSCRIPT.reset(token)
-    seals.check(finished.samples)
+    seals.mark_changed(finished.samples)
     return interrupted if transcript.taken_back else dataclasses.replace(result, verdict=verdict)
-
-
-# What travels between the rollout and its workers: a group to be worked on, and what became of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,45 +150,26 @@ class Work:
     """A group for a worker."""
 
     number: int
-    """Of this work, by which it is cancelled."""
+    """Identifies the work for `cancel`."""
     scope: int | None
-    """Number of the scope of its requests, in the rollout's process; None for an evaluation."""
+    """The number of its `RequestScope` in the rollout's process; None in an evaluation."""
     rollout_id: int | None
     params: Mapping[str, Any]
     """Sampling parameters."""
     group: Group
-    """Packed: its numbers are arrays. Of an evaluation: one execution."""
+    """Packed: its numbers are arrays. In an evaluation: one execution."""
     dataset: EvalDatasetConfig | None = None
-    """Of an evaluation."""
+    """In an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A group from a worker."""
+    """A worker's answer."""
 
     record: GroupRecord
-    """The group: text and arrays that nobody has to look into before it is trained."""
+    """Text and arrays; nobody has to look into it before training."""
     outcome: Outcome
     reason: str
     verdict: DynamicFilterOutput | None
     progress: Progress
     """Tokens and failures of this work."""
-
-
-# Why a worker has no answer for a group, as `fleet` tells its own functions. Nobody else sees these.
-
-
-class WorkerLost(Exception):
-    """The worker of a group died."""
-
-    def __init__(self, death: ActorDied) -> None:
-        super().__init__(str(death))
-        self.is_stall = isinstance(death, WorkerStalled)
-
-
-class Guilty(Exception):
-    """A group ended the processes that worked on it."""
-
-
-class Ended(Exception):
-    """The run ended the requests of a group that was between two workers."""

@@ -1,5 +1,5 @@
-"""What a rollout is made of at its start: engines, teacher and graders to ask; tokenizer, Data Buffer and evaluation
-datasets.
+"""Makes the parts of a rollout from the settings: tokenizer, Data Buffer, evaluation datasets, and the clients of
+engines, teacher and graders.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ from typing import Any
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.prompts import image_column
 from slime.buffer.sources import SOURCES, SourceContext
-from slime.core.hf_config import num_experts_of, read_hf_config
+from slime.core.hf_config import num_experts_of, read_hf_config, text_config
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel
-from slime.data.dataset import PromptDataset
-from slime.data.images import ImageColumn
+from slime.data.dataset import load_held_out
 from slime.models.common.config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.client.call import EndOfText
-from slime.rollout.client.client import EngineClient
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.teacher_client import TeacherClient
 from slime.rollout.context import Models
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.user_functions import load
 from slime.settings import Args
-from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
+from slime.settings.eval_config import eval_datasets
 from slime.settings.topology_yaml import topology_of
-
-# What the manager reads at the start: tokenizer, Data Buffer, evaluation datasets.
 
 
 def load_tokenizer(args: Args) -> Any:
-    """The HF tokenizer of `--hf-checkpoint`, with `--chat-template`; None if no checkpoint is given."""
+    """The HF tokenizer of `--hf-checkpoint`, with `--chat-template`; None without a checkpoint."""
     if not args.hf_checkpoint:
         return None
     tokenizer = tokenizer_of(args.hf_checkpoint)
@@ -44,14 +41,13 @@ def load_tokenizer(args: Args) -> Any:
 
 
 def tokenizer_of(path: str) -> Any:
-    """The HF tokenizer of a checkpoint folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
-    """The Data Buffer over the source that `--data-source` names."""
+    """The Data Buffer over the source of `--data-source`."""
     context = SourceContext(
         args=args, tokenizer=tokenizer, buffer_filter=load(args.buffer_filter_path, "buffer_filter")
     )
@@ -59,36 +55,14 @@ def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
 
 
 def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
-    """The datasets of `--eval-prompt-data` or `--eval-config`, read."""
-    found, images = eval_datasets(args), image_column(args)
-    return tuple(EvalDataset(one, _rows(one, tokenizer, images)) for one in found)
-
-
-def _rows(one: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> Any:
-    dataset = PromptDataset.load(
-        one.path,
-        tokenizer=tokenizer,
-        input_key=one.input_key,
-        label_key=one.label_key,
-        metadata_key=one.metadata_key,
-        tool_key=one.tool_key,
-        apply_chat_template=one.apply_chat_template,
-        apply_chat_template_kwargs=one.apply_chat_template_kwargs,
-        max_prompt_tokens=one.max_prompt_len,
-        held_out=True,
-        images=images,
-    )
-    return [dataset[i] for i in range(len(dataset))]
-
-
-# Whom a rollout asks: the engines, the teacher, the graders, each made as the settings say.
+    """Reads the datasets of `--eval-prompt-data` or `--eval-config`."""
+    images = image_column(args)
+    read = ((one, load_held_out(one, tokenizer, images)) for one in eval_datasets(args))
+    return tuple(EvalDataset(one, [dataset[i] for i in range(len(dataset))]) for one, dataset in read)
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
-    """By name the clients of all models that are served; their engines are admitted later.
-
-    `tokenizer`: the policy's; `keys`: what all engines ask for.
-    """
+    """Model name -> client, for all served models; engines are admitted later. `tokenizer`: the policy's."""
     return Models(
         {
             model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
@@ -100,7 +74,7 @@ def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
 
 
 def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineClient:
-    """Of a model that has another checkpoint than the policy: its answers are not trained."""
+    """The client of a model with a checkpoint of its own; its answers are not trained."""
     path = model.path
     return EngineClient(
         request_timeout_s=args.request_timeout_s,
@@ -123,10 +97,9 @@ def engine_client(
     pairs: bool = False,
     trained: bool = True,
 ) -> EngineClient:
-    """The client of the policy's engines: those at `urls`, and the ones that are admitted later.
+    """A client of engines that serve the policy's checkpoint: those at `urls`, and those admitted later.
 
-    `keys`: what they ask for; `pairs`: they answer in pairs; `trained`: their model is the one that is
-    trained. `tokenizer`: the one that the engines decode with; None where there is none.
+    `tokenizer`: the one that the engines decode with, if any. The rest is as in `EngineClient`.
     """
     return EngineClient(
         *urls,
@@ -145,7 +118,7 @@ def engine_client(
 
 
 def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
-    """How SGLang sees that an answer has ended: by config, generation config and tokenizer of the checkpoint."""
+    """Where SGLang ends an answer: by config, generation config and tokenizer of the checkpoint."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(hf_checkpoint) / name
@@ -164,7 +137,7 @@ def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
 
 
 def teacher_client(args: Args) -> TeacherClient | None:
-    """The client of `--opd-teacher-url`; None without one."""
+    """The client of `--opd-teacher-url`, if given."""
     if args.opd_teacher_url is None:
         return None
     return TeacherClient(
@@ -177,7 +150,7 @@ def teacher_client(args: Args) -> TeacherClient | None:
 
 
 def grader_pool(args: Args) -> GraderPool:
-    """The processes that grade. Raises `ConfigError` on a grader that does not exist."""
+    """The grader processes. Raises `ConfigError` for an unknown grader."""
     return GraderPool(
         num_workers=args.reward_num_workers,
         timeout_s=args.reward_timeout_s,
@@ -191,7 +164,7 @@ def grader_pool(args: Args) -> GraderPool:
 
 
 def _expert_format(args: Args) -> ExpertFormat | None:
-    """What routed experts look like, where the engines return them."""
+    """The format of routed experts, if engines return them."""
     if not args.sglang.get("enable_return_routed_experts"):
         return None
     config = read_hf_config(args.hf_checkpoint)
@@ -200,10 +173,7 @@ def _expert_format(args: Args) -> ExpertFormat | None:
 
 
 def _vocab_size(hf_checkpoint: str) -> int | None:
-    """Number of token ids that the model knows, from its config; None if it does not say."""
+    """The model's number of token ids, if its config says it."""
     path = Path(hf_checkpoint) / "config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    return int(size) if size is not None else None
+    size = text_config(json.loads(path.read_text())).get("vocab_size") if path.is_file() else None
+    return None if size is None else int(size)

@@ -1,15 +1,15 @@
-"""Conversations in the spelling that a chat template reads.
+"""Rewrites conversations into the spelling that a chat template reads.
 
 Data sets write one thing in several ways: a thought in `reasoning_content`, in `thinking` or within the content; the
-arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. Of these a
-template reads one; it fails at the others or leaves them out without a word. Some write one call a turn, some have no
-place for thoughts or tools. Which, shows on conversations of two messages (`Spelling.of`), once for each template.
+arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. A template reads
+one of them, and fails at the others or leaves them out silently. Some write one call per turn, some leave out thoughts
+or tools. `Spelling.of` finds that out once per template, from conversations of two messages.
 
 Invariants
-1. A message keeps all that the template has a place for. What it has none for is named (`Spelled.left_out`), and is
-   never a call or an answer.
-2. Calls of one message become calls of several only where the template writes fewer, each behind the results of those
-   before it: as the model would have made them.
+1. A message keeps everything that the template writes. What it leaves out is named (`Spelled.left_out`), and is never a
+   call or an answer.
+2. Calls of one message are spread over several only if the template writes fewer per turn, each after the results of
+   those before it, as the model would have made them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ from typing import Any
 
 from slime.core.errors import DataError
 
-# What a message of an assistant says, and whether the text that a chat template made of it says the same.
-#
-# Templates leave things out without a word: reasoning, all calls but the first, content beside a call. A row whose turn
-# does not say what its message says would train the model to say less, so it is refused by name.
-
 Message = Mapping[str, Any]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message in which data sets keep reasoning; a template reads one of them at most."""
+"""Fields in which data sets keep reasoning; a template reads at most one of them."""
 _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"separators": (",", ":")},
@@ -45,7 +40,8 @@ _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
 def unsaid(message: Message, turn: str) -> list[str]:
     """Names of what the message says and its turn does not: reasoning, content, calls, arguments of calls.
 
-    They are looked for in this order, each behind the one before, so that a name in the content counts as no call.
+    A row with any would train the model to say less. They are searched in this order, each after the one before, so a
+    name in the content does not count as a call.
     """
     missing: list[str] = []
     at = 0
@@ -56,7 +52,7 @@ def unsaid(message: Message, turn: str) -> list[str]:
                 missing.append(what)
             else:
                 at = found + len(text.strip())
-    for call in calls_of(message):
+    for call in functions(message.get("tool_calls")):
         name = str(call.get("name", ""))
         found = turn.find(name, at)
         if found < 0:
@@ -70,13 +66,8 @@ def unsaid(message: Message, turn: str) -> list[str]:
     return missing
 
 
-def calls_of(message: Message) -> list[Mapping[str, Any]]:
-    """Name and arguments of each call, with or without the `function` level."""
-    return functions(message.get("tool_calls"))
-
-
 def functions(entries: Any) -> list[Mapping[str, Any]]:
-    """Tools or calls, without the `function` level."""
+    """Tools or calls, without the `function` level if they have it."""
     return [e.get("function", e) for e in entries or () if isinstance(e, Mapping)]
 
 
@@ -89,7 +80,7 @@ def _reasoning(message: Message) -> list[str]:
 
 
 def thought_of(message: Message) -> str:
-    """What a message thinks, in a field of its own or within its content; empty if it does not."""
+    """The message's thought, from its own field or the content; empty if there is none."""
     return next(iter(_reasoning(message)), "")
 
 
@@ -98,7 +89,7 @@ def _content(message: Message) -> list[str]:
 
 
 def _texts(content: Any) -> list[str]:
-    """Content is a text, or parts of which some are texts."""
+    """Content is a text, or a list of parts, some of which are texts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
@@ -108,14 +99,14 @@ def _texts(content: Any) -> list[str]:
 
 
 def _end_of_arguments(arguments: Any, turn: str, start: int) -> int | None:
-    """Where the arguments end that the turn says from `start` on; None if it does not say all of them."""
+    """Where the arguments end that stand in the turn from `start` on; None if some are missing."""
     spellings = [arguments] if isinstance(arguments, str) else list(_spellings(arguments or {}))
     ends = [turn.find(text, start) + len(text) for text in spellings if text in turn[start:]]
     if ends:
         return min(ends)
     if not isinstance(arguments, Mapping):
         return None if arguments else start
-    if arguments and str(dict(arguments)) in turn[start:]:  # pasted as Python writes an object, not as JSON
+    if arguments and str(dict(arguments)) in turn[start:]:  # pasted as a Python object, not as JSON
         return None
     end = start
     for key, value in arguments.items():
@@ -130,14 +121,14 @@ def _end_of_arguments(arguments: Any, turn: str, start: int) -> int | None:
 
 def _end_of_leaf(leaf: Any, turn: str, start: int) -> int | None:
     texts = [str(leaf), *(json.dumps(leaf, ensure_ascii=ascii_only) for ascii_only in (False, True))]
-    # A number is not found within a longer one.
+    # A number must not be part of a longer one.
     edge = "" if isinstance(leaf, str) else r"\b"
     found = [re.compile(edge + re.escape(text) + edge).search(turn, start) for text in texts]
     return min((match.end() for match in found if match), default=None)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Keys and values inside, where a template may write an object in any layout."""
+    """The keys and values inside, since a template may write an object in any layout."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)
@@ -156,31 +147,31 @@ def _spellings(value: Any) -> Iterator[str]:
 
 
 def decoded(arguments: Any) -> Any:
-    """Arguments of a call as an object: a template encodes them, and would encode a text again."""
+    """Arguments of a call as an object, for templates that encode them."""
     if not isinstance(arguments, str):
         return arguments
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:  # another text is what the model wrote
+    except ValueError:  # the model wrote other text
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
 def encoded(arguments: Any) -> Any:
-    """Arguments of a call as JSON text, as the templates want it that only paste them."""
+    """Arguments of a call as JSON text, for templates that only paste them."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str | None]
-"""Messages, tools, and whether a generation prompt is asked for, to text; None where that is not known. Raises
-`DataError` with the template's complaint."""
+"""(messages, tools, with a generation prompt) -> text; None if unknown. Raises `DataError` with the template's
+complaint."""
 
 MASK_KEYS = ("step_loss_mask", "weight")
-"""`0` in an assistant message: context only, not trained. The second is that of OpenAI's fine-tuning files."""
+"""`0` in an assistant message: context only, not trained. `weight` is from OpenAI's fine-tuning files."""
 REASONING, WORDS, TOOLS = "reasoning", "words beside a call", "tools"
-"""What a template may have no place for."""
+"""What templates may leave out."""
 THOUGHT_BEGINS, THOUGHT_ENDS = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
-"""How a generation prompt ends that begins a thought for the model, or that ends it."""
+"""The end of a generation prompt that begins, or ends, the model's thought."""
 
 QUESTION: Message = {"role": "user", "content": "probe of a question"}
 _ANSWER, _THOUGHT, _INSTRUCTION = "probe of an answer", "probe of a thought", "probe of an instruction"
@@ -196,31 +187,29 @@ _TOOL = {"type": "function", "function": _FUNCTION}
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How a template reads a message with calls."""
+    """How a template reads messages with calls."""
 
     empty: Mapping[str, Any] = field(default_factory=lambda: {"content": ""})
-    """The content of one without text."""
+    """The content of a message with calls and no text."""
     as_text: bool = False
-    """Arguments are JSON text, not objects."""
+    """Arguments must be JSON text."""
     by_id: bool = False
-    """A call's id is written in place of its name, and holds it (Kimi-K2: `functions.NAME:NUMBER`)."""
+    """The template writes the id of a call for its name, so the id must hold it (Kimi-K2: `functions.NAME:NUMBER`)."""
     most: int | None = None
-    """Calls in one message; None: any number."""
+    """Calls per message; None: any number."""
     with_words: bool = True
-    """A text may stand beside a call."""
+    """Text may stand beside a call."""
     with_words_and_thought: bool = True
-    """And a thought beside both."""
+    """So may text and a thought together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A conversation for one template."""
-
     messages: list[dict[str, Any]]
     rows: list[int]
-    """Of each message, which one of the row it comes from."""
+    """For each message, the number of its original."""
     left_out: list[frozenset[str]]
-    """Of each message, what the template has no place for."""
+    """For each original message, what the template leaves out."""
     tools: list[Any] | None
 
 
@@ -229,34 +218,33 @@ class Spelling:
     """What a template reads, and where."""
 
     thought_key: str | None = None
-    """The field of a message from which it takes a thought."""
+    """The field from which it takes a thought."""
     thought_end: str = ""
-    """What it writes between a thought and an answer."""
+    """What it writes between thought and answer."""
     splits_thoughts: bool = False
-    """It takes thoughts out of the content, so that the model has them there."""
+    """It takes thoughts out of the content of earlier turns, so the content is where the model has them."""
     pastes_thoughts: bool = False
-    """It leaves them in the content, though it has a field for them."""
+    """It leaves thoughts in the content, although it has a field for them."""
     begins_thoughts: bool = False
     """Its generation prompt ends with `<think>`."""
     ends_thoughts: bool = False
-    """Its generation prompt ends with `</think>`: the model is asked for an answer without a thought."""
+    """Its generation prompt ends with `</think>`: it asks for an answer without a thought."""
     calls: Calls | None = None
     """None: it writes no calls."""
     reads_developer: bool = False
-    """It knows the role `developer`."""
     reads_bare_tools: bool = False
-    """It writes descriptions of tools without a level `function`, too."""
+    """It also writes tools without the `function` level."""
 
     @classmethod
     def of(cls, render: Render) -> Spelling | None:
-        """What two messages each show of a template; None where `render` does not know."""
+        """Found by rendering conversations of two messages; None if `render` does not know the text."""
         try:
             return _probed(_Probe(render))
         except _NotKnownError:
             return None
 
     def spell(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Spelled:
-        """A conversation as the template reads it. Raises `DataError` for calls whose results are missing."""
+        """Rewrites a conversation. Raises `DataError` for calls whose results are missing."""
         plain = [self._message(m) for m in messages]
         apart = list(_apart([m for m, _ in plain], self.calls or Calls()))
         spelled = [m for m, _ in apart]
@@ -271,7 +259,7 @@ class Spelling:
 
     @property
     def _roles(self) -> Mapping[str, str]:
-        """Roles of OpenAI's that most templates pass over."""
+        """OpenAI's roles that most templates ignore -> the role to use."""
         return {"function": "tool"} | ({} if self.reads_developer else {"developer": "system"})
 
     def _message(self, message: Message) -> tuple[dict[str, Any], frozenset[str]]:
@@ -289,9 +277,9 @@ class Spelling:
         return kept, frozenset(left_out)
 
     def _thought(self, message: dict[str, Any]) -> set[str]:
-        """Puts the thought where the template reads it. Returns what it has no place for."""
+        """Moves the thought to where the template reads it. Returns what the template leaves out."""
         thoughts = {message[k] for k in REASONING_KEYS if isinstance(message.get(k), str) and message[k].strip()}
-        if len(thoughts) > 1:  # which of them is the thought is not for us to say
+        if len(thoughts) > 1:  # it is unclear which is the thought
             return set()
         for key in REASONING_KEYS:
             message.pop(key, None)
@@ -332,7 +320,7 @@ class Spelling:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is one to learn from. Raises `DataError` for a weight that is neither 0 nor 1."""
+    """Whether the message is trained. Raises `DataError` for a weight other than 0 and 1."""
     for key in MASK_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
             raise DataError(f'got "{key}": {value!r} in a message, which is learned or not; do: write 1 or 0')
@@ -340,7 +328,7 @@ def is_trained(message: Message) -> bool:
 
 
 def _joined(content: Any) -> Any:
-    """Parts that are all text as one text: some templates write no parts, some write them as Python does."""
+    """Joins parts if all are text: some templates write no parts, some write them as Python objects."""
     if content is None:
         return ""
     if isinstance(content, list | tuple):
@@ -364,7 +352,7 @@ def _call(call: Any, as_text: bool) -> Any:
 
 
 def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[dict[str, Any], int]]:
-    """(message, its number) with at most so many calls in each, their results behind them."""
+    """(message, its number) with at most `form.most` calls per message, followed by their results."""
     most, at = form.most, 0
     while at < len(messages):
         message, row = messages[at], at
@@ -382,9 +370,10 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
             is_last = first + most >= len(calls)
             if len(own) < len(some) and not is_last:
                 raise DataError(
-                    f"got message {row} with {len(calls)} calls at once, of which this chat template writes {most} in "
-                    f"a turn, and {len(own)} results for the first {len(some)}, so nothing says behind what the model "
-                    "would make the next call; do: put a tool message for each call behind it, or leave this row out"
+                    f"message {row} has {len(calls)} calls at once, of which this chat template writes {most} in a "
+                    f"turn, and {len(own)} results for the first {len(some)}, so it is unclear after which result the "
+                    "model would make the next call; do: put a tool message for each call after it, or leave this row "
+                    "out"
                 )
             for i in [*results] if is_last else own:
                 results.remove(i)
@@ -392,17 +381,17 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
 
 
 def _results_of(calls: Sequence[Any], results: Sequence[int], messages: Sequence[Message]) -> list[int]:
-    """Numbers of the tool messages that answer these calls: by id, or in their order."""
+    """Numbers of the tool messages that answer these calls: by id, else in order."""
     ids = {call.get("id") for call in calls if isinstance(call, Mapping)} - {None}
     by_id = [i for i in results if messages[i].get("tool_call_id") in ids]
     return by_id if len(by_id) == len(calls) else list(results[: len(calls)])
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ids that say which function is called, counted through the conversation; results have that of their call."""
+    """Gives calls ids that name their function, counted through the conversation, and results the id of their call."""
     number = itertools.count()
     waiting: dict[Any, list[str]] = {}
-    """Given id -> new ones whose results are to come."""
+    """Old id -> new ids whose results are to come."""
     out = []
     for message in messages:
         if message.get("tool_calls"):
@@ -423,11 +412,11 @@ def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _NotKnownError(Exception):
-    """What the template writes is not known here."""
+    """Nothing here knows what the template writes."""
 
 
 class _Probe:
-    """Asks a template for conversations of two messages."""
+    """Renders conversations of two messages."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -443,7 +432,7 @@ class _Probe:
         return text
 
     def turn(self, message: Message, tools: Any = None) -> str:
-        """What it writes for an assistant's message behind a question; empty if it refuses."""
+        """The text for an assistant's message after a question; empty if the template refuses it."""
         prompt, whole = self.text([QUESTION], tools), self.text([QUESTION, message], tools)
         if prompt is None or whole is None:
             return ""
@@ -451,7 +440,7 @@ class _Probe:
         return whole[same:]
 
     def says(self, spelling: Spelling, message: Message) -> bool:
-        """Whether all of a message is in its turn, spelled so, with a tool in the prompt or without."""
+        """Whether the turn of a message, so spelled, says all of it, with a tool in the prompt or without."""
         (spelled,) = spelling.spell([message]).messages
         turns = [self.turn(spelled, tools) for tools in ([_TOOL], None)]
         return any(turn and not unsaid(message, turn) and _is_even(turn) for turn in turns)
@@ -493,7 +482,7 @@ def _probed(probe: _Probe) -> Spelling:
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
-    """The first form in which a call is in its turn. Objects come before text: a template would encode a text again."""
+    """The first form in which a turn has its call. Objects are tried before text, which some templates encode again."""
     empties: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
     for by_id, empty, as_text in itertools.product((False, True), empties, (False, True)):
         form = Calls(empty=empty, as_text=as_text, by_id=by_id)
@@ -505,7 +494,7 @@ def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
 
 
 def _is_even(turn: str) -> bool:
-    """Whether what stands between calls is the same everywhere: DeepSeek-V3 ends a turn of three calls twice."""
+    """Whether the text between calls is the same everywhere: DeepSeek-V3 ends a turn of three calls twice."""
     places = [(turn.find(place), turn.find(place) + len(place)) for place in _PLACES if place in turn]
     between = {re.sub(r"\d", "", turn[end:start]) for (_, end), (start, _) in itertools.pairwise(places)}
     return len(between) < 2
