@@ -107,12 +107,13 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[
 def _remove_abandoned() -> None:
     """Removes files of freed buffers. Torch counts receivers in the file, and a killed receiver is never subtracted.
 
-    Only after torch has freed a buffer: it aborts the process if the file is missing then.
+    Only after torch has freed a buffer: it aborts the process if the file is missing then. Threads of a sync call this
+    at the same time; whoever takes a name out of the table removes its file.
     """
-    for name in [name for name, storage in _born.items() if storage.expired()]:
-        del _born[name]
-        with contextlib.suppress(FileNotFoundError):
-            Path(SHM, name).unlink()
+    for name, storage in list(_born.items()):
+        if storage.expired() and _born.pop(name, None) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                Path(SHM, name).unlink()
 
 
 def _shared(tensor: Tensor) -> Any:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from slime.serving import payloads
 from slime.serving.child_process import ChildProcess
 from slime.serving.payloads import serialize_bucket, shareable
 
@@ -82,3 +84,26 @@ def test_a_bucket_whose_receiver_read_it_is_let_go_without_harm() -> None:
     assert not made & files_of_buckets()
     _, other = serialize_bucket([("a", torch.zeros(3))], 1)
     assert other is not None
+
+
+class SeenFirstByAnotherThread:
+    """A freed buffer whose file another thread removes while this one looks."""
+
+    def expired(self) -> bool:
+        payloads._born["born_meanwhile"] = Kept()
+        payloads._born.pop("freed", None)
+        return True
+
+
+class Kept:
+    def expired(self) -> bool:
+        return False
+
+
+def test_two_threads_may_look_for_freed_buffers_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Law: no sync fails because two of its threads found the same freed buffer."""
+    monkeypatch.setattr(payloads, "SHM", str(tmp_path))
+    monkeypatch.setattr(payloads, "_born", {"freed": SeenFirstByAnotherThread()})
+    (tmp_path / "freed").touch()
+    payloads._remove_abandoned()
+    assert set(payloads._born) == {"born_meanwhile"}
