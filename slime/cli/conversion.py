@@ -1,4 +1,8 @@
-"""What `slime convert` does: weights from one kind of folder to another, and a rollout of the public slime to ours."""
+"""What `slime convert` does: weights from one kind of folder to another, and a rollout of the public slime to ours.
+
+Weights are converted one tensor at a time (except to `torch_dist`), without model, ranks or engines. The target gets
+its name when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.cli.convert import check_folders, check_rollout
 from slime.core.errors import CheckpointError, ConfigError, DataError
-from slime.core.hf_config import quantisation_of, read_hf_config
+from slime.core.hf_config import read_hf_config
 from slime.models import load_family, table_for
 from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
 from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import save_rollout
-from slime.training.foreign import require_trust
 from slime.training.foreign.confined import Confined, TorchDist, checkpoint_in
 from slime.training.state.adapter_files import write_peft
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
@@ -31,29 +35,20 @@ from slime.training.state.shards import MASTER, MODEL, TensorFile, digest_of, op
 from slime.weights.quantised import formats
 from slime.weights.quantised.formats import SCALE_SUFFIX
 
-# What `slime convert` does with weights: from a Hugging Face folder, a slime checkpoint or Megatron's `torch_dist` to
-# a Hugging Face folder in another type, or to `torch_dist`.
-#
-# One tensor after the other (but to `torch_dist`); no model, no ranks, no engine. OUT gets its name when it is
-# complete.
-
 PEFT, FP8, TORCH_DIST = "peft", "fp8", "torch_dist"
-"""What `--to` says for the adapters alone, for quantised weights, and for a folder of Megatron."""
+"""Values of `--to` for only the adapters, for quantised weights, and for a folder of Megatron."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What else `--to` may say."""
+"""The other values of `--to`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is converted."""
-
     assets: Path
     """Folder of config.json and tokenizer."""
     table: FamilyTable
     names: tuple[str, ...]
-    """Of all tensors."""
     tensors: Iterable[tuple[str, Tensor]]
-    """(name, full tensor) of `names`; consumed once."""
+    """(name, full tensor) for `names`; an iterator."""
 
 
 def convert(
@@ -65,18 +60,14 @@ def convert(
     *,
     trust_pickle: bool = False,
 ) -> None:
-    """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST`, or None; the last two keep types.
+    """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep types.
 
-    `hf_checkpoint`: what the model of a checkpoint was loaded from, for tensors that training does not hold, for
-    config and tokenizer of a `torch_dist` folder, and for adapters the model that they name as theirs.
-    `model_family`: as the flag of training, a family of the user's. `trust_pickle`: a `torch_dist` folder is opened.
-    Raises `CheckpointError` if `target` is not empty or `source` is damaged, `ConfigError` for a model that slime does
-    not know, a file that misses a tensor of it, or pickles that nobody trusts.
+    `hf_checkpoint`: the initial model of a checkpoint, for tensors that training does not hold; the model of a
+    `torch_dist` folder, for config and tokenizer; the model that adapters name as theirs. `model_family`: as the flag
+    of training. `trust_pickle`: open a `torch_dist` folder. Raises `CheckpointError` if `target` is not empty or
+    `source` is damaged, `ConfigError` for an unknown model, a missing tensor, or pickles without trust.
     """
-    if to == PEFT and (source / "config.json").is_file():
-        raise CheckpointError(f"got --to peft for {source}, whose adapters are merged or none; name a --save folder")
-    if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
+    check_folders(source, target, to, hf_checkpoint, trusted=trust_pickle)
     if not logging.getLogger().handlers:
         setup_logging()
     if model_family is not None:
@@ -88,7 +79,6 @@ def convert(
         if (source / "config.json").is_file():
             found = _of_hf(source, to, stack)
         elif (megatron := checkpoint_in(source)) is not None:
-            require_trust(source, trusted=trust_pickle)
             found = _of_torch_dist(megatron, to, hf_checkpoint, stack)
         else:
             found = _of_checkpoint(source, to, hf_checkpoint, stack)
@@ -105,11 +95,10 @@ def convert(
 
 
 def _refuse_other_experts(table: FamilyTable, to: str | None) -> None:
-    """Raises `ConfigError` for a format that has no experts in the order of this family."""
     if to in (FP8, TORCH_DIST) and any(row.transposed for rows in table.layers for row in rows):
         raise ConfigError(
-            f"got --to {to} for a {table.family}, whose experts are stacked [in, out] with gates and values in turns, "
-            "which that format does not have; choose another --to"
+            f"got --to {to} for a {table.family}, but that format has no experts that are stacked [in, out] with "
+            "interleaved gates and values; choose another --to"
         )
 
 
@@ -122,7 +111,7 @@ def _write_adapters(source: Path, target: Path, base: Path | None) -> None:
 
 
 def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
-    """Tensors that training does not hold stay behind: Megatron has no name for them."""
+    """Leaves out tensors that training does not hold: Megatron has no name for them."""
     from slime.training.foreign.write_torch_dist import write_torch_dist
 
     progress = stack.enter_context(Progress("convert", total=len(found.table.entries), unit="parameters"))
@@ -134,7 +123,7 @@ def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
 
 
 def described(folder: Path) -> str:
-    """What a folder of weights holds, in lines: files, tensors, types, size."""
+    """Files, tensors, types and sizes of a folder of weights, as text."""
     if (megatron := checkpoint_in(folder)) is not None:
         parts = sorted(file for file in megatron.glob("*.distcp"))
         num_bytes = sum(file.stat().st_size for file in parts)
@@ -152,44 +141,35 @@ def described(folder: Path) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """In the unit that leaves a few digits before the point."""
     unit = next((u for u in (3, 2, 1) if num_bytes >= 1000**u), 0)
     return f"{num_bytes / 1000**unit:.1f} {('B', 'kB', 'MB', 'GB')[unit]}" if unit else f"{num_bytes} B"
 
 
 def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
-    config = read_hf_config(str(folder))
-    if to == FP8 and (found := quantisation_of(config)) is not None:
-        method = str(found.get("quant_method")).upper()
-        raise ConfigError(f"got --to fp8 for {folder}, which is {method} already; copy it, or choose another --to")
     read = stack.enter_context(HfReader(folder))
-    table = table_for(config)
+    table = table_for(read_hf_config(str(folder)))
     table.check(hf_names=read.names)
     return _Source(folder, table, read.names, _read_all(read, read.names, exact=to in (*DTYPES, FP8)))
 
 
 def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
     opened = stack.enter_context(open_checkpoint(folder))
-    if hf_checkpoint is not None:  # how experts are stored is seen from its files alone
+    if hf_checkpoint is not None:  # only its files say how experts are stored
         config = read_hf_config(str(hf_checkpoint))
         if digest_of(config) != opened.reader.metas[0]["architecture"]:
             raise CheckpointError(
-                f"got --hf-checkpoint {hf_checkpoint}, which is of another model than {opened.assets / 'config.json'}; "
+                f"got --hf-checkpoint {hf_checkpoint}, which is another model than {opened.assets / 'config.json'}; "
                 "name the folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
-    # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
+    # Master weights are what training has; the model in fewer bits is their rounding, which engines served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
     found = _Source(opened.assets, opened.table, opened.table.hf_names, tensors)
     return _with_carried(found, to, hf_checkpoint, stack)
 
 
 def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
-    if hf_checkpoint is None:
-        raise ConfigError(
-            f"got {folder}, which holds weights alone; give --hf-checkpoint, the Hugging Face folder of its model, for "
-            "config.json and tokenizer"
-        )
+    assert hf_checkpoint is not None, "`check_folders` asks for it"
     opened = TorchDist(stack.enter_context(Confined(folder)), folder, read_hf_config(str(hf_checkpoint)))
     found = _Source(hf_checkpoint, opened.table, opened.table.hf_names, opened.iter_hf())
     has_weights = any(hf_checkpoint.glob("*.safetensors"))
@@ -197,13 +177,13 @@ def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
 
 
 def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
-    """With what files of the model hold besides what is trained."""
+    """Adds the tensors of the model's files that training does not hold."""
     table = found.table
     if hf_checkpoint is None:
         if table.carried and to != TORCH_DIST:
             raise ConfigError(
                 f"got a checkpoint of {table.family}, whose files hold tensors that training does not "
-                f"({', '.join(table.carried)}); name the folder that it was loaded from with --hf-checkpoint"
+                f"({', '.join(table.carried)}); give --hf-checkpoint, the folder that it was loaded from"
             )
         return found
     read = stack.enter_context(HfReader(hf_checkpoint))
@@ -216,14 +196,14 @@ def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, st
 
 
 def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """`exact`: dequantised tensors in float32, for what will be rounded once more."""
+    """`exact`: dequantise to float32, because the tensors are rounded again later."""
     for name in names:
         yield name, read(name) if exact else read.plain(name)
         read.release()
 
 
 def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Rows that are wide stay so, in the layers that training does not hold as well."""
+    """Wide rows stay wide, also in layers that training does not hold."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
         for part, weight in formats.apart(name, tensor) if to == FP8 else [(name, tensor)]:
@@ -239,34 +219,27 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
 
 
 def _anywhere(name: str) -> str:
-    """A name without the number of its layer."""
+    """A name without its layer number."""
     return re.sub(r"\d+", "N", name)
 
 
 def _kept(names: Iterable[str]) -> list[str]:
-    """Modules with a matrix that `--to fp8` does not quantise, as engines want them listed."""
+    """Modules with a matrix that `--to fp8` does not quantise, as engines expect them in the config."""
     kept = [name for name in names if not formats.quantises(name)]
     return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]
 
 
-# `slime convert X.pt OUT.jsonl.zst`: a rollout of the public slime, as `--load-debug-rollout-data` replays it.
-
-
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
-    """Writes `target`; says what it holds and what was left out.
+    """Writes a rollout of the public slime as `--load-debug-rollout-data` replays it; returns a description.
 
-    Raises `ConfigError` if `source` is not `trusted`, `CheckpointError` if it is not a rollout or asks for code, or if
-    `target` is there, `DataError` for samples that cannot be replayed.
+    Raises as `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, `DataError` for samples
+    that cannot be replayed.
     """
-    require_trust(source, trusted=trusted)
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"got {target} to write to, which is there; name a new file, OUT.jsonl.zst")
+    check_rollout(source, target, trusted=trusted)
     with Confined(source) as confined:
         number, num_samples = confined.content.get("rollout_id"), int(confined.content["num_samples"])
         if not isinstance(number, int):
-            raise DataError(
-                f"got {source} with rollout_id {number!r}, because it is of an evaluation; give one of a step"
-            )
+            raise DataError(f"got {source}, which is the evaluation {number!r}; give the rollout of a step")
 
         def samples() -> Iterator[Any]:
             with Progress("convert", total=num_samples, unit="samples") as progress:
@@ -279,5 +252,5 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     told = [f"wrote {target}: {num_samples} samples in {len(found.groups)} groups of step {number}"]
     told += [f"  left out: {name}, of {count} samples" for name, count in sorted(found.left_out.items())]
     if found.num_mixed:
-        told.append(f"  {found.num_mixed} samples of several weight versions: their tokens count as of the oldest")
+        told.append(f"  {found.num_mixed} samples of several weight versions: their tokens count as the oldest")
     return "\n".join(told)

@@ -1,55 +1,59 @@
-"""`slime convert IN OUT`: weights to a Hugging Face folder, in another type, or to Megatron's `torch_dist`; a rollout
-of the public slime to one of ours.
-"""
+"""`slime convert IN OUT`: weights to a Hugging Face folder, in another type, or to Megatron's `torch_dist`; or a
+rollout of the public slime to ours. Arguments are checked before torch is imported."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from slime.core.errors import ConfigError
+from slime.core.errors import CheckpointError, ConfigError
+from slime.core.hf_config import quantisation_of, read_hf_config
+from slime.settings.conditions import has_hf_model, has_megatron_checkpoint
+from slime.settings.groups.training import has_checkpoint
+from slime.training.foreign import require_trust
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What to convert, where to, and into what."""
     parser.add_argument(
         "source",
         type=Path,
         metavar="IN",
-        help="a HF folder, a --save folder or one of its step_*, a torch_dist folder of Megatron, or the rollout X.pt",
+        help="a Hugging Face folder, a --save folder or one of its step_*, a torch_dist folder, or a rollout X.pt",
     )
     parser.add_argument(
-        "target", type=Path, metavar="OUT", help="what to write: a folder, of X.pt a file; new or empty"
+        "target", type=Path, metavar="OUT", help="where to write: a new or empty folder; for X.pt a new file"
     )
     kinds = ("bf16", "fp16", "fp32", "fp8", "peft", "torch_dist")
     parser.add_argument(
         "--to",
         choices=kinds,
-        help="a type, peft: adapters alone, or torch_dist: a folder that Megatron loads; default: types as they are",
+        help="a type; peft: only adapters; torch_dist: a folder that Megatron loads; default: keep the types",
     )
     parser.add_argument(
         "--hf-checkpoint",
         type=Path,
-        help="of a torch_dist folder: its model, of which config and tokenizer are taken; with a checkpoint or a "
-        "torch_dist folder: where tensors come from that training does not hold; with peft: the adapters' model",
+        help="for a torch_dist folder: the model that config and tokenizer come from; for a checkpoint or torch_dist "
+        "folder: source of tensors that training does not hold; with peft: the adapters' model",
     )
-    parser.add_argument("--model-family", help="a family of your own: pkg.module, path/to/file.py, pkg.module:Class")
+    parser.add_argument("--model-family", help="your own model family: pkg.module, path/to/file.py, pkg.module:Class")
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="read IN though it is made of pickles: as data alone, in a process that is confined",
+        help="read IN although it holds pickles: only as data, in a confined process",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Converts (`slime/cli/conversion.py`), and prints what was written."""
     if options.source.suffix == ".pt":
-        from slime.cli.conversion import convert_rollout
-
         if options.to is not None:
             raise ConfigError(f"got --to {options.to} for {options.source}, a rollout, which holds no weights; drop it")
+        check_rollout(options.source, options.target, trusted=options.trust_pickle)
+        from slime.cli.conversion import convert_rollout
+
         print(convert_rollout(options.source, options.target, trusted=options.trust_pickle))
         return 0
+    check_folders(options.source, options.target, options.to, options.hf_checkpoint, trusted=options.trust_pickle)
     from slime.cli.conversion import convert, described
 
     convert(
@@ -62,3 +66,42 @@ def run(options: argparse.Namespace) -> int:
     )
     print(described(options.target))
     return 0
+
+
+def check_rollout(source: Path, target: Path, *, trusted: bool) -> None:
+    """Raises `ConfigError` for a file that is missing or not trusted, `CheckpointError` for a target that exists."""
+    if not source.is_file():
+        raise ConfigError(f"got {source}, which is not a file; give a rollout that the public slime wrote")
+    require_trust(source, trusted=trusted)
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"got {target} to write to, which already exists; name a new file, OUT.jsonl.zst")
+
+
+def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Path | None, *, trusted: bool) -> None:
+    """Raises `CheckpointError` or `ConfigError` for arguments that cannot work, without reading weights."""
+    is_hf = has_hf_model(str(source))
+    if to == "peft" and is_hf:
+        raise CheckpointError(f"got --to peft for {source}, which holds no separate adapters; name a --save folder")
+    if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
+    is_megatron = not is_hf and has_megatron_checkpoint(str(source))
+    if not is_hf and not is_megatron and not has_checkpoint(str(source)):
+        missing = "which holds no checkpoint" if source.is_dir() else "which is not a folder"
+        raise CheckpointError(
+            f"got {source}, {missing}; name a Hugging Face folder, a --save folder or a step_* folder of one, or a "
+            "torch_dist folder"
+        )
+    if hf_checkpoint is not None and not has_hf_model(str(hf_checkpoint)):
+        raise ConfigError(
+            f"got --hf-checkpoint {hf_checkpoint}, which holds no config.json; give a Hugging Face folder"
+        )
+    if is_megatron:
+        require_trust(source, trusted=trusted)
+        if hf_checkpoint is None:
+            raise ConfigError(
+                f"got {source}, which holds only weights; give --hf-checkpoint, the Hugging Face folder of its model, "
+                "for config.json and tokenizer"
+            )
+    if to == "fp8" and is_hf and (found := quantisation_of(read_hf_config(str(source)))) is not None:
+        method = str(found.get("quant_method")).upper()
+        raise ConfigError(f"got --to fp8 for {source}, which already is {method}; copy it, or choose another --to")

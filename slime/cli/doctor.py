@@ -1,7 +1,7 @@
-"""`slime doctor`: is this machine fit to run slime, and if not, what to do.
+"""`slime doctor`: can this machine run slime, and if not, what to do.
 
-Each check is one function that returns one `Finding`; a check that fails unexpectedly becomes a finding too. Engines
-are imported in a process of their own, so that one that crashes or hangs is reported like any other fault.
+A check that raises becomes a finding too. Engines are imported in a process of their own, so that a crash or a hang is
+reported like any other fault.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ TESTED = {
     "transformers": "5.12.1",
 }
 """Versions that the tests run with."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MIN_MEMORY_BYTES = 6 << 30
 MIN_SHM_BYTES = 1 << 30
 IMPORT_LIMIT_S = 180
@@ -54,45 +55,40 @@ KERNELS_CODE = (
     "from slime.ops.select import choose\n"
     "print('; '.join(map(str, choose(torch.device({device!r}), torch.bfloat16))))"
 )
-"""Of a training dtype of bfloat16, the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer of one check."""
-
     name: str
     state: str
     """One of `OK`, `WARN`, `FAIL`."""
     detail: str
-    """What was seen and, unless it is well, what to do."""
+    """What was seen and, if something is wrong, what to do."""
 
 
 def check_versions() -> list[Finding]:
-    """Python and the engines against the tested versions."""
     found = versions()
     out = [Finding("python", OK if sys.version_info >= (3, 11) else FAIL, f"{found['python']} (3.11 or newer)")]
     for name, tested in TESTED.items():
         have = found[name]
         if have is None:
-            out.append(Finding(name, FAIL, "not installed; do: make venv"))
+            out.append(Finding(name, FAIL, "not installed; run: make venv"))
         else:
             state = OK if have == tested else WARN
             out.append(Finding(name, state, have if have == tested else f"{have}; tested with {tested}"))
-    return [*out, Finding("torch", OK if found["torch"] else FAIL, found["torch"] or "not installed; do: make venv")]
+    return [*out, Finding("torch", OK if found["torch"] else FAIL, found["torch"] or "not installed; run: make venv")]
 
 
 def check_device(device: str) -> Finding:
-    """The accelerator, without torch."""
     num_gpus = int(host_facts()["num_gpus"])
     if device == "cuda" and not num_gpus:
-        return Finding("device", FAIL, "no /dev/nvidia*: no GPU is visible; do: --device cpu, or pass the GPUs in")
+        return Finding("device", FAIL, "no /dev/nvidia*: no GPU is visible; use --device cpu, or pass the GPUs in")
     chosen = "cuda" if num_gpus and device != "cpu" else "cpu"
     return Finding("device", OK, f"{chosen}; {num_gpus} GPUs, {usable_cores()} CPUs")
 
 
 def check_memory() -> Finding:
-    """Free main memory for the demo: an engine and a trainer side by side."""
+    """Free main memory for the demo: an engine and a trainer at the same time."""
     available = {
         key: int(value.split()[0]) << 10
         for key, _, value in (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -100,7 +96,7 @@ def check_memory() -> Finding:
     }["MemAvailable"]
     text = f"{available / 2**30:.1f} GiB free"
     if available < MIN_MEMORY_BYTES:
-        return Finding("memory", WARN, f"{text}; the demo wants {MIN_MEMORY_BYTES >> 30} GiB: end other work first")
+        return Finding("memory", WARN, f"{text}; the demo needs {MIN_MEMORY_BYTES >> 30} GiB: end other work first")
     return Finding("memory", OK, text)
 
 
@@ -109,31 +105,32 @@ def check_shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free
     text = f"{free / 2**30:.1f} GiB free in /dev/shm"
     if free < MIN_SHM_BYTES:
-        return Finding("shared memory", WARN, f"{text}; want {MIN_SHM_BYTES >> 30} GiB (docker run --shm-size=8g)")
+        return Finding(
+            "shared memory", WARN, f"{text}; {MIN_SHM_BYTES >> 30} GiB are needed (docker run --shm-size=8g)"
+        )
     return Finding("shared memory", OK, text)
 
 
 def check_disk() -> Finding:
-    """Room for a checkpoint."""
     free = shutil.disk_usage(".").free
     return Finding("disk", OK if free > 5 << 30 else WARN, f"{free / 2**30:.0f} GiB free here; the demo writes about 2")
 
 
 def check_temporary_folder() -> Finding:
-    """Unix sockets of Ray, torch and engines fit below it."""
+    """Its path must leave room for Unix sockets of Ray, torch and engines."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         problem = too_long("TMPDIR", folder, OF_LIBRARIES)
-        return Finding("temporary folder", FAIL, f"{problem}; do: name a folder of at most {most} characters")
+        return Finding("temporary folder", FAIL, f"{problem}; use a folder of at most {most} characters")
     try:
         of_ray = ray_folder(new_run_id())
     except ConfigError as error:
         return Finding("temporary folder", FAIL, str(error))
-    return Finding("temporary folder", OK, f"{folder}; Ray of a run has {of_ray.parent}")
+    return Finding("temporary folder", OK, f"{folder}; a run's Ray uses {of_ray.parent}")
 
 
 def check_loopback() -> Finding:
-    """Ports can be taken and reached on loopback, where all servers of a run live."""
+    """A run's servers listen on loopback."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(1)
@@ -142,28 +139,28 @@ def check_loopback() -> Finding:
     proxies = [n for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(n)]
     excluded = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and "127.0.0.1" not in excluded:
-        return Finding("loopback", WARN, f"{proxies[0]} is set; do: export no_proxy=127.0.0.1,localhost")
+        return Finding("loopback", WARN, f"{proxies[0]} is set; run: export no_proxy=127.0.0.1,localhost")
     return Finding("loopback", OK, "ports can be taken and reached")
 
 
 def check_sandbox() -> Finding:
-    """What holds a program that a model wrote, for graders that run code."""
+    """What confines model-written programs of graders that run code."""
     from slime.rewards.graders.sandbox import WHAT_FOR, missing_here
 
     missing = missing_here()
     if not missing:
         held = "; ".join(f"{name} ({what})" for name, what in WHAT_FOR.items())
-        return Finding("sandbox", OK, f"programs of --rm-type code are held by {held}")
+        return Finding("sandbox", OK, f"programs of --rm-type code are confined by {held}")
     gone = "; ".join(f"{name} ({WHAT_FOR[name]})" for name in missing)
     return Finding(
         "sandbox",
         WARN,
-        f"no {gone}: --rm-type code is refused; do: allow user namespaces and Landlock, or --allow-unconfined-code",
+        f"no {gone}: --rm-type code is refused; allow user namespaces and Landlock, or use --allow-unconfined-code",
     )
 
 
 def check_pairs(device: str) -> Finding:
-    """What engines need that hand keys and values to each other."""
+    """What prefill and decode engines need to pass keys and values."""
     from slime.serving.server import DEFAULT, missing_here
 
     missing = missing_here(DEFAULT, device)
@@ -182,28 +179,27 @@ def check_import(name: str, code: str) -> Finding:
         return Finding(name, FAIL, f"did not import within {IMPORT_LIMIT_S} s; is the disk slow or the memory full?")
     lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
     last = lines[-1] if lines else f"exit {run.returncode} without output"
-    return (
-        Finding(name, OK, f"imports; {last}") if run.returncode == 0 else Finding(name, FAIL, f"{last}; do: make venv")
-    )
+    if run.returncode:
+        return Finding(name, FAIL, f"{last}; run: make venv")
+    return Finding(name, OK, f"imports; {last}")
 
 
 CHECKS = (check_memory, check_shared_memory, check_disk, check_temporary_folder, check_loopback, check_sandbox)
-"""Of the machine alone, one finding each."""
+"""Checks of the machine, one finding each."""
 
 
 def find_all(device: str, *, engines: bool) -> list[Finding]:
-    """Every check in order; a check that raises is a failed one."""
+    """Every check, in order; a check that raises counts as failed."""
     chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
     out = _guarded("versions", check_versions)
     out += _guarded("device", lambda: [check_device(device)])
     for check in CHECKS:
         out += _guarded(check.__name__.removeprefix("check_"), lambda check=check: [check()])  # type: ignore[misc]
     if engines:
-        out += _guarded(
-            "megatron import", lambda: [check_import("megatron import", MEGATRON_CODE.format(device=chosen))]
-        )
-        out += _guarded("kernels", lambda: [check_import("kernels", KERNELS_CODE.format(device=chosen))])
-        out += _guarded("sglang import", lambda: [check_import("sglang import", SGLANG_CODE.format(device=chosen))])
+        programs = {"megatron import": MEGATRON_CODE, "kernels": KERNELS_CODE, "sglang import": SGLANG_CODE}
+        for name, code in programs.items():
+            program = code.format(device=chosen)
+            out += _guarded(name, lambda name=name, program=program: [check_import(name, program)])  # type: ignore[misc]
         out += _guarded("pairs", lambda: [check_pairs(chosen)])
     return out
 
@@ -216,14 +212,13 @@ def _guarded(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What to check for."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what to check for")
-    parser.add_argument("--no-engines", action="store_true", help="skip the imports of SGLang and Megatron (30 s)")
+    parser.add_argument("--no-engines", action="store_true", help="do not import SGLang and Megatron (30 s)")
     parser.add_argument(
         "--template",
         metavar="DIR",
-        help="look at the chat template of this checkpoint instead: which things that agents do it appends to the "
-        "tokens that there are",
+        help="check only this checkpoint's chat template: which actions of agents append tokens without changing "
+        "earlier ones",
     )
 
 
@@ -239,14 +234,16 @@ def run(options: argparse.Namespace) -> int:
     return int(num_failed > 0)
 
 
-# `slime doctor --template DIR`: which things that agents do the chat template of a checkpoint appends.
-
-
 def report(folder: str) -> int:
-    """Prints a line for each feature; returns 1 if not even plain turns are appended.
+    """Prints which actions of agents a chat template appends; returns 1 if it does not even append plain turns.
 
     Raises `ConfigError` for a folder without a tokenizer or a chat template.
     """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"got --template {folder}, which is not a folder; give that of a Hugging Face checkpoint")
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(f"got --template {folder}, which holds no tokenizer ({', '.join(_TOKENIZERS)}); give another")
     from transformers import AutoTokenizer
 
     from slime.agent.parsers import FORMATS, format_of
@@ -255,8 +252,6 @@ def report(folder: str) -> int:
     from slime.data.chat import ChatRenderer
     from slime.rollout.parts import end_of_text
 
-    if not Path(folder).is_dir():
-        raise ConfigError(f"got --template {folder}, which is not a folder; give that of a Hugging Face checkpoint")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -266,16 +261,15 @@ def report(folder: str) -> int:
     found = probe(chat, ends)
     for outcome in found.outcomes:
         mark = "ok" if outcome.works else "WARN"
-        print(
-            f"{mark:>4}  {outcome.feature:<30} {outcome.state.value}{': ' + outcome.detail if outcome.detail else ''}"
-        )
+        detail = f": {outcome.detail}" if outcome.detail else ""
+        print(f"{mark:>4}  {outcome.feature:<30} {outcome.state.value}{detail}")
     name = format_of(chat.template)
-    print(f"      {'format of calls':<30} {name or 'not known'}")
+    print(f"      {'format of tool calls':<30} {name or 'unknown'}")
     if name is not None:
-        print(f"      {'ids of calls, such as':<30} {FORMATS.build(name, None).call_id('look_up', 0)}")
+        print(f"      {'ids of tool calls, such as':<30} {FORMATS.build(name, None).call_id('look_up', 0)}")
     print(f"      {'tokens that end a turn':<30} {', '.join(f'{chat.decode([i])!r} (id {i})' for i in ends)}")
     endings = ", ".join(f"{role} {token!r}" for role, token in found.endings)
-    print(f"      {'the template ends one before':<30} {endings or 'nothing'}")
+    print(f"      {'end of an answer before':<30} {endings or 'nothing'}")
     try:
         found.require_plain_turns()
     except DataError as error:
@@ -284,5 +278,5 @@ def report(folder: str) -> int:
     if problem := tools_problem(ConversationTemplate(chat, ends)):
         print(f"WARN  agents with tools are refused: {problem}")
     failing = ", ".join(found.failing)
-    print(f"agents can talk to this model; a new branch, or a refusal, for: {failing or 'nothing'}")
+    print(f"agents can use this model; these start a new branch or are refused: {failing or 'none'}")
     return 0

@@ -1,4 +1,4 @@
-"""Commands that show a run from its folder, also while it goes on: `slime report`, `slime samples`, `slime trace`."""
+"""Commands that show a run from its folder, even while it runs: `slime report`, `slime samples`, `slime trace`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,28 @@ from slime.observability.samples import FILE_NAME, PICKS, ShownSample, heading, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# `slime report RUN`: the report of a run, made again from its folder, of a running run too.
+
+def _require_run(folder: Path) -> None:
+    """Raises `DataError` for a folder that no run wrote to."""
+    if not folder.is_dir():
+        raise DataError(f"got {folder}, which is not a folder; give the folder of a run")
+    if any((folder / name).exists() for name in _FILES_OF_RUN):
+        return
+    runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    do = f"give one of those in it: {', '.join(runs[:5])}" if runs else "give the folder of a run (--run-dir)"
+    raise DataError(f"got {folder}, which is not the folder of a run (no run.json and no metrics.jsonl); {do}")
+
+
+_FILES_OF_RUN = ("run.json", "metrics.jsonl", "samples.jsonl", "traces")
 
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
-    """Whose."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Makes the report of a run, prints its text and where it is. Raises `DataError` for a folder without steps."""
+    """Writes the report of a run and prints its text. Raises `DataError` for a folder without steps."""
+    _require_run(options.run_dir)
     from slime.observability.report import summary_text, write_report
 
     made = write_report(options.run_dir)
@@ -36,35 +48,37 @@ def run_report(options: argparse.Namespace) -> int:
     return 0
 
 
-# `slime samples RUN`: what the model said, from `samples.jsonl` of a run folder; of a running run, too.
-
 DEFAULT_NUM = 6
 
 
 def add_samples_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--step", type=int, help="of this step, as metrics.jsonl counts (default: of the last ones)")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--step", type=int, help="samples of this step, counted as in metrics.jsonl (default: the last)"
+    )
     parser.add_argument("--best", action="store_true", help="only the best of each step")
     parser.add_argument("--worst", action="store_true", help="only the worst of each step")
-    parser.add_argument("--eval", action="store_true", help="of evaluations (default: of training steps, if any)")
-    parser.add_argument("--dataset", metavar="NAME", help="of evaluations on this dataset")
+    parser.add_argument(
+        "--eval", action="store_true", help="samples of evaluations (default: of training steps, if any)"
+    )
+    parser.add_argument("--dataset", metavar="NAME", help="samples of evaluations on this dataset")
     parser.add_argument("--json", action="store_true", help="one JSON object per line, as in samples.jsonl")
-    parser.add_argument("-n", type=int, metavar="N", help=f"at most so many, the newest (default: {DEFAULT_NUM})")
+    parser.add_argument("-n", type=int, metavar="N", help=f"at most N, the newest (default: {DEFAULT_NUM})")
 
 
 def run_samples(options: argparse.Namespace) -> int:
-    """Prints the samples that were asked for. Raises `DataError` if there are none."""
+    """Prints the chosen samples. Raises `DataError` if there are none."""
+    _require_run(options.run_dir)
     path = options.run_dir / FILE_NAME
     samples = read_samples(path)
     if not samples:
         raise DataError(
-            f"got {options.run_dir}, which holds no samples ({FILE_NAME}), because no step is done yet, the run had "
-            "--log-samples 0, or it is not a run folder"
+            f"got {options.run_dir}, which holds no samples ({FILE_NAME}): no step is done yet, or the run had "
+            "--log-samples 0"
         )
     chosen = choose(samples, options)
     if not chosen:
-        raise DataError(f"got no sample of that kind in {path}; there are {_what_there_is(samples)}")
+        raise DataError(f"{path} holds no sample of that kind, only {_what_there_is(samples)}; change the flags")
     num = options.n if options.n is not None else len(chosen) if options.step is not None else DEFAULT_NUM
     chosen = chosen[len(chosen) - num :] if 0 <= num < len(chosen) else chosen
     try:
@@ -74,13 +88,13 @@ def run_samples(options: argparse.Namespace) -> int:
             from rich.console import Console
 
             _show(chosen, Console(highlight=False, soft_wrap=True))
-    except BrokenPipeError:  # `| head` has seen enough; Python would complain again when it flushes at its end
+    except BrokenPipeError:  # of `| head`; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def choose(samples: Sequence[ShownSample], options: argparse.Namespace) -> list[ShownSample]:
-    """Those that the flags ask for, in the order of the file; of a step the best before the worst before others."""
+    """The samples that the flags ask for, in file order; within a step the best, then the worst, then others."""
     evaluations = options.eval or options.dataset is not None or all(s.kind == "eval" for s in samples)
     picks = [name for name in PICKS if getattr(options, name, False)] or PICKS
     chosen = [
@@ -95,7 +109,6 @@ def choose(samples: Sequence[ShownSample], options: argparse.Namespace) -> list[
 
 
 def _what_there_is(samples: Sequence[ShownSample]) -> str:
-    """Kinds, datasets and steps of the file."""
     steps: dict[str, list[int]] = {}
     for sample in samples:
         steps.setdefault(f"{sample.kind} {sample.dataset or ''}".rstrip(), []).append(sample.step)
@@ -103,7 +116,7 @@ def _what_there_is(samples: Sequence[ShownSample]) -> str:
 
 
 def _show(samples: Sequence[ShownSample], console: Console) -> None:
-    """Text as it is, with colours on a terminal alone; control characters are spelled out."""
+    """Prints samples, in colour only on a terminal; control characters are escaped."""
     from rich.text import Text
 
     for position, sample in enumerate(samples):
@@ -131,22 +144,19 @@ def _part(console: Console, name: str, text: str, style: str) -> None:
     console.print(Text(body, style=style))
 
 
-# `slime trace RUN`: what driver and rollout side did in all starts of a run, in one file and on one time axis.
-
-
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """Whose, and where to."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, help="default: trace.json in the run folder")
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Writes the file and says where. Raises `DataError` for a folder without traces."""
+    """Writes the traces of all starts of a run into one file. Raises `DataError` for a folder without traces."""
+    _require_run(options.run_dir)
     from slime.observability.spans import read_trace
 
     parts = sorted((options.run_dir / "traces").glob("*.json"))
     if not parts:
-        raise DataError(f"got {options.run_dir}, which holds no traces/*.json; name the folder of a run")
+        raise DataError(f"got {options.run_dir}, which holds no traces/*.json; give the folder of a run")
     events = [event for part in parts for event in read_trace(part)]
     out = options.out or options.run_dir / "trace.json"
     out.write_text(json.dumps({"traceEvents": events}))

@@ -1,6 +1,7 @@
-"""`slime <command>`: the entry point. Help answers at once: each command imports what it needs when it runs.
+"""`slime <command>`: the entry point.
 
-A command is a file in this folder with `add_flags(parser)` and `run(options) -> int`, and a row of `COMMANDS`.
+A command is a row of `COMMANDS` with `add_flags(parser)` and `run(options) -> int` from a file in this folder. `run`
+does the heavy imports, after it checked its arguments, so help and wrong arguments are answered at once.
 """
 
 from __future__ import annotations
@@ -16,24 +17,18 @@ from slime.core.errors import SlimeError
 from slime.core.text import visible
 from slime.core.user_files import path_in_words
 
-# What a command of `slime` is: a row of the table in `slime/cli/main.py`.
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. Its file is light on import: what is heavy is imported by `run`."""
-
     name: str
-    """The word after `slime`."""
     help: str
     """One line for `slime --help`."""
     add_flags: Callable[[argparse.ArgumentParser], None]
-    """Declares its positionals and flags."""
     run: Callable[[argparse.Namespace], int]
-    """Does it; returns the exit code (0 well, 1 something is wrong, 2 wrong usage)."""
+    """Returns the exit code (0 done, 1 something is wrong, 2 wrong usage)."""
     words: Literal["own", "more", "all"] = "own"
-    """Which words it takes: those that `add_flags` declares; further ones too, which arrive as `options.words` in their
-    order; or every word after its name, as `options.words`, `--help` included."""
+    """Accepted words. own: those that `add_flags` declares. more: also others, which arrive as `options.words`. all:
+    every word after the name is in `options.words`, including `--help`."""
 
 
 COMMANDS = (
@@ -41,35 +36,30 @@ COMMANDS = (
     Command("train-async", "train while generating (train_async.py)", train.add_flags, train.run_async, words="all"),
     Command("serve", "engines and router alone, until Ctrl-C", serve.add_flags, serve.run, words="more"),
     Command(
-        "rerun", "a run again, with the settings that its folder recorded", rerun.add_flags, rerun.run, words="more"
+        "rerun", "run again with the settings that a run's folder recorded", rerun.add_flags, rerun.run, words="more"
     ),
     Command("recipe", "run a recipe that comes with slime", tools.add_recipe_flags, tools.run_recipe, words="more"),
     Command(
         "report", "make report.html, report.png and report.md of a run folder", look.add_report_flags, look.run_report
     ),
-    Command("samples", "print what the model said in a run, best and worst", look.add_samples_flags, look.run_samples),
-    Command(
-        "trace",
-        "what the driver did, in all starts of a run, for ui.perfetto.dev",
-        look.add_trace_flags,
-        look.run_trace,
-    ),
+    Command("samples", "print a run's best and worst samples", look.add_samples_flags, look.run_samples),
+    Command("trace", "make a trace of all starts of a run, for ui.perfetto.dev", look.add_trace_flags, look.run_trace),
     Command(
         "convert",
-        "a Hugging Face folder, a checkpoint or a torch_dist folder to a Hugging Face or torch_dist folder; "
-        "a rollout X.pt to X.jsonl.zst",
+        "convert a Hugging Face folder, a checkpoint or a torch_dist folder to a Hugging Face or torch_dist folder; "
+        "or a rollout X.pt to X.jsonl.zst",
         convert.add_flags,
         convert.run,
     ),
     Command(
         "tokenizer",
-        "a tokenizer.json for a folder whose tokenizer is code",
+        "write a tokenizer.json for a folder whose tokenizer is code",
         tools.add_tokenizer_flags,
         tools.run_tokenizer,
     ),
     Command(
         "weights-agent",
-        "keep an engine at the weights that a trainer writes to a folder",
+        "load the weights that a trainer writes to a folder into an engine",
         serve.add_agent_flags,
         serve.run_agent,
     ),
@@ -80,7 +70,7 @@ COMMANDS = (
 
 
 class _Once(argparse._StoreAction):
-    """Refuses a second value of a flag, of which argparse would ignore the first."""
+    """Refuses a second value of a flag; argparse would ignore the first."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -93,7 +83,6 @@ class _Once(argparse._StoreAction):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their flags."""
     parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
@@ -105,11 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (0 well, 1 something is wrong, 2 wrong usage)."""
+    """Runs one command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((c for c in COMMANDS if words[:1] == [c.name]), None)
     if command is None:
-        build_parser().parse_args(words)  # help, or what there is
+        build_parser().parse_args(words)  # prints help, or an error with the known commands
         return 2
     try:
         return command.run(_options(command, words))
@@ -117,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"slime {command.name}: {visible(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        if command.words != "own":  # those of a run do not say that the user named a wrong file
+        if command.words != "own":  # a run's error need not be a file that the user named
             raise
         told = path_in_words(error) if error.filename else error.strerror or str(error)
         print(f"slime {command.name}: {visible(told)}", file=sys.stderr)

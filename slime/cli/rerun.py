@@ -1,7 +1,7 @@
-"""`slime rerun RUN [flags]`: a run again, with the settings that its folder recorded, in a new folder.
+"""`slime rerun RUN [flags]`: a run again in a new folder, with the settings that its folder recorded.
 
-The recorded command line is parsed where it was given; further flags win over it. What the run wrote into its own
-folder goes into the new one, and what differs by now is listed before anything starts.
+The recorded command line is parsed in its working folder; further flags win over it. Outputs in the run's own folder
+move to the new folder. Everything that differs now is listed before anything starts.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},
     **{"environment": dict, "versions": dict, "host": dict},
 }
-"""What a start's record says, and of which type."""
+"""Key of a start's record -> its type."""
 LOOPS = {"train": True, "train-async": False}
-"""Command -> whether its loop is the synchronous one."""
+"""Command -> whether its loop is synchronous."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Which run, and which start of it; further flags are for the loop."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="its folder; flags behind it are for the loop, and win")
-    parser.add_argument("--start", type=int, default=0, help="which start of a run that was resumed (default 0)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder; flags after it are for the loop, and win")
+    parser.add_argument("--start", type=int, default=0, help="which start of a resumed run (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tells what differs and becomes the run. Raises `DataError` without a run, `ConfigError` as the loop."""
+    """Prints what differs and becomes the run. Raises `DataError` without a run, `ConfigError` as the loop."""
     again = prepare(options.run.resolve(), options.start, list(options.words))
     print(again.heading)
-    print("\n".join(f"  {line}" for line in again.told or ("nothing that was recorded is another one now",)))
+    print("\n".join(f"  {line}" for line in again.told or ("nothing that was recorded has changed",)))
     print(f"in {Path.cwd()}: slime {again.loop} {shlex.join(again.words)}", flush=True)
     _become(again)
     return 0
@@ -61,27 +60,24 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A run that is to be started once more, from the current folder and environment."""
+    """A run to start again from the current folder and environment."""
 
     heading: str
-    """Which run this is."""
     loop: str
     """A key of `LOOPS`."""
     words: tuple[str, ...]
-    """Its flags."""
     told: tuple[str, ...]
-    """What is another one than at the recorded start."""
+    """What differs from the recorded start."""
 
 
 def prepare(folder: Path, number: int, given: list[str]) -> Again:
-    """The run again. Goes to its working folder, and sets the variables that it had and this process has not."""
-
+    """The run again. Changes to its working folder, and sets recorded variables that this process lacks."""
     start = recorded_start(folder, number)
     _, loop, *recorded = start["command"]
     if not Path(start["cwd"]).is_dir():
-        raise DataError(f"got {folder}, which was started in {start['cwd']}; that folder is not there any more")
+        raise DataError(f"got {folder}, which was started in {start['cwd']}, but that folder no longer exists")
     chosen = flag_value(given, "run_dir")
-    target = new_folder(folder) if chosen is None else Path(chosen).absolute()  # of the folder where it is given
+    target = new_folder(folder) if chosen is None else Path(chosen).absolute()  # relative to the current folder
     os.chdir(start["cwd"])
     for name, value in start["environment"].items():
         os.environ.setdefault(name, value)
@@ -94,15 +90,15 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     words = [*own, *place, "--run-dir", str(target), *([OVERRIDE, *more] if more else [])]
     settings = _json_object(folder / "starts" / str(number) / "args.json")
     if not isinstance(settings.get("run_dir"), str):
-        raise DataError(f"got {folder}, whose args.json of start {number} names no run_dir; restore it from a copy")
+        raise DataError(f"got {folder}, whose args.json of start {number} has no run_dir; restore it from a copy")
     told = differences(start, settings, words, synchronous=LOOPS[loop])
-    told += [f"{flag} was a secret and is not recorded; give it again if the run needs it" for flag in dropped]
+    told += [f"{flag} was a secret and is not recorded; give it again if needed" for flag in dropped]
     heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
     return Again(heading, loop, tuple(words), tuple(told))
 
 
 def _become(again: Again) -> None:
-    """A new interpreter, so that paths and threads are those of the recorded environment."""
+    """Starts a new interpreter, so that paths and threads follow the recorded environment."""
     root = str(Path(__file__).parents[2])
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path if root in path else [*path, root])}
@@ -110,20 +106,20 @@ def _become(again: Again) -> None:
 
 
 def num_starts(folder: Path) -> int:
-    """How often a run was started. Raises `DataError`."""
+    """Raises `DataError`."""
     return len(_starts(folder))
 
 
 def recorded_start(folder: Path, number: int) -> dict[str, Any]:
-    """The record of a start. Raises `DataError` if there is none, or if it is of a release that recorded less."""
+    """The record of a start. Raises `DataError` if there is none, or if an earlier release recorded less."""
     starts = _starts(folder)
     if not 0 <= number < len(starts):
         raise DataError(f"got --start {number} for {folder}, which has the starts 0 to {len(starts) - 1}")
     start = starts[number]
     if missing := [name for name, kind in _RECORDED.items() if not isinstance(start.get(name), kind)]:
         raise DataError(
-            f"got {folder}, whose run.json does not say the {missing[0]} of start {number}: it is damaged, or of an "
-            "earlier release; start the run by its command line"
+            f"got {folder}, whose run.json lacks the {missing[0]} of start {number}: it is damaged, or of an earlier "
+            "release; start the run by its command line"
         )
     words = [str(word) for word in start["command"]]
     if words[:1] != ["slime"] or not LOOPS.keys() & {*words[1:2]}:
@@ -135,7 +131,7 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
 def _starts(folder: Path) -> list[dict[str, Any]]:
     record = folder / "run.json"
     if not record.is_file():
-        raise DataError(f"got {folder}, which holds no run.json; name the folder of a run")
+        raise DataError(f"got {folder}, which holds no run.json; give the folder of a run")
     found = _json_object(record).get("starts")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
         raise DataError(
@@ -145,7 +141,7 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Raises `DataError` for a file that holds none."""
+    """Raises `DataError`."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -178,9 +174,9 @@ def resumes_itself(words: list[str]) -> bool:
 
 
 def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
-    """The flags that load what a later start of a run loaded of its own checkpoints; none if it began at step 0.
+    """The flags that load the run's own checkpoint that this start loaded; none if it began at step 0.
 
-    Raises `DataError` if that is not known, and the words do not say it either.
+    Raises `DataError` if neither the record nor the words say which one.
     """
     load = ["--load", str(Path(str(flag_value(words, "load"))).absolute())]
     if flag_value([*words, *given], "ckpt_step") is not None:
@@ -188,8 +184,8 @@ def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) 
     step = _first_step(folder, number)
     if step is None or without(words, "finetune") != words:
         raise DataError(
-            f"got --start {number} of {folder}, and which checkpoint it loaded is not recorded; "
-            f"name it: {shlex.join(load)} --ckpt-step N"
+            f"got --start {number} of {folder}, which does not record the checkpoint that this start loaded; give it: "
+            f"{shlex.join(load)} --ckpt-step N"
         )
     return [*load, "--ckpt-step", str(step - 1)] if step > 0 else []
 
@@ -205,10 +201,10 @@ def _first_step(folder: Path, number: int) -> int | None:
 
 
 def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
-    """The recorded words with outputs that lie in the run's folder put into the new one.
+    """The recorded words, with outputs in the run's folder moved to the new one.
 
-    An output that is `given` now is left out, and a `--load` of the run's own `--save` follows that. Raises
-    `ConfigError` for an output elsewhere that is there already.
+    Leaves out outputs that are `given` now; a `--load` of the run's own `--save` follows that. Raises `ConfigError` for
+    an output elsewhere that already exists.
     """
     again = {name for name in OUTPUTS if flag_value(given, name) is not None}
     out: list[str] = []
@@ -227,7 +223,7 @@ def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]
 
 
 def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
-    """Where an output of a run lies that no other run may write to; None where each start finds a new place."""
+    """Where an output lies that only this run may write to; None if each start finds a new place."""
     if name not in SHARED_OUTPUTS:
         return place
     experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
@@ -235,42 +231,41 @@ def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
 
 
 def moved_path(value: str, old: Path, new: Path) -> str:
-    """The same place below the new folder, if it lies in the old one."""
+    """The same place in the new folder, if it is in the old one."""
     path = Path(value).absolute()
     return str(new / path.relative_to(old)) if path.is_relative_to(old) else value
 
 
 def _require_free(name: str, path: Path) -> None:
-    """Nothing of another run stands where this one would write."""
+    """Raises `ConfigError` for a place that holds something."""
     found = glob.glob(re.sub(r"\{\w+\}", "*", glob.escape(str(path))))
     if any(not Path(one).is_dir() or any(Path(one).iterdir()) for one in found):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(
-            f"got {flag} {path}, because it holds something, which the rerun would write over or mix with; "
-            f"name another {flag}"
+            f"got {flag} {path}, which is not empty: the rerun would overwrite or mix its content; give another {flag}"
         )
 
 
-# What is another one than when a run was started: settings, code, files, versions, environment, host.
+# --- What differs from the recorded start
 
 OF_THE_START = OUTPUTS | {"run_id", "origins", "idle", "load"}
-"""Settings that are another one in every start, or follow the run's folder."""
+"""Settings that differ in every start, or follow the run's folder."""
 
 
 def differences(
     start: Mapping[str, Any], settings: Mapping[str, Any], words: Sequence[str], *, synchronous: bool
 ) -> list[str]:
-    """One line for each, in the order in which they matter.
+    """One line per difference, most important first.
 
-    `start`: a record of `run.json`; `settings`: its `args.json`; `words`: the flags now, parsed as the loop does.
-    Raises `ConfigError` for flags that cannot work.
+    `start`: a record of `run.json`; `settings`: its `args.json`; `words`: the flags now. Raises `ConfigError` as the
+    loop.
     """
     from slime.settings import check_hooks, parse_args
 
     args = parse_args(
         [w for w in words if w not in ("--explain", "--help", "-h", "--version")], synchronous=synchronous
     )
-    check_hooks(args)  # so that the files of modules are known
+    check_hooks(args)  # imports the users' modules, whose files are compared
     now = plain(args.to_json_dict())
     return [
         *_settings(_in_place_of(settings, Path(settings["run_dir"]).absolute(), Path(args.run_dir)), now),
@@ -283,7 +278,7 @@ def differences(
 
 
 def _in_place_of(value: Any, old: Path, new: Path) -> Any:
-    """Settings as they would be in the new run folder; a value without a slash is not a path."""
+    """Settings as in the new run folder; a value without a slash is not a path."""
     if isinstance(value, Mapping):
         return {key: _in_place_of(inner, old, new) for key, inner in value.items()}
     return moved_path(value, old, new) if isinstance(value, str) and "/" in value else value
@@ -313,7 +308,7 @@ def _code(start: Mapping[str, Any]) -> Iterator[str]:
             when = "then" if then["diff_sha256"] == NOT_READ else "now"
             yield f"code {root}: uncommitted changes could not be read {when}, so they are not compared"
         elif one is not None and one.diff_sha256 != then["diff_sha256"]:
-            yield f"code {root}: uncommitted changes are others than then (starts/*/{Path(root).name}.diff)"
+            yield f"code {root}: uncommitted changes differ (starts/*/{Path(root).name}.diff)"
     for one in now.values():
         yield f"code {one.root}: not used then, commit {one.commit[:12]} now"
 
@@ -333,7 +328,7 @@ def _files(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) 
 
 
 def _variables(found: Mapping[str, str], start: Mapping[str, Any]) -> dict[str, str]:
-    """Without what the commands themselves put into PYTHONPATH."""
+    """Without the parts of PYTHONPATH that the commands add."""
     own = {start["cwd"], str(Path(__file__).parents[2])}
     path = [part for part in found.get("PYTHONPATH", "").split(os.pathsep) if part and part not in own]
     return {**found, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,7 +1,13 @@
-"""Writes or checks slime/settings/schemas/*.json: the flags of the installed Megatron, SGLang and router.
+"""`slime schemas`: writes or checks slime/settings/schemas/*.json, the flags of the installed engines.
 
-python -m slime.cli.schemas --write     after changing a pinned version
-python -m slime.cli.schemas             says what differs; exit code 1 if anything does
+    slime schemas --write     after changing a pinned version
+    slime schemas             prints what differs; exit code 1 if anything does
+
+The command line is parsed from these files, so no flag costs an import of an engine. Megatron's are every field of its
+config classes plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` goes the
+other way); fields that a command line cannot express (callables, process groups) are listed as omitted. Those of SGLang
+and the router come from their argument parsers, under their own names; reading the files adds --sglang- and --router-.
+A deprecated flag keeps its name, so that the engine gets what the user wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +29,6 @@ from slime.settings.schema import SCHEMA_DIR
 
 def build_all() -> dict[str, dict[str, Any]]:
     """Owner -> schema of the installed package. Slow: imports all of them."""
-
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         from slime.compat.sglang_cpu import activate
 
@@ -32,14 +37,14 @@ def build_all() -> dict[str, dict[str, Any]]:
 
 
 def dump(schema: dict[str, Any]) -> str:
-    """The text of a schema file: one flag per line, so that a diff shows flags."""
+    """The text of a schema file, with one flag per line for readable diffs."""
     head = {k: v for k, v in schema.items() if k != "flags"}
     flags = ",\n".join(json.dumps(f, sort_keys=True) for f in schema["flags"])
     return json.dumps(head)[:-1] + ', "flags": [\n' + flags + "\n]}\n"
 
 
 def differences(installed: dict[str, dict[str, Any]]) -> list[str]:
-    """What the files say otherwise than the installed packages, one line per setting."""
+    """Settings that differ between the files and the installed packages."""
     out = []
     for owner, schema in installed.items():
         path = SCHEMA_DIR / f"{owner}.json"
@@ -51,12 +56,11 @@ def differences(installed: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Whether to write."""
-    parser.add_argument("--write", action="store_true", help="write them again")
+    parser.add_argument("--write", action="store_true", help="update the files")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what differs; returns 1 if anything does and nothing is written."""
+    """Prints what differs; returns 1 if anything does and `--write` is not given."""
     installed = build_all()
     changed = differences(installed)
     if options.write:
@@ -66,17 +70,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if options.write else int(bool(changed))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="compare the flag schemas with the installed engines")
-    add_flags(parser)
-    sys.exit(run(parser.parse_args()))
-
-# Megatron's settings as data: every field of the installed config classes plus the launch flags that scripts use.
-#
-# `python -m slime.cli.schemas --write` stores what `build()` returns; the command line is parsed from that file, so no
-# flag of Megatron costs an import of Megatron. `slime.training.model.megatron_config.config_kwargs` goes the other way.
-#
-# What cannot be written on a command line (callables, process groups, recipes) is left out and listed as such.
+# --- Megatron
 
 ALIASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add_bias_linear": ((), ("disable-bias-linear",)),
@@ -102,77 +96,64 @@ ALIASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "use_mamba_mem_eff_path": ((), ("disable-mamba-mem-eff-path",)),
     "use_te_rng_tracker": (("te-rng-tracker",), ()),
 }
-"""Field -> Megatron-LM's spellings that set it and that switch it off, where they differ from the field's name."""
+"""Field -> Megatron-LM's other spellings that set it, and that switch it off."""
 
-LAUNCH: tuple[dict[str, Any], ...] = (
-    {"dest": "train_iters", "kind": "int", "optional": True, "doc": "Optimizer steps of the whole run; derived."},
-    {
-        "dest": "lr_decay_style",
-        "kind": "str",
-        "default": "linear",
-        "choices": ["constant", "linear", "cosine", "inverse-square-root", "WSD"],
-        "doc": "Shape of the learning-rate decay.",
-    },
-    {"dest": "lr_decay_iters", "kind": "int", "optional": True, "doc": "Steps of the decay; derived from train_iters."},
-    {"dest": "lr_warmup_iters", "kind": "int", "default": 0, "doc": "Steps of linear warm-up."},
-    {
-        "dest": "lr_warmup_fraction",
-        "kind": "float",
-        "optional": True,
-        "doc": "Share of lr_decay_iters to warm up over.",
-    },
-    {"dest": "lr_warmup_init", "kind": "float", "default": 0.0, "doc": "Learning rate that warm-up starts from."},
-    {
-        "dest": "lr_wsd_decay_style",
-        "kind": "str",
-        "default": "exponential",
-        "choices": ["exponential", "linear", "cosine", "minus_sqrt"],
-        "doc": "Shape of the last phase of WSD.",
-    },
-    {"dest": "lr_wsd_decay_iters", "kind": "int", "optional": True, "doc": "Steps of the last phase of WSD."},
-    {"dest": "start_weight_decay", "kind": "float", "optional": True, "doc": "First weight decay of a schedule."},
-    {"dest": "end_weight_decay", "kind": "float", "optional": True, "doc": "Last weight decay of a schedule."},
-    {
-        "dest": "weight_decay_incr_style",
-        "kind": "str",
-        "default": "constant",
-        "choices": ["constant", "linear", "cosine"],
-        "doc": "Shape of the weight-decay schedule.",
-    },
-    {"dest": "seq_length", "kind": "int", "default": 4096, "doc": "Nominal sequence length; packing ignores it."},
-    {
-        "dest": "max_position_embeddings",
-        "kind": "int",
-        "optional": True,
-        "doc": "Longest position; from the checkpoint.",
-    },
-    {"dest": "vocab_size", "kind": "int", "optional": True, "doc": "Vocabulary; from the checkpoint."},
-    {
-        "dest": "untie_embeddings_and_output_weights",
-        "kind": "bool",
-        "default": False,
-        "doc": "Embedding and output layer have weights of their own; from the checkpoint.",
-    },
-    {
-        "dest": "position_embedding_type",
-        "kind": "str",
-        "default": "rope",
-        "choices": ["rope"],
-        "doc": "Position embedding.",
-    },
-    {"dest": "rope_scaling", "kind": "json", "optional": True, "doc": "HF's rope_scaling object; from the checkpoint."},
-    {
-        "dest": "group_query_attention",
-        "kind": "bool",
-        "default": False,
-        "doc": "Fewer key/value heads than query heads; from the checkpoint.",
-    },
+
+def _launch(dest: str, kind: str, doc: str, *, default: Any = None, choices: list[str] | None = None) -> dict[str, Any]:
+    value = {"optional": True} if default is None else {"default": default}
+    return {"dest": dest, "kind": kind, "doc": doc, **value, **({"choices": choices} if choices else {})}
+
+
+LAUNCH = (
+    _launch("train_iters", "int", "Optimizer steps of the whole run; derived."),
+    _launch(
+        "lr_decay_style",
+        "str",
+        "Shape of the learning-rate decay.",
+        default="linear",
+        choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+    ),
+    _launch("lr_decay_iters", "int", "Steps of the decay; derived from train_iters."),
+    _launch("lr_warmup_iters", "int", "Steps of linear warm-up.", default=0),
+    _launch("lr_warmup_fraction", "float", "Share of lr_decay_iters to warm up over."),
+    _launch("lr_warmup_init", "float", "Learning rate that warm-up starts from.", default=0.0),
+    _launch(
+        "lr_wsd_decay_style",
+        "str",
+        "Shape of the last phase of WSD.",
+        default="exponential",
+        choices=["exponential", "linear", "cosine", "minus_sqrt"],
+    ),
+    _launch("lr_wsd_decay_iters", "int", "Steps of the last phase of WSD."),
+    _launch("start_weight_decay", "float", "First weight decay of a schedule."),
+    _launch("end_weight_decay", "float", "Last weight decay of a schedule."),
+    _launch(
+        "weight_decay_incr_style",
+        "str",
+        "Shape of the weight-decay schedule.",
+        default="constant",
+        choices=["constant", "linear", "cosine"],
+    ),
+    _launch("seq_length", "int", "Nominal sequence length; packing ignores it.", default=4096),
+    _launch("max_position_embeddings", "int", "Longest position; from the checkpoint."),
+    _launch("vocab_size", "int", "Vocabulary; from the checkpoint."),
+    _launch(
+        "untie_embeddings_and_output_weights",
+        "bool",
+        "Embedding and output layer have weights of their own; from the checkpoint.",
+        default=False,
+    ),
+    _launch("position_embedding_type", "str", "Position embedding.", default="rope", choices=["rope"]),
+    _launch("rope_scaling", "json", "HF's rope_scaling object; from the checkpoint."),
+    _launch(
+        "group_query_attention", "bool", "Fewer key/value heads than query heads; from the checkpoint.", default=False
+    ),
 )
 """Megatron-LM launch flags that are not fields of a config class, and that slime reads."""
 
 
 def _annotation(hint: Any) -> dict[str, Any] | None:
-    """Kind, list-ness and choices of a type; None for what cannot be written on a command line."""
+    """Kind, nargs and choices of a type; None for one that a command line cannot express."""
     import torch
 
     members = [a for a in typing.get_args(hint) if a is not type(None)]
@@ -200,7 +181,6 @@ def _annotation(hint: Any) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON data."""
     if isinstance(value, enum.Enum):
         return value.name
     if type(value).__name__ == "dtype":
@@ -209,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """Field -> the string literal below it, over all base classes."""
+    """Field -> the string literal below it, including base classes."""
     out: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -222,7 +202,6 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def _entry(field: dataclasses.Field[Any], shape: dict[str, Any], doc: str) -> dict[str, Any]:
-    """The schema entry of one field."""
     dashed = field.name.replace("_", "-")
     extra_on, extra_off = ALIASES.get(field.name, ((), ()))
     for name in field.metadata.get("argparse_meta", {}).get("arg_names", ()):
@@ -242,7 +221,7 @@ def _entry(field: dataclasses.Field[Any], shape: dict[str, Any], doc: str) -> di
 
 
 def config_classes() -> dict[str, type]:
-    """The config classes whose settings are flags, in the order in which a shared field is described."""
+    """The config classes with flags; a field of several is described by the first."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -252,7 +231,7 @@ def config_classes() -> dict[str, type]:
 
 
 def build() -> dict[str, Any]:
-    """The schema of the installed Megatron-core. Imports Megatron (seconds)."""
+    """Schema of the installed Megatron-core, which is imported (seconds)."""
     from importlib.metadata import version
 
     entries: dict[str, dict[str, Any]] = {}
@@ -267,7 +246,7 @@ def build() -> dict[str, Any]:
             entry = entries.setdefault(field.name, _entry(field, shape, docs.get(field.name, "")))
             entry["configs"].append(class_name)
     for launch in LAUNCH:
-        assert launch["dest"] not in entries, f"{launch['dest']} is a config field by now; drop it from LAUNCH"
+        assert launch["dest"] not in entries, f"{launch['dest']} is now a config field; drop it from LAUNCH"
         dashed = launch["dest"].replace("_", "-")
         off = {"off_names": [f"no-{dashed}"]} if launch["kind"] == "bool" else {}
         entries[launch["dest"]] = {"names": [dashed], "default": None, "configs": []} | launch | off
@@ -275,17 +254,13 @@ def build() -> dict[str, Any]:
     return {"package": f"megatron-core {version('megatron-core')}", "omitted": sorted(omitted), "flags": ordered}
 
 
-# SGLang's and the router's settings as data, read from the argument parsers of the installed packages.
-#
-# `python -m slime.cli.schemas --write` stores what these functions return. Names are the engines' own; the prefixes
-# --sglang- and --router- are added when the files are read. A deprecated flag keeps its own name, so that what the user
-# wrote is what the engine gets.
+# --- SGLang and the router
 
 _KINDS = {"int": "int", "float": "float", "str": "str", "nullable_str": "str", "human_readable_int": "human_int"}
 
 
 def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
-    """The schema entry of one parser action; None for what is not a setting."""
+    """Schema entry of one parser action; None if it is not a setting."""
     if not action.option_strings or action.dest in ("help", "version") or type(action).__name__ == "DeprecatedAction":
         return None
     names = [n.removeprefix("--") for n in action.option_strings if n.startswith("--")]
@@ -296,7 +271,7 @@ def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
         if isinstance(action, argparse.BooleanOptionalAction):
             off_names, names = [n for n in names if n.startswith("no-")], [n for n in names if not n.startswith("no-")]
     else:
-        # Anything with a parser of its own (JSON, graph descriptions) is passed on as the user wrote it.
+        # A value with a parser of its own (JSON, graph descriptions) is passed on as written.
         kind = _KINDS.get(getattr(action.type, "__name__", "str"), "str")
     default = action.default if isinstance(action.default, (bool, int, float, str)) else None
     if default == argparse.SUPPRESS or deprecated:
@@ -313,7 +288,7 @@ def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
 
 
 def _choices(action: argparse.Action) -> list[Any] | None:
-    """In the order of the parser; a set has none, so it is sorted to give every host the same file."""
+    """In the parser's order; a set is sorted, so that every host writes the same file."""
     if not action.choices:
         return None
     words = list(action.choices)
@@ -326,7 +301,7 @@ def _entries(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
 
 
 def build_sglang() -> dict[str, Any]:
-    """The schema of the installed SGLang. Imports it (seconds); on a CPU its stand-ins must be active already."""
+    """Schema of the installed SGLang, which is imported (seconds); on a CPU its stand-ins must already be active."""
     from importlib.metadata import version
 
     from sglang.srt.server_args import ServerArgs
@@ -337,7 +312,6 @@ def build_sglang() -> dict[str, Any]:
 
 
 def build_router() -> dict[str, Any]:
-    """The schema of the installed sglang-router."""
     from importlib.metadata import version
 
     from sglang_router.router_args import RouterArgs
@@ -345,3 +319,9 @@ def build_router() -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     return {"package": f"sglang-router {version('sglang-router')}", "flags": _entries(parser)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="compare the flag schemas with the installed engines")
+    add_flags(parser)
+    sys.exit(run(parser.parse_args()))

@@ -1,4 +1,13 @@
-"""Commands beside a run: `slime serve` (engines and routers without training) and `slime weights-agent`."""
+"""`slime serve` and `slime weights-agent`.
+
+`slime serve [TOPOLOGY.yaml] --hf-checkpoint DIR --port N [flags]` runs engines and routers without training, until
+Ctrl-C. It is the loop's own mode for that (`--debug-rollout-only --num-rollout 0`); other flags of the loop may follow.
+The file is that of `--sglang-config`; then the policy's checkpoint may be left out.
+
+`slime weights-agent` loads the weights that a trainer writes to a folder into one engine, until Ctrl-C. A run starts it
+next to its own engines; for engines that already run, start it by hand on the engine's host. It reads the engine's key
+from SLIME_ENGINE_ADMIN_API_KEY, or from SLIME_ENGINE_API_KEY if the engine has one key for everything.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +16,26 @@ import argparse
 from slime.settings.flags import OVERRIDE, PORT
 from slime.settings.parse import flag_value
 
-# `slime serve [TOPOLOGY.yaml] --hf-checkpoint DIR --port N [flags]`: engines and routers without training, until
-# Ctrl-C. The file is what `--sglang-config` reads; the policy's checkpoint may then be left out.
-#
-# The loop's own mode for it (`--debug-rollout-only --num-rollout 0`) under a shorter name; every other flag of the loop
-# may follow.
-
 DEFAULT_PORT = 30000
-"""SGLang's own."""
+"""SGLang's default."""
 CHECKPOINT = "--hf-checkpoint"
 ONLY_SERVES = ("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-size", "1")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Where to listen; a first word without dashes is a file, further flags are for the loop."""
     parser.usage = "slime serve [TOPOLOGY.yaml] [--port N] [--host ADDRESS] [flags of the loop]"
-    parser.add_argument("--port", type=_port, help=f"where clients reach the router (default {DEFAULT_PORT})")
-    parser.add_argument("--host", help="address to listen on (default loopback); others need --router-api-key")
+    parser.add_argument("--port", type=_port, help=f"port of the router (default {DEFAULT_PORT})")
+    parser.add_argument("--host", help="address to listen on (default: loopback); another one needs --router-api-key")
 
 
 def _port(text: str) -> int:
-    """Raises `argparse.ArgumentTypeError` for what is none."""
     if not text.isdecimal() or PORT.problem(int(text)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, and a port is a number of at least 1 and at most 65535")
+        raise argparse.ArgumentTypeError(f"got {text!r}, but a port is a number from 1 to 65535")
     return int(text)
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The flags of the loop; those that make it serve alone replace what a command line of a training run says."""
+    """The flags of the loop; those that make it only serve come last and win over a training run's flags."""
     words: list[str] = options.words
     if words and not words[0].startswith("-"):
         words = [*_of_topology(words[0], words[1:]), *words[1:]]
@@ -45,7 +46,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def _of_topology(file: str, words: list[str]) -> list[str]:
-    """The flags that a file stands for. Where no model is the policy, the first one is what rollouts would ask."""
+    """The flags that a file means. Without --hf-checkpoint, its first model is the policy."""
     from slime.settings.topology_yaml import first_path
 
     given = any(word == CHECKPOINT or word.startswith(f"{CHECKPOINT}=") for word in words)
@@ -53,7 +54,7 @@ def _of_topology(file: str, words: list[str]) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves. Exit codes are those of `run_or_exit`, raised as `SystemExit`."""
+    """Exit codes are those of `run_or_exit`, raised as `SystemExit`."""
     from slime.cli.loops.train import train
     from slime.cli.train import import_from_here
     from slime.settings import run_or_exit
@@ -63,33 +64,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-# `slime weights-agent`: keeps one engine at the weights that a trainer writes to a folder, until Ctrl-C.
-#
-# A run starts it beside its own engines; beside engines that run already, it is started by hand, on the engine's host.
-# The engine's key is in the environment: SLIME_ENGINE_ADMIN_API_KEY, or SLIME_ENGINE_API_KEY if it has one for all.
-
-
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
-    """Which engine, and which folders."""
-    parser.add_argument("--engine", required=True, metavar="URL", help="the server, as it is reached from here")
-    parser.add_argument("--name", metavar="HOST:PORT", help="the server as the trainer knows it (default: --engine)")
+    parser.add_argument("--engine", required=True, metavar="URL", help="the engine's address from here")
+    parser.add_argument("--name", metavar="HOST:PORT", help="the engine's address for the trainer (default: --engine)")
     parser.add_argument(
-        "--disk-dir", required=True, metavar="DIR", help="the folder of --update-weight-disk-dir, as it is seen here"
+        "--disk-dir", required=True, metavar="DIR", help="the folder of --update-weight-disk-dir, as seen from here"
     )
     parser.add_argument(
         "--local-dir",
         required=True,
         metavar="DIR",
-        help="a folder of this host for the checkpoint that the engine loads; agents of one host may share it",
+        help="a folder on this host for the checkpoint that the engine loads; agents of one host may share it",
     )
-    parser.add_argument("--limit-s", type=float, default=300.0, help="of one answer of the engine (default 300)")
+    parser.add_argument(
+        "--limit-s", type=float, default=300.0, help="time limit of one answer of the engine (default 300)"
+    )
     parser.add_argument(
         "--pre-read-hook", metavar="PATH", help="fn(source_dir, target_version), called before a version is read"
     )
 
 
 def run_agent(options: argparse.Namespace) -> int:
-    """Answers calls until a signal ends it."""
+    """Follows the folder until a signal ends it."""
     import os
     import signal
     import threading
@@ -111,14 +107,14 @@ def run_agent(options: argparse.Namespace) -> int:
             f"got --engine {options.engine}, which does not begin with http:// or https://; give http://HOST:PORT"
         )
     if problem := SECONDS.problem(options.limit_s):
-        raise ConfigError(f"got --limit-s {options.limit_s}, {problem}; give seconds")
+        raise ConfigError(f"got --limit-s {options.limit_s}, {problem}; correct it")
     if owner := os.environ.get(OWNER_ENV):
         die_with_parent(int(owner))
     setup_logging(None)
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    # Its layout is the trainer's business: what the agent asks an engine for is the same for any.
+    # The agent's requests do not depend on the engine's layout, so any layout will do.
     key = os.environ.get(ADMIN_KEY_ENV) or os.environ.get(API_KEY_ENV)
     control = HttpEngineControl(options.engine, ONE_RANK, options.limit_s, key)
     hook = load_hook(options.pre_read_hook, "pre_read") if options.pre_read_hook else None

@@ -9,45 +9,40 @@ from pathlib import Path
 
 from slime.core.errors import ConfigError
 
-# `slime recipe NAME [flags]`: runs a recipe of `recipes/` in the working folder; further flags are for the loop.
-
 RECIPES = Path(__file__).parent / "recipes"
 
 
 def names() -> list[str]:
-    """The recipes that there are."""
     return sorted(script.parent.name for script in RECIPES.glob("*/run.sh"))
 
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """Which one."""
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(names())}; flags behind it are for the loop")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(names())}; flags after it are for the loop")
 
 
 def run_recipe(options: argparse.Namespace) -> int:
-    """Becomes the recipe's script, which prepares its model and data here and starts `slime train`."""
+    """Becomes the recipe's script, which prepares its model and data in the working folder and starts `slime train`.
+
+    Raises `ConfigError` for an unknown recipe and for wrong flags, before anything is prepared.
+    """
+    from slime.settings.parse import parse_words
+
     if options.name not in names():
-        raise ConfigError(f"got the recipe {options.name}; there are {', '.join(names())}")
+        raise ConfigError(f"got the recipe {options.name}; known are {', '.join(names())}")
+    parse_words(options.words)
     script = RECIPES / options.name / "run.sh"
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (*_roots(), os.environ.get("PYTHONPATH"))))}
-    os.execvpe("bash", ["bash", str(script), *options.words], {**os.environ, "PY": sys.executable, **environment})
-
-
-def _roots() -> list[str]:
-    """Where this slime is imported from, for an interpreter that would find another one or none."""
-    return [str(Path(__file__).parents[2])]
-
-
-# `slime tokenizer DIR`: a tokenizer.json for a released folder whose tokenizer is code, which is not run.
+    this_slime = str(Path(__file__).parents[2])  # the script's interpreter might find another one
+    path = os.pathsep.join(filter(None, (this_slime, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PY": sys.executable, "PYTHONPATH": path}
+    os.execvpe("bash", ["bash", str(script), *options.words], environment)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="a released folder of Kimi-K2")
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
-    """Writes the files beside the released ones. Raises `ConfigError` for another tokenizer."""
+    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` for another tokenizer."""
     from slime.core.files import FAST
     from slime.data.checkpoint_template import KEPT, write_fast
 

@@ -1,6 +1,6 @@
 """`slime train` and `slime train-async`: the loops `train.py` and `train_async.py`, with their own command line.
 
-Every word after the command belongs to the loop, `--help` and `--explain` too.
+Every word after the command belongs to the loop, including `--help` and `--explain`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.settings import run_or_exit
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """None: the loop parses its own."""
+    """The loop parses its flags itself."""
 
 
 def run_sync(options: argparse.Namespace) -> int:
@@ -37,9 +37,9 @@ def run_async(options: argparse.Namespace) -> int:
 
 
 def import_from_here() -> None:
-    """A user's module in the working folder can be named (`my_hooks:reward`), here and in every process of the run.
+    """Lets every process of the run import users' modules from the working folder (`my_hooks:reward`).
 
-    PYTHONPATH comes before the standard library. Raises `ConfigError` for a module that would stand in for one of it.
+    PYTHONPATH comes before the standard library. Raises `ConfigError` for a module that would replace one of Python's.
     """
     here = str(Path.cwd())
     named = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
@@ -51,13 +51,10 @@ def import_from_here() -> None:
 
 
 def _require_no_namesake(folder: Path) -> None:
-    """No module here has the name of one of Python's own, which the processes of a run would import in its place."""
-    found = [path for path in sorted(folder.glob("*.py")) if path.stem in sys.stdlib_module_names]
-    found += [
-        path.parent for path in sorted(folder.glob("*/__init__.py")) if path.parent.name in sys.stdlib_module_names
-    ]
-    if found:
+    modules = [*sorted(folder.glob("*.py")), *(path.parent for path in sorted(folder.glob("*/__init__.py")))]
+    found = next((path for path in modules if path.stem in sys.stdlib_module_names), None)
+    if found is not None:
         raise ConfigError(
-            f"got {found[0]}, because every process of the run would import it in place of Python's own "
-            f"{found[0].stem}; rename it, or start the run in another folder"
+            f"got {found}, which every process of the run would import in place of Python's own {found.stem}; rename "
+            "it, or start the run in another folder"
         )

@@ -185,7 +185,7 @@ def how_to_resume(args: Args, *, stopped: bool) -> str:
     if args.num_rollout is not None and found.rollout_id + 1 >= args.num_rollout:
         return ""
     command = resume_command(args.command, load=str(args.save), run_dir=str(args.run_dir))
-    return f"{found.path.name} is saved; to go on with step {found.rollout_id + 2}: {command}"
+    return f"{found.path.name} is saved; to continue with step {found.rollout_id + 1}: {command}"
 
 
 T = TypeVar("T")

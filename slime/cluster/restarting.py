@@ -145,7 +145,7 @@ class Restart:
 
     def __str__(self) -> str:
         whence = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
-        return f"restart {self.number} of {self.most}: on with step {self.step + 1}, {whence}, after {self.because}"
+        return f"restart {self.number} of {self.most}: continues with step {self.step}, {whence}, after {self.because}"
 
     def facts(self) -> dict[str, object]:
         """For the record of the run."""

@@ -285,11 +285,11 @@ class ConsoleSink:
 
     def line(self, record: StepRecord) -> str:
         """What `write` prints; called once per record."""
-        head = f"{record.kind:>7} {record.step + 1}"  # people count from one; an evaluation: after so many rollouts
+        head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
-            head = f"{record.kind:>7} {record.step + 1}/{self._num_rollout}"
+            head += f" of {self._num_rollout}"
         shown = [f"{label} {_number(record.metrics[key], spec)}" for key, label, spec in self._headlines(record)]
-        line = "  ".join([f"{head:<13}", *shown])
+        line = "  ".join([f"{head:<16}", *shown])
         return line + self._eta(record) if record.kind == "perf" else line
 
     def _headlines(self, record: StepRecord) -> list[tuple[str, str, str]]:

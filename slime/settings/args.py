@@ -1,10 +1,10 @@
 """`Args`: every resolved setting of a run, flat, typed, frozen and picklable.
 
 Invariants
-1. Nothing in it is unresolved: what the user left out is a default or derived; `origins` says which and why.
-2. `getattr(args, name)` finds slime's own fields first, then the settings of registries' entries, then Megatron's,
-   then the user's `custom` ones.
-3. Written as JSON and read back it is equal, secrets aside.
+1. Everything is resolved: a setting that the user left out is a default or derived; `origins` says which, and why.
+2. `getattr(args, name)` finds slime's own fields first, then entries' settings, then Megatron's, then the user's
+`custom` ones.
+3. Written as JSON and read back it is equal, except for secrets.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.groups.training import CheckpointSettings, ParameterSettings, TrainingSettings
 from slime.settings.groups.weights import QuantisedSettings, WeightSyncSettings
 
-# `Passthrough`: the settings of somebody else, as an immutable, picklable mapping that explains a missing key.
-#
-# Holds what belongs to Megatron, SGLang, the router, the chosen entries of registries and the user, by field name.
-# `dict(settings)` gives a plain copy.
-
 
 class Passthrough(Mapping[str, Any]):
-    """Read-only mapping of one owner's settings, by field name. Values are JSON data."""
+    """Read-only, picklable mapping of one owner's settings by field name; explains a missing key.
+
+    Values are JSON data; `dict(settings)` is a plain copy.
+    """
 
     __slots__ = ("_owner", "_values")
 
@@ -59,7 +57,7 @@ class Passthrough(Mapping[str, Any]):
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dict does, without a search for the nearest name: it is asked in every step."""
+        """As a dict does, without searching for the nearest name: it is called in every step."""
         return self._values.get(name, default)
 
     def __contains__(self, name: object) -> bool:
@@ -79,11 +77,11 @@ class Passthrough(Mapping[str, Any]):
 
 
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
-"""The fields of `Args` that hold settings of others, or what is known about settings."""
+"""The fields of `Args` that hold other owners' settings, or facts about settings."""
 NOT_A_SETTING = ("command",)
-"""Fields of `Args` that say how it came to be."""
+"""Fields of `Args` that say where it came from."""
 _BEHIND = ("components", "megatron", "custom")
-"""Mappings whose settings are attributes as well, in this order."""
+"""Mappings whose settings are attributes too, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,30 +117,28 @@ class Args(
     """All settings of one run. User hooks receive it as `args`."""
 
     components: Passthrough = field(default_factory=lambda: Passthrough("components", {}))
-    """The settings of registries' entries (an estimator's, a loss's), by name."""
+    """Settings of registry entries (an estimator's, a loss's), by name."""
     megatron: Passthrough = field(default_factory=lambda: Passthrough("megatron", {}))
-    """Every Megatron setting by config field name, the architecture included; dtypes and enums by name."""
+    """Every Megatron setting by config field name, including the architecture; dtypes and enums by name."""
     sglang: Passthrough = field(default_factory=lambda: Passthrough("sglang", {}))
-    """ServerArgs fields that the user gave with --sglang-*, and the dtype."""
+    """ServerArgs fields given with --sglang-*, and the dtype."""
     router: Passthrough = field(default_factory=lambda: Passthrough("router", {}))
-    """Router settings that the user gave with --router-*."""
+    """Router settings given with --router-*."""
     custom: Passthrough = field(default_factory=lambda: Passthrough("custom", {}))
     """The user's own settings, from the key `custom` of --custom-config-path."""
     critic: Passthrough = field(default_factory=lambda: Passthrough("critic", {}))
-    """Megatron settings of the critic where they are not the policy's; `slime.settings.roles.critic_args` applies
-    them."""
+    """Megatron settings of the critic that differ from the policy's; applied by `slime.settings.roles.critic_args`."""
     command: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """`slime train ...`: the command line that means these settings, secrets included; it is not among what `args.json`
-    holds."""
+    """`slime train ...`: the command line of these settings, including secrets. Not in `args.json`."""
     idle: Passthrough = field(default_factory=lambda: Passthrough("idle", {}), compare=False)
-    """Setting -> its value and why it has no effect, for settings that were given and act on nothing."""
+    """Setting -> its value and why it has no effect, for given settings that act on nothing."""
     origins: Passthrough = field(default_factory=lambda: Passthrough("origins", {}), compare=False, repr=False)
     """Setting -> where its value came from: default, command line, HF config, derived (and why)."""
 
-    if not TYPE_CHECKING:  # strict typing sees the fields only; names behind a mapping are for users' hooks
+    if not TYPE_CHECKING:  # strict typing sees only the fields; names behind a mapping are for users' hooks
 
         def __getattr__(self, name: str) -> Any:
-            # Reached only for what is not a field. Dunder lookups (pickle, copy) must fail before `__dict__` is filled.
+            # Called only for names that are not fields. Dunders (pickle, copy) must fail until `__dict__` is filled.
             if not name.startswith("__"):
                 for owner in _BEHIND:
                     settings = self.__dict__.get(owner)
@@ -151,13 +147,13 @@ class Args(
             raise AttributeError(f"args has no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """Whether the user gave a setting, on the command line or in a file (an engine's as `owner.name`)."""
+        """Whether the user gave a setting, on the command line or in a file. An engine's is named `owner.name`."""
         return not self.origins.get(name, "default").startswith(("default", "derived", "HF config"))
 
     def replace(self, **changes: Any) -> Args:
-        """A copy with other values; settings of entries and of Megatron may be given by name.
+        """A copy with other values; entries' and Megatron's settings may be given by name.
 
-        Nothing is derived again or checked. Raises `ConfigError` for an unknown name.
+        Derives and checks nothing. Raises `ConfigError` for an unknown name.
         """
         own = {f.name for f in dataclasses.fields(self)}
         for owner in ("components", "megatron"):
@@ -170,9 +166,9 @@ class Args(
         return dataclasses.replace(self, **changes)
 
     def without_secrets(self) -> Args:
-        """A copy for code that is to know no key: secret settings are None, those of engines and router are not there.
+        """A copy for code that must not know keys: secret settings are None, engines' and the router's are absent.
 
-        Nor are the command line as it was typed and the variables of training processes, which may hold some.
+        The command line and the environment variables of training processes, which may hold secrets, are left out too.
         """
         from slime.settings.flag_table import components_of, secret_settings
 
@@ -187,7 +183,7 @@ class Args(
         return dataclasses.replace(self, **changes, command=(), train_env_vars={})
 
     def to_json_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable copy with secrets masked, and with the evaluation datasets that the settings mean."""
+        """A JSON-serialisable copy with masked secrets and the evaluation datasets."""
         from slime.settings.eval_config import eval_datasets
         from slime.settings.flag_table import components_of, secret_settings
 

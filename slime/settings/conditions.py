@@ -1,4 +1,8 @@
-"""What a run has to compute for settings of several groups to act, and what a folder that holds a model may be."""
+"""Conditions for settings of several groups to act; and rules about folders that hold a model.
+
+A Megatron checkpoint is a folder of pickles, which no run reads (law 10): `slime convert` makes a Hugging Face folder
+of it. Hugging Face folders are read directly.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +20,22 @@ from slime.settings.topology_yaml import topology_of
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# Conditions of several groups' settings: what a run has to compute for them to act.
-
 ESTIMATORS = "slime.algorithms.advantages:ESTIMATORS"
-"""The registry of advantage estimators, which stands above the settings."""
+"""A registry in a room above the settings."""
 
 
 def estimator_of(s: Any) -> Any:
-    """The class of the advantage estimator. Raises `ConfigError` for a name that none has."""
+    """The class of the advantage estimator. Raises `ConfigError` for an unknown name."""
     return load_object(ESTIMATORS).get(s.advantage_estimator)
 
 
 def fine_tunes(s: Any) -> bool:
-    """Whether the run learns from texts as they are: nothing is sampled, and there are no rewards."""
+    """Whether the run learns from texts as they are, without sampling and rewards."""
     return bool(s.loss_type == "sft_loss")
 
 
 def minimises_policy_loss(s: Any) -> bool:
-    """Whether the loss is slime's own for sampled tokens: the policy loss, a KL to the reference, an entropy bonus."""
+    """Whether the loss is slime's own for sampled tokens: policy loss, KL to the reference, entropy bonus."""
     return bool(s.loss_type == "policy_loss")
 
 
@@ -48,7 +50,7 @@ def computes_advantages(s: Any) -> bool:
 
 
 def has_policy_term(s: Any) -> bool:
-    """Whether slime's own policy loss is minimised, from advantages."""
+    """Whether slime's own policy loss is computed from advantages."""
     return minimises_policy_loss(s) and bool(s.compute_advantages_and_returns)
 
 
@@ -58,44 +60,41 @@ def has_kl(s: Any) -> bool:
 
 
 def has_reference(s: Any) -> bool:
-    """Whether log-probs of a reference are computed: for a KL, or for a custom loss that reads them."""
+    """Whether reference log-probs are computed: for a KL, or for a custom loss that reads them."""
     return bool(s.kl_coef) or (s.use_kl_loss and not fine_tunes(s))
 
 
 def lends_at_start(s: Any) -> bool:
-    """Whether training ranks lend their GPUs to engines before these have ever taken memory. On a CPU nothing is lent:
-    both have their own.
-    """
+    """Whether training ranks lend their GPUs to engines before engines first take memory. On a CPU nothing is lent."""
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
 def shares_gpus(s: Any, model: ServedModel) -> bool:
-    """Whether some engines of a model share GPUs (on a CPU: slots) with the trainer, to which they then lend them.
+    """Whether some engines of a model share GPUs (on a CPU: slots) with the trainer, which lends them.
 
-    With `--colocate` the first engines of the topology do, whatever they serve, until all GPUs of training are shared.
+    With `--colocate`, the first engines of the topology do, whatever model they serve, until all training GPUs are
+    shared.
     """
     return any(begin < _num_shared(s) for begin, _ in _gpus_of(s, model))
 
 
 def policy_shares_gpus(s: Any) -> bool:
-    """Whether some engines of the policy share GPUs (on a CPU: slots) with the trainer."""
     policy = topology_of(s).policy
     return policy is not None and shares_gpus(s, policy)
 
 
 def policy_has_own_gpus(s: Any) -> bool:
-    """Whether some engines of the policy have GPUs (on a CPU: slots) where no training rank is."""
+    """Whether some engines of the policy have GPUs (on a CPU: slots) without a training rank."""
     policy = topology_of(s).policy
     return policy is not None and any(end > _num_shared(s) for _, end in _gpus_of(s, policy))
 
 
 def _num_shared(s: Any) -> int:
-    """GPUs that training shares."""
     return int(s.actor_num_nodes * s.actor_num_gpus_per_node) if s.colocate else 0
 
 
 def _gpus_of(s: Any, wanted: ServedModel) -> Iterator[tuple[int, int]]:
-    """For each group of a model that runs, its GPUs from where to where, in the order in which they are taken."""
+    """The GPU range of each running group of a model, in placement order."""
     end = 0
     for model in topology_of(s).models:
         for group in model.groups:
@@ -125,47 +124,43 @@ ENGINE_LOG_PROBS = Need(
     f"{_POLICY_TERM_TEXT}; or --use-unbiased-kl",
 )
 
-# Folders that hold a model: what a name on the command line means, and what is refused, before anything starts.
-#
-# A checkpoint of Megatron is a folder of pickles, which no run reads (law 10): `slime convert` makes a Hugging Face
-# folder of it. Hugging Face folders are read directly.
+# --- Folders that hold a model
 
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
 _MEGATRON_SUFFIX = "_torch_dist"
-"""How public scripts call the folder that was made of a Hugging Face one."""
+"""Ending that public scripts give to a converted folder."""
 _LENGTHS = ("max_position_embeddings",)
-"""Of the architecture, what may differ between the weights that a run starts from and the engines' model."""
+"""May differ between the initial weights and the engines' model."""
 
 
 def has_hf_model(folder: str) -> bool:
-    """Whether a folder is one in Hugging Face format."""
+    """Whether a folder is in Hugging Face format."""
     return (Path(folder) / "config.json").is_file()
 
 
 def has_megatron_checkpoint(folder: str) -> bool:
-    """Whether a folder is a checkpoint that Megatron wrote, or holds one."""
+    """Whether a folder is a checkpoint of Megatron, or holds one."""
     root = Path(folder)
     places = (root, *root.glob("iter_*"), root / "release")
     return any((place / name).is_file() for place in places for name in _MEGATRON_FILES)
 
 
 def what_to_give(folder: str) -> str:
-    """What to do about a folder that is not in Hugging Face format, or not there."""
+    """What to do about a folder that is missing or not in Hugging Face format."""
     path = Path(folder)
     convert = (
         f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" if has_megatron_checkpoint(folder) else ""
     )
     if path.name.endswith(_MEGATRON_SUFFIX):
         origin = path.with_name(path.name.removesuffix(_MEGATRON_SUFFIX))
-        made_of = f"nothing has to be converted: give the Hugging Face folder that it was made of, {origin}"
-        return f"{made_of}, or what this writes: {convert}" if convert else made_of
+        made_of = f"no conversion is needed: give the Hugging Face folder that it was made of, {origin}"
+        return f"{made_of}, or the folder that this writes: {convert}" if convert else made_of
     if convert:
         return f"give the Hugging Face folder that this writes: {convert}"
     return download_hint(folder) or "give a folder in Hugging Face format"
 
 
 def folders_exist(args: Args) -> str | None:
-    """Each folder that a run reads is there."""
     names = ("load", "ref_load", "critic_load", "opd_teacher_load")
     for name in names:
         folder = getattr(args, name)
@@ -176,18 +171,16 @@ def folders_exist(args: Args) -> str | None:
 
 
 def folders_are_models(args: Args) -> str | None:
-    """Models are in Hugging Face format."""
     for name in ("ref_load", "critic_load", "opd_teacher_load"):
         folder = getattr(args, name)
         if folder is None or not Path(folder).is_dir() or has_hf_model(folder):
             continue
-        kind = "a checkpoint of Megatron, made of pickles" if has_megatron_checkpoint(folder) else "without config.json"
-        return f"got {name} {folder}, {kind}; {what_to_give(folder)}"
+        kind = "is a Megatron checkpoint of pickles" if has_megatron_checkpoint(folder) else "has no config.json"
+        return f"got {name} {folder}, which {kind}; {what_to_give(folder)}"
     return None
 
 
 def initial_weights_fit(args: Args) -> str | None:
-    """The trainer starts from a model of the architecture that engines serve."""
     folder = args.initial_weights
     if folder == args.hf_checkpoint or not has_hf_model(folder):
         return None
@@ -197,8 +190,8 @@ def initial_weights_fit(args: Args) -> str | None:
         return None
     one = differing[0]
     return (
-        f"got initial weights {folder} (--load or --ref-load) with {one} {theirs.get(one)}, and hf_checkpoint "
-        f"{args.hf_checkpoint} with {ours[one]}; give models of one architecture"
+        f"got initial weights {folder} (--load or --ref-load) with {one} {theirs.get(one)}, but hf_checkpoint "
+        f"{args.hf_checkpoint} has {ours[one]}; give models of one architecture"
     )
 
 

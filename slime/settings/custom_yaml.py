@@ -1,8 +1,8 @@
 """`--custom-config-path`: settings from YAML, as strict as the command line, and the user's own.
 
-Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. What
-stands below `custom` is the user's. So is a key that names no setting, if the run has a function of the user's that may
-read it (`free_keys_have_a_reader`); it is listed when the run starts, because it may be a misspelt setting.
+Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. Everything
+under `custom` is the user's own. So is a key that names no setting, if the run has a user function that may read it
+(`free_keys_have_a_reader`); it is listed when the run starts, because it may be misspelt.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from slime.settings.schema import owned_spellings
 _FLAG = "--custom-config-path"
 
 FREE = "custom."
-"""Before the user's own settings, where they are listed."""
+"""Prefix of the user's own settings in lists."""
 NEAR = "; a setting of a similar name is "
-"""Before the setting that such a one may be meant for."""
+"""Comes before the setting that the user may have meant."""
 
 Given = dict[tuple[str, str], Any]
 """(owner, dest) -> value, as the user gave it."""
@@ -41,9 +41,9 @@ def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
 def merge_config(
     given: Given, origins: dict[tuple[str, str], str], table: FlagTable, path: str, content: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
-    """(`given` with the file's settings, the user's own). Notes origins. Raises `ConfigError`.
+    """(`given` plus the file's settings, the user's own settings). Adds origins. Raises `ConfigError`.
 
-    A setting that is on the command line too must have the same value there: one of the two would be ignored silently.
+    A setting that is also on the command line must have the same value there.
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
@@ -71,7 +71,7 @@ def merge_config(
 
 
 def is_free(table: FlagTable, key: str) -> bool:
-    """Whether a key is neither a setting nor another program's name of one."""
+    """Whether a key is neither a setting nor another program's name for one."""
     name = "--" + key.replace("_", "-")
     return name not in table.by_name and name not in owned_spellings() and name[2:] not in FOREIGN_NAMES
 
@@ -82,8 +82,7 @@ def _near(table: FlagTable, key: str) -> str:
 
 
 def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
-    """((owner, dest), value) of one line of a file; another value in `given` is a contradiction. Raises
-    `ConfigError`."""
+    """((owner, dest), value) of one line of a file. Raises `ConfigError`, also for another value in `given`."""
     name, owned = "--" + key.replace("_", "-"), owned_spellings()
     if name in owned:
         raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")

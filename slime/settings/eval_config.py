@@ -1,4 +1,4 @@
-"""Evaluation datasets: what each is and how it is sampled, from `--eval-prompt-data` or a `--eval-config` file.
+"""Evaluation datasets and how they are sampled, from `--eval-prompt-data` or a `--eval-config` file.
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
@@ -6,7 +6,7 @@
         - {name: aime, path: aime.jsonl, rm_type: math}
 
 A setting comes from the dataset's entry, else from `defaults`, else from the command line. Names and types are checked
-as strictly as flags are.
+as strictly as flags.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDatasetConfig:
-    """One dataset. Fields without a setting of the same meaning on the command line are None or empty there."""
+    """One dataset. A field that has no setting on the command line is None or empty there."""
 
     name: str
     """Unique; metrics are `eval/<name>`."""
     path: str
-    """Named as in `--prompt-data`: files or a scheme's data, with an optional `@[start:stop]`."""
+    """As `--prompt-data`: files or a scheme's data, with an optional `@[start:stop]`."""
     rm_type: str | None = None
     """Grader of rows whose metadata names none, in place of --rm-type."""
     custom_rm_path: str | None = None
@@ -44,42 +44,41 @@ class EvalDatasetConfig:
     metadata_overrides: dict[str, Any] | None = None
     """Written over the metadata of each row."""
     input_key: str
-    """Column with the prompt."""
+    """Column of the prompt."""
     label_key: str | None
-    """Column with the answer."""
+    """Column of the answer."""
     tool_key: str | None
-    """Column with the tools."""
+    """Column of the tools."""
     metadata_key: str | None
-    """Column with the metadata."""
+    """Column of the metadata."""
     apply_chat_template: bool
     """Render the prompt with the chat template."""
     apply_chat_template_kwargs: dict[str, Any] | None
-    """Arguments of the template."""
+    """Arguments of the chat template."""
     max_prompt_len: int | None
-    """Longer prompts are left out, in tokens. An entry's or a default's `max_context_len` makes it one less than that,
-    unless something shorter is given."""
+    """In tokens; longer prompts are left out. A `max_context_len` in an entry or in `defaults` limits it to one less,
+    unless a shorter limit is given."""
     n_samples_per_eval_prompt: int
     """Executions per prompt; pass@k is reported for the powers of two up to it."""
     temperature: float
     """0 is greedy."""
     top_p: float
-    """Top-p sampling."""
     top_k: int
-    """Top-k sampling, -1 is off."""
+    """-1 is off."""
     max_response_len: int
     """Most tokens of one answer."""
     max_total_response_len: int | None
-    """Most tokens that one execution samples, over all of its answers."""
+    """Most tokens sampled in one execution, over all its answers."""
     max_context_len: int | None
     """Most tokens of a conversation."""
     min_new_tokens: int | None
     """Fewest tokens of a response."""
     repetition_penalty: float | None = None
-    """1.0 is none."""
+    """1.0 is off."""
     stop: tuple[str, ...] | None
     """Strings that end a response."""
     stop_token_ids: tuple[int, ...] | None
-    """Ids that end a response."""
+    """Token ids that end a response."""
     skip_special_tokens: bool
     """Leave special tokens out of the response text."""
 
@@ -87,27 +86,14 @@ class EvalDatasetConfig:
 _SETTINGS = {
     name.removeprefix("eval_").removeprefix("rollout_"): name
     for name in (
-        "eval_input_key",
-        "eval_label_key",
-        "eval_tool_key",
-        "eval_max_prompt_len",
-        "eval_temperature",
-        "eval_top_p",
-        "eval_top_k",
-        "eval_max_response_len",
-        "eval_max_total_response_len",
-        "eval_max_context_len",
-        "eval_min_new_tokens",
-        "rollout_stop",
-        "rollout_stop_token_ids",
-        "rollout_skip_special_tokens",
-        "metadata_key",
-        "apply_chat_template",
-        "apply_chat_template_kwargs",
-        "n_samples_per_eval_prompt",
+        *("eval_input_key", "eval_label_key", "eval_tool_key", "metadata_key"),
+        *("apply_chat_template", "apply_chat_template_kwargs", "n_samples_per_eval_prompt"),
+        *("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_prompt_len", "eval_max_response_len"),
+        *("eval_max_total_response_len", "eval_max_context_len", "eval_min_new_tokens"),
+        *("rollout_stop", "rollout_stop_token_ids", "rollout_skip_special_tokens"),
     )
 }
-"""Field -> the setting of the command line that it is taken from."""
+"""Field -> the command-line setting it is taken from."""
 
 
 def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:

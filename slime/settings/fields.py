@@ -1,8 +1,8 @@
-"""Fields of slime's settings: how they are declared, and the flags and help texts made from them.
+"""How settings are declared, and the flags and help texts made from the declarations.
 
-A group (and an entry of a registry) is a frozen dataclass. Everything about a setting is one declaration: type,
-default, range, condition, derivation, and its text, the string literal below. That literal is the only copy of the
-text: --help reads it from the source, and only when help is asked for.
+A group (or a registry entry) is a frozen dataclass. Each field declares everything about one setting: type, default,
+range, condition, derivation, and its help text in the string literal below it. `--help` reads that literal from the
+source, only when help is asked for.
 """
 
 from __future__ import annotations
@@ -17,41 +17,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
-from slime.settings.flags import Flag, Range
+from slime.settings.flags import Flag, Form, Range
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
 P = ParamSpec("P")
 Compute = Callable[[Any], Any]
-"""Of the settings."""
+"""Gets the settings, returns a value."""
 Why = str | Callable[[Any], str]
-"""The reason for a value, as it stands or by the settings."""
+"""The reason for a value: a text, or a function of the settings."""
 
 
 class _Unset:
-    """The type of `UNSET`."""
-
     def __repr__(self) -> str:
         return "UNSET"
 
 
 UNSET: Final = _Unset()
-"""Of a given value: as if it had not been given (`--device auto`)."""
+"""A given value that counts as not given (`--device auto`)."""
 
 
 def is_on(value: Any) -> bool:
-    """The usual `asks`: absent and switched off ask for nothing, so they may be given anywhere."""
+    """The usual `asks`: None and False ask for nothing, so they may be given anywhere."""
     return value is not None and value is not False
 
 
 def is_not_zero(value: Any) -> bool:
-    """`asks` of a coefficient or a count of which zero is none."""
+    """`asks` of a coefficient or count where zero means none."""
     return bool(value)
 
 
 def always(value: Any) -> bool:
-    """`asks` of a switch that asks for something on as well as off."""
+    """`asks` of a switch whose off value asks for something too."""
     return True
 
 
@@ -60,14 +58,19 @@ class Need:
     """The condition under which a setting acts."""
 
     acts: Callable[[Any], bool]
-    """Of the resolved settings."""
+    """Gets the resolved settings."""
     text: str
-    """The condition in words, after "which needs"."""
+    """The condition in words, after "which needs"; or a whole clause that begins with "which"."""
+
+    @property
+    def clause(self) -> str:
+        """Why the setting has no effect, after its value."""
+        return self.text if self.text.startswith("which ") else f"which needs {self.text}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adjusted:
-    """A value that other settings put in place of a given or derived one."""
+    """A value that replaces a given or derived one because of other settings."""
 
     value: Any
     why: str
@@ -76,20 +79,20 @@ class Adjusted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenBy:
-    """What names an entry of a registry, if not the value of the setting that belongs to the registry."""
+    """Names a registry entry where the setting's own value does not."""
 
     name: Callable[[Any], str | None]
-    """Of the settings."""
+    """Gets the settings."""
     what: str
-    """What the name is, in words, before the names that exist."""
+    """What the name is, in words; messages put it before the known names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """What a field says beyond its type, kept in its metadata; the arguments of `opt` and `derived`."""
+    """What a field says beyond its type: the arguments of `opt` and `derived`, kept in its metadata."""
 
     default: Any = None
-    """The value where the user gives none and nothing is computed."""
+    """Used where the user gives no value and nothing is computed."""
     names: tuple[str, ...] = ()
     """Further spellings of the flag."""
     off_names: tuple[str, ...] = ()
@@ -98,42 +101,43 @@ class Declared:
     secret: bool = False
     """Masked wherever it is written."""
     append: bool = False
-    """A tuple to which each occurrence of the flag adds one entry."""
+    """A tuple; each occurrence of the flag adds one entry."""
     within: Range | None = None
-    """What a number may be, as one of the kinds of `slime.settings.flags`; or by its bounds:"""
+    """The range of a number, one of the kinds in `slime.settings.flags`. Or give the bounds:"""
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
+    form: Form | None = None
+    """What a text must be: `url_form` or `host_form`."""
     needs: Need | tuple[Need, ...] = ()
-    """All must hold for the setting to act; the first that does not is reported."""
+    """All must hold for the setting to act; the first one that does not is reported."""
     asks: Callable[[Any], bool] = is_on
-    """Whether a given value asks for something, so that it is worth telling that it does not act."""
+    """Whether a given value asks for something, so that "has no effect" is worth a line."""
     chosen_from: str | None = None
-    """The registry, `pkg.module:REGISTRY`, that the value names an entry of."""
+    """The registry, `pkg.module:REGISTRY`, of which the value names an entry."""
     chosen_by: ChosenBy | None = None
-    """What names the entry in place of the value, which then only makes the user's own known."""
+    """Names the entry in place of the value; the value then only registers the user's own entry."""
     compute: Compute | None = None
     """The value where the user gives none; None leaves the default."""
     why: Why = ""
-    """The reason for that value."""
+    """The reason for the computed value."""
     canonical: Callable[[Any], Any] | None = None
-    """The one spelling of a given value; `UNSET` drops it."""
+    """Rewrites a given value to its one spelling; `UNSET` drops it."""
     adjust: Callable[[Any, Any], Adjusted | None] | None = None
-    """(value, settings) -> what stands in its place; None leaves it."""
+    """(value, settings) -> its replacement, or None to keep it."""
     required: str = ""
-    """What to give, where nothing can be derived and the run cannot do without."""
+    """What to give, for a setting that a run cannot do without and that nothing derives."""
     internal: bool = False
-    """Filled in by the run; it has no flag."""
+    """Filled in by the run; has no flag."""
 
     @property
     def range(self) -> Range:
-        """What a number may be."""
         return self.within or Range(self.gt, self.ge, self.lt, self.le)
 
     @property
     def conditions(self) -> tuple[Need, ...]:
-        """`needs`, whether it is one or several."""
+        """`needs` as a tuple."""
         return (self.needs,) if isinstance(self.needs, Need) else self.needs
 
 
@@ -141,7 +145,7 @@ _KEY = "setting"
 
 
 def declared(field: dataclasses.Field[Any]) -> Declared:
-    """What the declaration of a field says; a plain default says nothing more."""
+    """The declaration in a field's metadata; a plain default has an empty one."""
     found: Declared = field.metadata.get(_KEY, _PLAIN)
     return found
 
@@ -150,7 +154,7 @@ _PLAIN = Declared()
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default, a fresh copy where it is mutable."""
+    """The field's default, a fresh copy if it is mutable."""
     factory: Any = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
 
@@ -170,14 +174,13 @@ def _derived(says: Callable[P, Declared]) -> Callable[Concatenate[Compute, Why, 
 
 
 opt = _opt(Declared)
-"""`opt(default, ge=0, ...)`: a field with more than a default; `Declared` says what each argument means."""
+"""`opt(default, ge=0, ...)`: a field with more than a default; `Declared` explains the arguments."""
 
 derived = _derived(Declared)
-"""`derived(compute, why, ...)`: a field that is computed from others when the user does not give it.
+"""`derived(compute, why, ...)`: a field computed from others when the user does not give it.
 
-`compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`); where
-it returns None, `default` stands. `why` is shown by --explain. The rest is as in `Declared`.
-"""
+`compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`). Where
+it returns None, `default` is used. `why` is shown by --explain. The other arguments are those of `Declared`."""
 
 
 def internal(compute: Compute | None = None, why: str = "") -> Any:
@@ -212,13 +215,13 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
 
 
 def _holds_strings(hint: Any) -> bool:
-    """Whether a mapping, or one that may be None, has strings for values."""
+    """Whether a mapping (or an optional one) has string values."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(typing.get_args(member) == (str, str) for member in members)
 
 
 def own_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """The settings that a dataclass declares itself, its bases' left out."""
+    """The settings that a dataclass declares itself, without those of its bases."""
     own = inspect.get_annotations(cls)
     return [field for field in dataclasses.fields(cls) if field.name in own and field.init]
 
@@ -253,6 +256,7 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
         append=says.append,
         choices=says.choices or choices,
         limits=says.range,
+        form=says.form,
         of_strings=kind == "json" and _holds_strings(hint),
         optional=optional,
         required=bool(says.required),
@@ -263,7 +267,7 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal below it, read from the source of `cls` itself (not of its bases)."""
+    """Field name -> the string literal below it, from the source of `cls` itself (not of its bases)."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef), f"{cls} is not a class"
     out = {}
@@ -279,33 +283,35 @@ def field_docs(cls: type) -> dict[str, str]:
     return out
 
 
-# What a group of settings consists of, beside its dataclass: its heading, its rules, and what it sets for others.
-
 Rule = Callable[["Args"], "str | None"]
-"""None, or what was got, because of what it cannot work, and what to do."""
+"""Returns None, or a message: what was given, why it cannot work, what to do."""
+
+
+def refuse_if(holds: Callable[[Any], Any], message: str | Callable[[Any], str]) -> Rule:
+    """A rule that returns `message` if `holds(args)`: a text with settings in braces (`{s.seed}`), or a function."""
+    told = message.format if isinstance(message, str) else lambda s: message(s)
+    return lambda s: told(s=s) if holds(s) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A setting of Megatron or SGLang that is computed where the user does not give it."""
+    """A setting of Megatron or SGLang that slime computes where the user does not give it."""
 
     owner: Literal["megatron", "sglang"]
     name: str
     compute: Compute
-    """Of the settings, each derived when it is read. None leaves the owner's default."""
+    """Gets the settings, each derived when it is read. None leaves the owner's default."""
     why: Why
-    """The reason for the value, shown by --explain."""
+    """Shown by --explain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group of slime's settings."""
-
     settings: type
     """A frozen dataclass, a base of `Args`."""
     heading: str
     """Above its flags in --help."""
     rules: tuple[Rule, ...] = ()
-    """What cannot work, reported before any process starts, in this order."""
+    """Checked in this order before any process starts."""
     passed: tuple[Passed, ...] = ()
     """What it sets for Megatron and SGLang."""

@@ -1,4 +1,14 @@
-"""The whole command line as one `FlagTable`: slime's groups, the entries of registries, Megatron, SGLang, router."""
+"""The whole command line as one `FlagTable`: slime's groups, registry entries, Megatron, SGLang, router.
+
+A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
+or by the import path of a user's class. An entry's fields are settings like any other. A field that several entries
+inherit from one base is one setting; an entry that declares it again changes its default or derivation where it is
+chosen.
+
+Invariants
+1. A name is one setting: a group's, else that of one base of entries. If two bases declare it, that is an error.
+2. An entry's field with the name of a group's setting takes that setting's value.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +29,6 @@ from slime.settings.schema import OWNED, flags_of_owner
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# Slime's own settings: the fields of the groups, and those of the entries that registries hold.
-#
-# A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered
-# name or by the import path of a user's class. The fields of an entry are settings like any other. A field that several
-# entries inherit from one base is one setting; an entry that declares it again changes its default or derivation where
-# it is chosen.
-#
-# Invariants
-# 1. A name is one setting: a group's, else that of one base of entries. Two bases that declare it are an error.
-# 2. An entry's field that has the name of a group's setting takes that setting's value.
-
 Fields = dict[str, dataclasses.Field[Any]]
 
 
@@ -42,23 +41,23 @@ class Chooser:
     chosen_by: ChosenBy | None = None
 
     def names(self, settings: Any) -> tuple[str, ...]:
-        """Of the entries that `settings` choose."""
+        """Names of the entries that `settings` choose."""
         return named(getattr(settings, self.setting) if self.chosen_by is None else self.chosen_by.name(settings))
 
     @property
     def what(self) -> str:
-        """Whose names they are, in messages."""
+        """What the names are, in messages."""
         return self.setting if self.chosen_by is None else self.chosen_by.what
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """An entry that has a certain field."""
+    """An entry with a certain field."""
 
     chooser: Chooser
     entry: type
     label: str
-    """Its registered name, or the path by which the user named it."""
+    """Its registered name, or the path that the user gave."""
     field: dataclasses.Field[Any]
 
 
@@ -71,7 +70,7 @@ class Choice:
     entry: type
 
     def problems(self, settings: Any) -> list[str]:
-        """What its own `check(settings) -> str | None` says cannot work."""
+        """What the entry's own `check(settings) -> str | None` reports."""
         if not hasattr(self.entry, "check"):
             return []
         message = self.chooser.registry.build(self.name, settings).check(settings)
@@ -85,9 +84,9 @@ class Components:
     """Every setting of slime, by name."""
 
     def __init__(self, groups: Sequence[type], user_entries: Iterable[tuple[str, str]] = ()) -> None:
-        """`groups`: the dataclasses of settings. `user_entries`: (setting, import path) of entries to load.
+        """`user_entries`: (setting, import path) of entries to load.
 
-        Raises `ConfigError` for a path at which no entry is, and for a field that two bases declare.
+        Raises `ConfigError` for a path without an entry, and for a field that two bases declare.
         """
         self.groups = tuple(groups)
         declarations = [field for group in self.groups for field in own_fields(group)]
@@ -104,7 +103,7 @@ class Components:
         for chooser in self.choosers:
             built_in = f"{chooser.registry.package}."
             for entry in dict.fromkeys(entry for _, entry in chooser.registry):
-                if f"{entry.__module__}.".startswith(built_in):  # a user's counts once it is named
+                if f"{entry.__module__}.".startswith(built_in):  # a user's entry counts once it is named
                     self._add(chooser, entry, str(entry.name))
         for setting, path in user_entries:
             chooser = next(c for c in self.choosers if c.setting == setting)
@@ -115,20 +114,20 @@ class Components:
         return name in self.own or name in self._readers
 
     def of_entries(self) -> tuple[str, ...]:
-        """The settings that entries have and no group."""
+        """The settings that only entries have."""
         return tuple(self._readers)
 
     def readers(self, name: str) -> tuple[Reader, ...]:
-        """The entries that read a setting of entries."""
+        """The entries with this setting."""
         return tuple(self._readers.get(name, ()))
 
     def chosen(self, settings: Any) -> Iterator[Choice]:
-        """The entries that the settings name. Raises `ConfigError` for a name that none has."""
+        """The entries that the settings name. Raises `ConfigError` for an unknown name."""
         for chooser in self.choosers:
             yield from self._choices(chooser, settings)
 
     def field_of(self, name: str, settings: Any) -> dataclasses.Field[Any]:
-        """The declaration of a setting; of those of several entries, that of the one which `settings` choose."""
+        """The declaration of a setting; if several entries declare it, that of the chosen one."""
         if name in self.own:
             return self.own[name]
         readers = self._readers[name]
@@ -138,7 +137,7 @@ class Components:
         return readers[0].field
 
     def flags(self, *, with_docs: bool = False) -> list[Flag]:
-        """The flags of the entries' settings; their texts are read from the source only if wanted."""
+        """The flags of the entries' settings; help texts are read from the source only if wanted."""
         out = []
         for name, readers in self._readers.items():
             root, registry = self._roots[name], readers[0].chooser.registry
@@ -181,14 +180,14 @@ class Components:
 
 
 def named(value: Any) -> tuple[str, ...]:
-    """The names in the value of a setting that names entries: none, one or several."""
+    """The entry names in a setting's value: none, one or several."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return () if value is None else (value,)
 
 
 def entries_named_on(words: Sequence[str], components: Components) -> dict[str, tuple[str, ...]]:
-    """Setting -> import paths of users' entries that a command line names; nothing else of it is looked at."""
+    """Setting -> import paths of users' entries on a command line; ignores the rest of it."""
     spellings = {f"--{c.setting.replace('_', '-')}": c for c in components.choosers}
     out: dict[str, tuple[str, ...]] = {}
     for position, word in enumerate(words):
@@ -202,7 +201,7 @@ def entries_named_on(words: Sequence[str], components: Components) -> dict[str, 
 
 
 def entries_named_in(content: Mapping[str, Any], components: Components) -> dict[str, tuple[str, ...]]:
-    """Setting -> import paths of users' entries that a file of settings names."""
+    """Setting -> import paths of users' entries in a file of settings."""
     plain = {str(key).replace("-", "_"): value for key, value in content.items()}
     found = {c: plain[c.setting] for c in components.choosers if c.setting in plain}
     return {c.setting: _paths(c, [v for v in named(value) if isinstance(v, str)]) for c, value in found.items()}
@@ -220,24 +219,29 @@ def _registry(path: str) -> Registry[Any]:
 
 
 UserEntries = tuple[tuple[str, str], ...]
-"""(setting, import path) of entries that users name."""
+"""(setting, import path) of users' entries."""
 
 
 @cache
 def components(user_entries: UserEntries = ()) -> Components:
-    """Slime's own settings, with those of users' entries. Raises `ConfigError` for a path at which none is."""
+    """Slime's own settings and those of users' entries. Raises `ConfigError` for a path without an entry."""
     return Components([group.settings for group in GROUPS], user_entries)
 
 
-def components_of(args: Args) -> Components:
-    """Slime's own settings, with those of the users' entries that resolved settings name."""
-    named = entries_named_in({c.setting: getattr(args, c.setting) for c in components().choosers}, components())
+def components_with(named: Mapping[str, tuple[str, ...]]) -> Components:
+    """The same for the import paths that `entries_named_on` and `entries_named_in` found."""
     return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
+
+
+def components_of(args: Args) -> Components:
+    """The same for the users' entries that resolved settings name."""
+    values = {c.setting: getattr(args, c.setting) for c in components().choosers}
+    return components_with(entries_named_in(values, components()))
 
 
 @cache
 def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tuple[Flag, ...]:
-    """Slime's flags in --help order; the texts are read from the source only if wanted."""
+    """Slime's flags in --help order; help texts are read from the source only if wanted."""
     known = known or components()
     out: list[Flag] = []
     for group in GROUPS:
@@ -257,7 +261,7 @@ def engine_flags(owner: str) -> tuple[Flag, ...]:
 
 @cache
 def flag_table(known: Components | None = None) -> FlagTable:
-    """All flags. Slime's own spelling wins where another owner has the same."""
+    """All flags. Slime's own spelling wins over an engine's."""
     engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
     return FlagTable([*own_flags(known), *engines])
 
@@ -269,7 +273,7 @@ def secret_settings(known: Components | None = None) -> frozenset[tuple[str, str
 
 
 def registered_names(flag: Flag) -> tuple[str, ...]:
-    """The registered entries that one of slime's flags may name; none if it names no entry."""
+    """The registered entries that a flag may name; empty if it names no entry."""
     known = components()
     if flag.owner != "slime" or flag.dest not in known.own or not declared(known.own[flag.dest]).chosen_from:
         return ()

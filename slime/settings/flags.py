@@ -1,11 +1,11 @@
-"""One command-line flag, and the strict parser that turns a command line into values.
+"""One command-line flag, the ranges of numbers, and the strict parser that turns a command line into values.
 
 Invariants
-1. A flag is known by its whole name; there are no prefix abbreviations, an unknown one is an error with a suggestion.
-2. A value is converted and checked the same way whether it comes from the command line or from YAML.
-3. A setting that is given twice, in whatever spelling, has the same value both times. Flags behind the word
-   `--override` replace those before it: a script ends in `--override "$@"`.
-4. A secret may be given as @FILE, which is read: a command line is for everybody on the host to see.
+1. A flag is known by its whole name: no prefix abbreviations. An unknown flag is an error with a suggestion.
+2. A value is converted and checked in the same way from the command line and from YAML.
+3. If a setting is given twice, in whatever spelling, both values are the same. Flags after the word `--override`
+replace those before it, so a script can end in `--override "$@"`.
+4. A secret may be given as @FILE: everybody on the host can see a command line.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import math
 import re
 import shlex
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.core.errors import ConfigError
+from slime.core.processes import ip_of
 from slime.core.text import HIDDEN, nearest, shorten
 from slime.core.user_files import Doubled, parse_json, read_small
 
-# What numbers of flags may be: the kinds of quantities that settings have, and the numbers of the engines' own flags.
-#
-# A bound is wide: it stands where no machine of today comes, so that what lies beyond is a slip of the hand. The
-# engines say it late, in an assertion, or not at all.
+# --- Ranges of numbers. Bounds are wide: no machine of today reaches them, so a larger value is a slip of the hand.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be; None means unbounded. With any bound the number has to be finite."""
+    """What a number may be; None means unbounded. With any bound, the number must be finite."""
 
     gt: float | None = None
     ge: float | None = None
@@ -41,7 +40,7 @@ class Range:
     le: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is finite and inside; not-a-number is outside of everything."""
+        """Whether `value` is finite and inside; False for not-a-number."""
         if self == Range():
             return True
         return (
@@ -52,11 +51,6 @@ class Range:
             and (self.le is None or value <= self.le)
         )
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is bounded on both sides."""
-        return not (self.gt is None and self.ge is None) and not (self.lt is None and self.le is None)
-
     def text(self) -> str:
         """The range in words, after "must be"."""
         low = f"> {_plain(self.gt)}" if self.gt is not None else ""
@@ -66,7 +60,7 @@ class Range:
         return " and ".join(part for part in (low, high) if part)
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, after "got VALUE, "; None where nothing is, or where it is not a number."""
+        """What is wrong with a value, after "got VALUE, "; None if nothing is, or if it is not a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if not math.isfinite(value):
@@ -75,37 +69,36 @@ class Range:
 
 
 def _plain(bound: float) -> str:
-    """As it is typed: 1000000, not 1e+06."""
+    """1000000, not 1e+06."""
     return f"{int(bound)}" if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
 
 
 ANY = Range()
 COUNT = Range(ge=1, le=1_000_000)
-"""Prompts, samples, processes, hosts, files: what one step or one cluster has many of."""
+"""Prompts, samples, processes, hosts, files in one step or one cluster."""
 COUNT_OR_NONE = Range(ge=0, le=1_000_000)
 STEPS = Range(ge=1, le=1_000_000_000)
 STEPS_OR_NONE = Range(ge=0, le=1_000_000_000)
 TOKENS = Range(ge=1, le=100_000_000)
 TOKENS_OR_NONE = Range(ge=0, le=100_000_000)
 EXECUTIONS = Range(ge=1, le=10_000_000)
-"""Of one step, or of one optimizer step: prompts times samples."""
+"""Prompts times samples, in a step or an optimizer step."""
 SECONDS = Range(ge=0.01, le=30 * 86_400.0)
-"""A limit of a wait: less than 10 ms ends everything, and nobody waits for more than 30 days."""
+"""A timeout: under 10 ms everything would expire, and nobody waits for more than 30 days."""
 SECONDS_OR_NONE = Range(ge=0, le=30 * 86_400.0)
 FRACTION = Range(ge=0, le=1)
 COEFFICIENT = Range(ge=0, le=1_000)
-"""Of a term of a loss or of a reward."""
+"""Of a term of a loss or reward."""
 BOUND = Range(ge=0, le=1e9)
-"""Of a ratio; some switch a bound off with a large number."""
+"""Of a ratio; some users switch a bound off with a large number."""
 RATE = Range(ge=0, le=100)
-"""A learning rate."""
 PORT = Range(ge=1, le=65_535)
 SEED = Range(ge=0, le=2**32 - 1)
-"""What numpy takes, too."""
+"""The range of numpy."""
 WHOLE = Range(ge=0, le=2**31 - 1)
-"""A number of an engine of which no more is known than that it counts something."""
+"""A count of an engine about which nothing more is known."""
 WHOLE_OR_OFF = Range(ge=-1, le=2**31 - 1)
-"""-1 has a meaning of its own."""
+"""-1 has a special meaning."""
 REAL = Range(ge=0, le=1e12)
 
 _MEGATRON: Mapping[str, Range] = {
@@ -149,7 +142,7 @@ _OF: Mapping[str, Mapping[str, Range]] = {"megatron": _MEGATRON, "sglang": _SGLA
 
 
 def range_of(owner: str, dest: str, kind: str) -> Range:
-    """What a number of an engine's flag may be; unbounded for what is not a number."""
+    """The range of an engine's flag; unbounded if it is not a number."""
     if dest in _OF[owner]:
         return _OF[owner][dest]
     base = kind.removesuffix("_or_json").removeprefix("human_")
@@ -158,11 +151,32 @@ def range_of(owner: str, dest: str, kind: str) -> Range:
     return REAL if base == "float" else Range()
 
 
-# Several problems in one error: whoever mends the first should not have to start again to hear of the second.
+Form = Callable[[str], "str | None"]
+"""What is wrong with a text, after "got TEXT, "; None if nothing is."""
+
+
+def url_form(text: str) -> str | None:
+    """For settings that are an http or https URL."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        good = False
+    return None if good and not re.search(r"\s", text) else "which is not a URL; give http://HOST:PORT"
+
+
+def host_form(text: str) -> str | None:
+    """For settings that are an IP address or a host name."""
+    if ip_of(text) is not None or (_HOST_NAME.fullmatch(text) and not text.rpartition(".")[2].isdecimal()):
+        return None
+    return "which is neither an IP address nor the name of a host; give one, such as 127.0.0.1"
+
+
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.(?!-)[a-z0-9_-]{1,63})*\.?", re.IGNORECASE)
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises one `ConfigError` with all problems, each once and in their order; returns if there are none."""
+    """Raises one `ConfigError` with all problems, without duplicates; returns if there are none."""
     told = list(dict.fromkeys(problems))
     if len(told) == 1:
         raise ConfigError(told[0])
@@ -171,9 +185,9 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 OVERRIDE = "--override"
-"""Before flags that replace earlier ones."""
+"""Stands before flags that replace earlier ones."""
 KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
-"""How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also takes a list."""
+"""How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also accepts a list."""
 
 DTYPES = {
     "float32": "float32",
@@ -186,19 +200,19 @@ DTYPES = {
     "uint8": "uint8",
     "fp8": "uint8",
 }
-"""Spellings of a dtype; Megatron calls the storage of fp8 moments uint8."""
+"""Spellings of a dtype; Megatron stores fp8 moments as uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting and how it is spelled."""
+    """One setting and its spellings."""
 
     dest: str
     """Field name, unique per owner."""
     owner: str
-    """Whose setting it is: slime, megatron, sglang or router."""
+    """slime, megatron, sglang or router."""
     names: tuple[str, ...]
-    """Spellings, with dashes; the first is the one shown. For `bool` they switch it on."""
+    """Spellings with dashes; --help shows the first. For `bool`, they switch it on."""
     kind: str
     """One of `KINDS`."""
     default: Any = None
@@ -213,21 +227,22 @@ class Flag:
     """Each occurrence adds one entry."""
     choices: tuple[Any, ...] | None = None
     limits: Range = ANY
-    """What a number may be. Of an entry's setting the entries that are chosen say it, when all is known."""
+    """Range of a number. For an entry's setting, the chosen entries say it later."""
+    form: Form | None = None
+    """What a text must be."""
     of_strings: bool = False
-    """A JSON object whose values are strings."""
+    """A JSON object with string values."""
     optional: bool = False
     """`none` is a value."""
     required: bool = False
-    """The run cannot do without a value."""
     derived: bool = False
-    """Without a value from the user it is computed; --explain says why."""
+    """Computed if the user gives no value; --explain says why."""
     secret: bool = False
-    """Masked wherever it is written; @FILE stands for what is in a file."""
+    """Masked wherever it is written; @FILE reads it from a file."""
     internal: bool = False
     """Set by the run, not by a flag."""
     configs: tuple[str, ...] = ()
-    """Upstream config classes that have this field (Megatron)."""
+    """Upstream config classes with this field (Megatron)."""
 
     @property
     def is_list(self) -> bool:
@@ -235,22 +250,22 @@ class Flag:
 
 
 MOST_SECRET_BYTES = 65_536
-"""Of the file of a secret."""
+"""Size limit of a secret's file."""
 MOST_KEY = 4096
-"""Characters of a key. Servers take headers of 8 kB."""
+"""In characters. Servers take headers of 8 kB."""
 _KEY = "api_key"
-"""Ends the names of secrets that travel as a bearer token."""
+"""Ending of names of secrets sent as bearer tokens."""
 FILE_MARK = "@"
-"""In front of the name of a file that holds the value."""
+"""Prefix of a file name that stands for the file's content."""
 
 
 def shown(flag: Flag, value: Any) -> str:
-    """A value in a message."""
+    """A value for a message."""
     return HIDDEN if flag.secret else shorten(repr(value), 200)
 
 
 def _number(kind: str, text: str) -> Any:
-    if kind in ("int", "float") and (not text.isascii() or "_" in text):  # Python reads 1_0 as ten
+    if kind in ("int", "float") and (not text.isascii() or "_" in text):  # Python accepts 1_0
         raise ValueError(text)
     if kind == "int":
         return int(text)
@@ -266,7 +281,7 @@ def _number(kind: str, text: str) -> Any:
 
 
 def _one(flag: Flag, text: str) -> Any:
-    """Converts one word; raises ValueError, KeyError or json errors when it cannot."""
+    """Converts one word; raises ValueError, KeyError or a JSON error."""
     if flag.kind == "str":
         return text
     if flag.kind == "json":
@@ -283,18 +298,18 @@ def _one(flag: Flag, text: str) -> Any:
 
 
 def _list_or_pattern(text: str) -> Any:
-    """A list as JSON, else the text: Megatron writes layer patterns as Python expressions such as ([0]*3+[1])*8."""
+    """A JSON list, else the text: Megatron's layer patterns are Python expressions such as ([0]*3+[1])*8."""
     if "*" in text or "+" in text:
         return text
     return json.loads(text) if text.lstrip().startswith("[") and text.rstrip().endswith("]") else text
 
 
 def convert(flag: Flag, text: str, *, where: str) -> Any:
-    """One word of the command line as a value of `flag`, or of one of a list. Raises `ConfigError`."""
+    """One word of the command line as a value, or an element of a list value. Raises `ConfigError`."""
     if flag.optional and not (flag.is_list or flag.append) and text.lower() == "none":
         return None
     if "\0" in text:
-        raise ConfigError(f"{where}: got {shown(flag, text)}, which holds a character of code 0; leave that out")
+        raise ConfigError(f"{where}: got {shown(flag, text)}, which holds a character of code 0; remove it")
     if flag.secret and text.startswith(FILE_MARK):
         text = _read_secret(text.removeprefix(FILE_MARK), where=where)
     if flag.secret and flag.dest.endswith(_KEY):
@@ -312,6 +327,8 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
         }.get(flag.kind, flag.kind)
         raise ConfigError(f"{where}: got {shown(flag, text)}, expected {expected}; correct the value") from None
     check_choice(flag, value, where=where)
+    if flag.form is not None and (problem := flag.form(value)) is not None:
+        raise ConfigError(f"{where}: got {shown(flag, value)}, {problem}")
     check_strings(flag, value, where=where)
     numbers = [*value] if isinstance(value, list) else [value]
     if problem := next((found for number in numbers if (found := flag.limits.problem(number))), None):
@@ -320,12 +337,12 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
 
 
 def require_key(text: str, where: str) -> None:
-    """Raises `ConfigError` for a key that an HTTP header cannot carry: whoever asks for it would never see it."""
+    """Raises `ConfigError` for a key that an HTTP header cannot carry."""
     if text.strip(" ") != text or not re.fullmatch(rf"[ -~]{{1,{MOST_KEY}}}", text):
         wrong = (
             f"{len(text)} characters, and at most {MOST_KEY} go into an HTTP header"
             if len(text) > MOST_KEY
-            else "characters that an HTTP header does not carry; use ASCII, with no space at the ends"
+            else "characters that an HTTP header cannot carry; use ASCII, without spaces at the ends"
         )
         raise ConfigError(f"{where}: got a key with {wrong}")
 
@@ -336,7 +353,7 @@ def _read_secret(name: str, *, where: str) -> str:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{where}: got @{name}, which cannot be read: {reason}; name the file of the secret"
+            f"{where}: got @{name}, which cannot be read: {reason}; give the file of the secret"
         ) from None
     if not text:
         raise ConfigError(f"{where}: got @{name}, which is empty; write the secret into it")
@@ -344,7 +361,7 @@ def _read_secret(name: str, *, where: str) -> str:
 
 
 def check_choice(flag: Flag, value: Any, *, where: str) -> None:
-    """Raises `ConfigError` if the flag has choices and `value` is none of them."""
+    """Raises `ConfigError` if the flag has choices and `value` is not among them."""
     if flag.choices is not None and value not in flag.choices:
         near = nearest(str(value), map(str, flag.choices))
         hint = f"; did you mean {near!r}?" if near else ""
@@ -362,7 +379,7 @@ def check_strings(flag: Flag, value: Any, *, where: str) -> None:
 
 
 def coerce(flag: Flag, value: Any, *, where: str) -> Any:
-    """A YAML value as a value of `flag`, as strictly as on the command line. Raises `ConfigError`."""
+    """A YAML value, checked as strictly as on the command line. Raises `ConfigError`."""
     if value is None:
         if not flag.optional:
             raise ConfigError(f"{where}: got null, but it needs a value of type {flag.kind}")
@@ -392,12 +409,10 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
 
 
 class FlagTable:
-    """All flags of a program by spelling."""
-
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.flags: tuple[Flag, ...] = tuple(flags)
         self.by_name: dict[str, tuple[Flag, bool]] = {}
-        """Spelling -> (flag, False if this spelling switches it off). Earlier flags keep a contested spelling."""
+        """Spelling -> (flag, False if this spelling switches it off). The first flag keeps a contested spelling."""
         for flag in self.flags:
             if flag.internal:
                 continue
@@ -407,11 +422,11 @@ class FlagTable:
                 self.by_name.setdefault(name, (flag, False))
 
     def nearest(self, name: str) -> str | None:
-        """The known spelling most like `name`; none if nothing is alike."""
+        """The known spelling most like `name`; None if nothing is similar."""
         return nearest(name, self.by_name)
 
     def unknown(self, name: str, elsewhere: Mapping[str, str]) -> str:
-        """What is said about an unknown flag. `elsewhere`: names of other programs -> what to write here."""
+        """The message about an unknown flag. `elsewhere`: names in other programs -> what to write here."""
         words = set(name[2:].split("-"))
         longer = [known for known, (_, on) in self.by_name.items() if on and words <= set(known[2:].split("-"))][:3]
         if name[2:] in elsewhere:
@@ -431,10 +446,10 @@ class FlagTable:
         owned: Mapping[str, str] = types.MappingProxyType({}),
         elsewhere: Mapping[str, str] = types.MappingProxyType({}),
     ) -> dict[tuple[str, str], Any]:
-        """Values given on a command line, by (owner, dest).
+        """Values on a command line, by (owner, dest).
 
-        `owned` maps spellings that slime sets itself to what to use instead, `elsewhere` names that other programs
-        have for a setting. Raises one `ConfigError` with all that is wrong.
+        `owned`: spellings that slime sets itself -> what to use instead; `elsewhere`: names that other programs use for
+        a setting. Raises one `ConfigError` with everything that is wrong.
         """
         out: dict[tuple[str, str], Any] = {}
         problems: list[str] = []
@@ -446,7 +461,7 @@ class FlagTable:
     def _parse_part(
         self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
     ) -> dict[tuple[str, str], Any]:
-        """Values of words among which none replaces another; what is wrong goes into `problems`."""
+        """Values of words between two `OVERRIDE`s; adds to `problems`."""
         out: dict[tuple[str, str], Any] = {}
         spelled: dict[tuple[str, str], str] = {}
         position = 0
@@ -475,7 +490,7 @@ class FlagTable:
                 except ConfigError as error:
                     problems.append(str(error))
                 continue
-            position += 0 if has_value else len(words)  # whatever they are, they belong to this word
+            position += 0 if has_value else len(words)  # whatever they are, they belong to this flag
             if name in owned:
                 problems.append(f"got {name}, which slime sets itself; {owned[name]}")
             else:
@@ -483,7 +498,7 @@ class FlagTable:
         return out
 
     def _values(self, argv: Sequence[str], position: int) -> list[str]:
-        """The words after a flag up to the next flag."""
+        """The words after a flag, up to the next flag."""
         end = position
         while end < len(argv) and not (argv[end].startswith("--") and len(argv[end]) > 2):
             end += 1
@@ -497,7 +512,7 @@ class FlagTable:
 
     @staticmethod
     def _value(flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool) -> Any:
-        """What one occurrence of a flag says."""
+        """The value of one occurrence of a flag."""
         if flag.kind == "bool":
             if inline:
                 raise ConfigError(_about_switch(flag, name, words[0], on=on))
@@ -530,7 +545,7 @@ def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
 def _keep(
     out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
 ) -> None:
-    """Stores one occurrence of a flag, `said` so. Raises `ConfigError` if an earlier one says something else."""
+    """Stores one occurrence of a flag, written as `said`. Raises `ConfigError` if an earlier one has another value."""
     key = (flag.owner, flag.dest)
     if flag.append:
         out[key] = (*out.get(key, ()), value)
@@ -539,16 +554,16 @@ def _keep(
     if out.setdefault(key, value) != value:
         both = f"two values for {flag.names[0]}" if flag.secret else f"{shorten(earlier, 200)} and {shorten(said, 200)}"
         raise ConfigError(
-            f"got {both}, of which one would be ignored; keep one, or write {OVERRIDE} before the flags that are to win"
+            f"got {both}, but one would be ignored; keep one, or write {OVERRIDE} before the flags that are to win"
         )
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-"""Words with which other programs turn a switch on and off."""
+"""Other programs switch on and off with these words."""
 
 
 def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
-    """What is said about a value behind a switch."""
+    """The message about a value after a switch."""
     said = f"{name}: got a value {word!r}, but it is a switch"
     other = next(iter(flag.off_names if on else flag.names), None)
     if word.lower() in _NO and other is not None:
@@ -557,7 +572,7 @@ def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
 
 
 def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterator[str]:
-    """What is said about words that belong to no flag; some programs write a setting as `group.name=value`."""
+    """Messages about words that belong to no flag; some programs write settings as `group.name=value`."""
     answered = {
         w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
     }

@@ -1,7 +1,7 @@
-"""User hooks: loading by path, and checking their signature against their contract before anything starts.
+"""User hooks: loaded by path, their signatures checked against a contract before anything starts.
 
-A path is `pkg.mod:fn`, `pkg.mod.fn` or `path/to/file.py:fn`. Loading a hook imports the user's module, so it happens
-on request (`check_hooks` at start-up, `load_hook` where it is used), never while the command line is parsed.
+A path is `pkg.mod:fn`, `pkg.mod.fn` or `path/to/file.py:fn`. Loading a hook imports the user's module, so it happens in
+`check_hooks` at start and in `load_hook` at use, never while the command line is parsed.
 """
 
 from __future__ import annotations
@@ -18,42 +18,40 @@ from slime.settings.args import Args
 from slime.settings.eval_config import eval_datasets
 from slime.settings.flag_table import components, entries_named_in
 
-# The contract of every kind of user hook: its parameters, and whether it may be async.
-
 
 @dataclass(frozen=True, slots=True)
 class HookContract:
     """What slime calls a hook with."""
 
     flag: str
-    """The setting that names the hook (field of `Args`)."""
+    """The setting that names the hook."""
     positional: tuple[str, ...]
-    """Arguments passed by position, in order; users may name them otherwise."""
+    """Passed by position, in this order; users may name them otherwise."""
     keywords: tuple[str, ...] = ()
-    """Arguments passed by keyword always: the hook must accept them."""
+    """Always passed by keyword."""
     optional_keywords: tuple[str, ...] = ()
-    """Arguments passed by keyword only if the hook accepts them."""
+    """Passed by keyword if the hook accepts them."""
     mode: Literal["sync", "async", "either"] = "sync"
     is_class: bool = False
-    """The hook is a class; `methods` are called on its instance."""
     methods: tuple[str, ...] = ()
+    """Called on the class's instance."""
 
     @property
     def shape(self) -> str:
         """The contract as a signature, for messages."""
-        parts = [
-            *self.positional,
-            *(f"{k}=..." for k in self.keywords),
-            *(f"[{k}=...]" for k in self.optional_keywords),
-        ]
+        keywords = (*(f"{k}=..." for k in self.keywords), *(f"[{k}=...]" for k in self.optional_keywords))
+        parts = ", ".join((*self.positional, *keywords))
+        if self.is_class:
+            return f"class({parts}) with {', '.join(self.methods)}"
         how = {"sync": "def fn", "async": "async def fn", "either": "[async] def fn"}[self.mode]
-        return (
-            f"class({', '.join(parts)}) with {', '.join(self.methods)}"
-            if self.is_class
-            else f"{how}({', '.join(parts)})"
-        )
+        return f"{how}({parts})"
+
+    def refused(self, got: str) -> HookError:
+        """`got`: the path and what is wrong with it."""
+        return HookError(f"--{self.flag.replace('_', '-')}: got {got}; expected {self.shape}")
 
 
+_SAMPLE = ("args", "sample")
 CONTRACTS: dict[str, HookContract] = {
     "rollout": HookContract(
         "rollout_function_path", ("args", "rollout_id", "data_source"), keywords=("evaluation",), mode="either"
@@ -62,18 +60,12 @@ CONTRACTS: dict[str, HookContract] = {
         "eval_function_path", ("args", "rollout_id", "data_source"), keywords=("evaluation",), mode="either"
     ),
     "generate": HookContract(
-        "custom_generate_function_path",
-        ("args", "sample", "sampling_params"),
-        optional_keywords=("evaluation",),
-        mode="async",
+        "custom_generate_function_path", (*_SAMPLE, "sampling_params"), optional_keywords=("evaluation",), mode="async"
     ),
     "sample_hook": HookContract(
-        "rollout_sample_hook_path",
-        ("args", "sample"),
-        optional_keywords=("rollout_id", "evaluation"),
-        mode="either",
+        "rollout_sample_hook_path", _SAMPLE, optional_keywords=("rollout_id", "evaluation"), mode="either"
     ),
-    "custom_rm": HookContract("custom_rm_path", ("args", "sample"), mode="either"),
+    "custom_rm": HookContract("custom_rm_path", _SAMPLE, mode="either"),
     "group_rm": HookContract("custom_rm_path", ("args", "samples"), mode="either"),
     "dynamic_filter": HookContract("dynamic_sampling_filter_path", ("args", "samples")),
     "buffer_filter": HookContract("buffer_filter_path", ("args", "rollout_id", "buffer", "num_samples")),
@@ -88,13 +80,8 @@ CONTRACTS: dict[str, HookContract] = {
         "custom_tis_function_path",
         (),
         keywords=(
-            "args",
-            "pg_loss",
-            "train_log_probs",
-            "rollout_log_probs",
-            "loss_masks",
-            "total_lengths",
-            "response_lengths",
+            *("args", "pg_loss", "train_log_probs", "rollout_log_probs"),
+            *("loss_masks", "total_lengths", "response_lengths"),
         ),
     ),
     "pg_loss_reducer": HookContract(
@@ -114,19 +101,15 @@ CONTRACTS: dict[str, HookContract] = {
     ),
     "eval_log": HookContract("custom_eval_rollout_log_function_path", ("rollout_id", "args", "data", "extra_metrics")),
     "data_source": HookContract(
-        "data_source_path",
-        ("args",),
-        is_class=True,
-        methods=("get_samples", "add_samples", "save", "load", "__len__"),
+        "data_source_path", ("args",), is_class=True, methods=("get_samples", "add_samples", "save", "load", "__len__")
     ),
 }
 """Kind -> contract."""
 
 
 def load_hook(path: str, kind: str) -> Callable[..., Any]:
-    """The function (or class) at `path`, checked against the contract of `kind` (a key of `CONTRACTS`).
-
-    Raises `HookError` saying what was got and what is expected.
+    """The function or class at `path`, checked against the contract of `kind` (a key of `CONTRACTS`). Raises
+    `HookError`.
     """
     assert kind in CONTRACTS, f"no hook of kind {kind!r}; kinds are {sorted(CONTRACTS)}"
     contract = CONTRACTS[kind]
@@ -141,7 +124,7 @@ def load_hook(path: str, kind: str) -> Callable[..., Any]:
 
 
 def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
-    """Whether `hook` can be called with keyword `name` (for a contract's optional keywords)."""
+    """Whether `hook` can be called with keyword `name`."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -173,7 +156,7 @@ def runs_user_code(args: Args) -> bool:
 
 
 def check_hooks(args: Args) -> None:
-    """Loads every configured hook once. Raises one `HookError` with all that is wrong."""
+    """Loads every configured hook once. Raises one `HookError` with everything that is wrong."""
     problems = []
     for path, kind in _configured(args):
         try:
@@ -185,46 +168,36 @@ def check_hooks(args: Args) -> None:
 
 
 def _find(path: str, contract: HookContract) -> Any:
-    """The object at `path`. Raises `HookError`."""
-    flag = "--" + contract.flag.replace("_", "-")
     try:
         target = load_object(path)
     except LoadingFailed as error:
-        raise HookError(f"{flag}: got {path}, but {error}") from error
+        raise HookError(f"--{contract.flag.replace('_', '-')}: got {path}, but {error}") from error
     if not callable(target):
-        raise HookError(f"{flag}: got {path}, which is a {type(target).__name__}; expected {contract.shape}")
+        raise contract.refused(f"{path}, which is a {type(target).__name__}")
     return target
 
 
 def _check_mode(hook: Any, path: str, contract: HookContract) -> None:
-    """Sync or async as the contract says."""
     waits = is_async(hook)
     if waits != {"sync": False, "async": True}.get(contract.mode, waits):
-        got = "async" if waits else "not async"
-        raise HookError(f"--{contract.flag.replace('_', '-')}: got {path}, which is {got}; expected {contract.shape}")
+        raise contract.refused(f"{path}, which is {'async' if waits else 'not async'}")
 
 
 def _check_class(hook: Any, path: str, contract: HookContract) -> None:
-    """A class with the methods of its contract."""
-    flag = "--" + contract.flag.replace("_", "-")
     if not inspect.isclass(hook):
-        raise HookError(f"{flag}: got {path}, which is a function; expected a {contract.shape}")
+        raise contract.refused(f"{path}, which is a function")
     missing = [m for m in contract.methods if not callable(getattr(hook, m, None))]
     if missing:
-        raise HookError(f"{flag}: got {path}, which lacks {', '.join(missing)}; expected a {contract.shape}")
+        raise contract.refused(f"{path}, which lacks {', '.join(missing)}")
 
 
 def _check_signature(hook: Any, path: str, contract: HookContract) -> None:
-    """The hook can be called the way slime calls it."""
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # some builtins tell nothing; the call itself will
+    except ValueError:  # some builtins have none; the call itself reports an error
         return
     accepted = [name for name in contract.optional_keywords if accepts_keyword(hook, name)]
     try:
         signature.bind(*contract.positional, **dict.fromkeys((*contract.keywords, *accepted)))
     except TypeError as error:
-        flag = "--" + contract.flag.replace("_", "-")
-        raise HookError(
-            f"{flag}: got {path}{signature}, which slime cannot call ({error}); expected {contract.shape}"
-        ) from None
+        raise contract.refused(f"{path}{signature}, which slime cannot call ({error})") from None

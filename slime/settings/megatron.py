@@ -50,13 +50,15 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "DeepEP, which the trainer runs without; tokens reach their experts by all-to-all": (
         *("moe_deepep_", "moe_enable_deepep", "moe_flex_", "moe_hybridep_"),
     ),
-    "a choice, but --optimizer-cpu-offload always pins and overlaps its copies": (
+    "which changes nothing: --optimizer-cpu-offload always pins and overlaps its copies": (
         *("overlap_cpu_optimizer_", "pin_cpu_", "use_torch_optimizer_for_cpu_offload"),
     ),
-    "a choice, but slime always multiplies and orders the rows of experts by its own kernels": (
+    "which changes nothing: slime always multiplies and orders the rows of experts by its own kernels": (
         *("moe_grouped_gemm", "moe_permute_fusion", "moe_use_legacy_grouped_gemm"),
     ),
-    "a choice, but interleaved pipeline stages always overlap their exchanges, and others never": ("overlap_p2p_comm",),
+    "which changes nothing: interleaved pipeline stages always overlap their exchanges, others never": (
+        "overlap_p2p_comm",
+    ),
     "rows of one length; slime packs samples of any length": ("seq_length",),
 }
 """A part of Megatron that the trainer does not use -> how the flags begin that only this part would read.
@@ -91,144 +93,87 @@ def _recomputes_modules(s: Any) -> bool:
     return s.megatron["recompute_granularity"] == "selective" or bool(s.megatron["moe_layer_recompute"])
 
 
-def _stages_wait_for_each_other(s: Any) -> bool:
+def _has_plain_stages(s: Any) -> bool:
     m = s.megatron
     return (m["pipeline_model_parallel_size"] or 1) > 1 and (m["virtual_pipeline_model_parallel_size"] or 1) == 1
 
 
-def _draws_graphs(s: Any) -> bool:
+def _uses_cuda_graphs(s: Any) -> bool:
     m = s.megatron
     return bool(m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none")
 
 
-_CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
-    (Need(lambda s: s.enable_mtp_training, "--enable-mtp-training"), ("mtp_num_layers", "mtp_loss_scaling_factor")),
-    (Need(_balances, "--moe-aux-loss-coeff above 0"), ("moe_router_load_balancing_type",)),
-    (
-        Need(_is_on("num_moe_experts"), "a checkpoint with experts"),
-        (
-            "moe_ffn_hidden_size",
-            "moe_layer_freq",
-            "moe_layer_recompute",
-            "moe_router_dtype",
-            "moe_router_enable_expert_bias",
-            "moe_router_group_topk",
-            "moe_router_num_groups",
-            "moe_router_pre_softmax",
-            "moe_router_score_function",
-            "moe_router_topk",
-            "moe_router_topk_scaling_factor",
-            "moe_shared_expert_gate",
-            "moe_shared_expert_intermediate_size",
-        ),
+_CONDITIONAL: Mapping[Need, str] = {
+    Need(lambda s: s.enable_mtp_training, "--enable-mtp-training"): "mtp_num_layers mtp_loss_scaling_factor",
+    Need(_balances, "--moe-aux-loss-coeff above 0"): "moe_router_load_balancing_type",
+    Need(_is_on("num_moe_experts"), "a checkpoint with experts"): (
+        "moe_ffn_hidden_size moe_layer_freq moe_layer_recompute moe_router_dtype moe_router_enable_expert_bias "
+        "moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk "
+        "moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size"
     ),
-    (
-        Need(
-            lambda s: bool(s.megatron["num_moe_experts"]) and s.megatron["moe_token_dispatcher_type"] != "flex",
-            "a checkpoint with experts and, as flex, DeepEP, which the trainer runs without: tokens go by all-to-all",
-        ),
-        ("moe_token_dispatcher_type",),
+    Need(
+        lambda s: bool(s.megatron["num_moe_experts"]) and s.megatron["moe_token_dispatcher_type"] != "flex",
+        "a checkpoint with experts and, as flex, DeepEP, which the trainer runs without: tokens go by all-to-all",
+    ): "moe_token_dispatcher_type",
+    Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"): (
+        "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
     ),
-    (
-        Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"),
-        ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    Need(_is_on("experimental_attention_variant"), "a checkpoint with layers of linear attention"): (
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_value_head_dim"
     ),
-    (
-        Need(_is_on("experimental_attention_variant"), "a checkpoint with layers of linear attention"),
-        (
-            "linear_attention_freq",
-            "linear_conv_kernel_dim",
-            "linear_key_head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "linear_value_head_dim",
-        ),
+    Need(lambda s: s.megatron["recompute_granularity"] == "full", "--recompute-granularity full"): (
+        "recompute_method recompute_num_layers distribute_saved_activations"
     ),
-    (
-        Need(lambda s: s.megatron["recompute_granularity"] == "full", "--recompute-granularity full"),
-        ("recompute_method", "recompute_num_layers", "distribute_saved_activations"),
+    Need(_recomputes_modules, "--recompute-granularity selective"): "recompute_modules",
+    Need(_is_on("recompute_granularity"), "--recompute-granularity"): (
+        "num_microbatches_with_partial_activation_checkpoints"
     ),
-    (
-        Need(_recomputes_modules, "--recompute-granularity selective"),
-        ("recompute_modules",),
+    Need(_decays, "a learning rate that decays: --lr-decay-style other than constant"): "min_lr",
+    Need(
+        lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
+        "a schedule whose length matters: --lr-decay-style other than constant, or --lr-warmup-fraction",
+    ): "lr_decay_iters",
+    Need(lambda s: s.megatron["lr_decay_style"] == "WSD", "--lr-decay-style WSD"): (
+        "lr_wsd_decay_iters lr_wsd_decay_style"
     ),
-    (
-        Need(_is_on("recompute_granularity"), "--recompute-granularity"),
-        ("num_microbatches_with_partial_activation_checkpoints",),
+    Need(_warms_up, "a warm-up: --lr-warmup-iters or --lr-warmup-fraction"): "lr_warmup_init",
+    Need(
+        lambda s: _decays(s) and s.megatron["decoupled_lr"] is not None,
+        "--decoupled-lr, and --lr-decay-style other than constant",
+    ): "decoupled_min_lr",
+    Need(_is_on("qk_layernorm"), "a checkpoint with norms of queries and keys"): "apply_wd_to_qk_layernorm",
+    Need(lambda s: s.megatron["fp16"] and not s.megatron["loss_scale"], "--fp16, without --loss-scale"): (
+        "hysteresis initial_loss_scale loss_scale_window min_loss_scale"
     ),
-    (Need(_decays, "a learning rate that decays: --lr-decay-style other than constant"), ("min_lr",)),
-    (
-        Need(
-            lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
-            "a schedule whose length matters: --lr-decay-style other than constant, or --lr-warmup-fraction",
-        ),
-        ("lr_decay_iters",),
+    Need(_above_one("tensor_model_parallel_size"), "--tensor-model-parallel-size above 1"): (
+        "sequence_parallel clone_scatter_output_in_embedding"
     ),
-    (
-        Need(lambda s: s.megatron["lr_decay_style"] == "WSD", "--lr-decay-style WSD"),
-        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+    Need(_above_one("pipeline_model_parallel_size"), "--pipeline-model-parallel-size above 1"): (
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split deallocate_pipeline_outputs "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+        "use_ring_exchange_p2p"
     ),
-    (Need(_warms_up, "a warm-up: --lr-warmup-iters or --lr-warmup-fraction"), ("lr_warmup_init",)),
-    (
-        Need(
-            lambda s: _decays(s) and s.megatron["decoupled_lr"] is not None,
-            "--decoupled-lr, and --lr-decay-style other than constant",
-        ),
-        ("decoupled_min_lr",),
+    Need(_has_plain_stages, "pipeline stages that are not interleaved"): "batch_p2p_comm batch_p2p_sync",
+    Need(_above_one("virtual_pipeline_model_parallel_size"), "--virtual-pipeline-model-parallel-size above 1"): (
+        "microbatch_group_size_per_vp_stage"
     ),
-    (Need(_is_on("qk_layernorm"), "a checkpoint with norms of queries and keys"), ("apply_wd_to_qk_layernorm",)),
-    (
-        Need(lambda s: s.megatron["fp16"] and not s.megatron["loss_scale"], "--fp16, without --loss-scale"),
-        ("hysteresis", "initial_loss_scale", "loss_scale_window", "min_loss_scale"),
+    Need(_is_on("overlap_grad_reduce"), "--overlap-grad-reduce"): "bucket_size",
+    Need(lambda s: s.device != "cpu", "a GPU"): "gradient_accumulation_fusion",
+    Need(_is_on("optimizer_cpu_offload"), "--optimizer-cpu-offload"): "optimizer_offload_fraction",
+    Need(_is_on("use_precision_aware_optimizer"), "--use-precision-aware-optimizer"): (
+        "exp_avg_dtype exp_avg_sq_dtype main_params_dtype"
     ),
-    (
-        Need(_above_one("tensor_model_parallel_size"), "--tensor-model-parallel-size above 1"),
-        ("sequence_parallel", "clone_scatter_output_in_embedding"),
+    Need(_is_on("fine_grained_activation_offloading"), "--fine-grained-activation-offloading"): (
+        "min_offloaded_tensor_size offload_modules"
     ),
-    (
-        Need(_above_one("pipeline_model_parallel_size"), "--pipeline-model-parallel-size above 1"),
-        (
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "deallocate_pipeline_outputs",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "pipeline_model_parallel_layout",
-            "use_ring_exchange_p2p",
-        ),
+    Need(_uses_cuda_graphs, "--cuda-graph-impl"): (
+        "cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps"
     ),
-    (
-        Need(_stages_wait_for_each_other, "pipeline stages that are not interleaved"),
-        ("batch_p2p_comm", "batch_p2p_sync"),
-    ),
-    (
-        Need(_above_one("virtual_pipeline_model_parallel_size"), "--virtual-pipeline-model-parallel-size above 1"),
-        ("microbatch_group_size_per_vp_stage",),
-    ),
-    (Need(_is_on("overlap_grad_reduce"), "--overlap-grad-reduce"), ("bucket_size",)),
-    (Need(lambda s: s.device != "cpu", "a GPU"), ("gradient_accumulation_fusion",)),
-    (Need(_is_on("optimizer_cpu_offload"), "--optimizer-cpu-offload"), ("optimizer_offload_fraction",)),
-    (
-        Need(_is_on("use_precision_aware_optimizer"), "--use-precision-aware-optimizer"),
-        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"),
-    ),
-    (
-        Need(_is_on("fine_grained_activation_offloading"), "--fine-grained-activation-offloading"),
-        ("min_offloaded_tensor_size", "offload_modules"),
-    ),
-    (
-        Need(_draws_graphs, "--cuda-graph-impl"),
-        (
-            "cuda_graph_retain_backward_graph",
-            "cuda_graph_scope",
-            "cuda_graph_use_single_mempool",
-            "cuda_graph_warmup_steps",
-        ),
-    ),
-)
+}
 """A condition -> the flags that act only under it."""
 
-CONDITIONS: Mapping[str, Need] = {name: need for need, names in _CONDITIONAL for name in names}
+CONDITIONS: Mapping[str, Need] = {name: need for need, names in _CONDITIONAL.items() for name in names.split()}
 
 
 def need_of(name: str) -> Need | None:

@@ -1,6 +1,6 @@
-"""From a command line to `Args`: parse, read YAML, resolve; and how a program tells the user about mistakes.
+"""From a command line to `Args`: parse, read YAML, resolve; help texts; how a program reports mistakes.
 
-Imports no torch, transformers, Ray or engine, so that a wrong flag is answered at once.
+Imports no torch, transformers, Ray or engine, so a wrong flag is answered at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
 from slime.core.text import HIDDEN, visible
 from slime.core.user_files import paths_in_words
 from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
-from slime.settings.custom_yaml import config_on, merge_config
+from slime.settings.custom_yaml import Given, config_on, merge_config
 from slime.settings.flag_table import (
     Components,
     components,
     components_of,
+    components_with,
     engine_flags,
     entries_named_in,
     entries_named_on,
@@ -46,31 +47,22 @@ from slime.settings.schema import load, owned_spellings
 def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
     """The resolved settings of a run.
 
-    `argv`: words after the program's name (None: this process's). `synchronous`: the loop is train.py's, not
-    train_async.py's.
-    Answers --help [topic], --version and --explain on stdout and raises `SystemExit(0)`; raises `ConfigError` for
-    everything that cannot work, all contradictions in one message.
+    `argv`: words after the program's name (None: this process's). `synchronous`: train.py's loop, not train_async.py's.
+    Answers --help [topic], --version and --explain on stdout and raises `SystemExit(0)`. Raises one `ConfigError` with
+    everything that cannot work.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-
     text = help_or_version(words)
     if text is not None:
         _answer(text)
     explain = "--explain" in words
     words = [w for w in words if w != "--explain"]
-    config = config_on(words)
-    known = _components_of(words, config)
-    table = flag_table(known)
-    given = table.parse(words, owned=owned_spellings(), elsewhere=FOREIGN_NAMES)
-    origins = dict.fromkeys(given, "command line")
-    custom: dict[str, Any] = {}
-    if config is not None:
-        given, custom = merge_config(given, origins, table, *config)
+    found = parse_words(words)
     args = resolve_roles(
-        given,
-        table=table,
-        origins=origins,
-        resolve=functools.partial(resolve, components=known, custom=custom, synchronous=synchronous),
+        found.given,
+        table=flag_table(found.known),
+        origins=found.origins,
+        resolve=functools.partial(resolve, components=found.known, custom=found.custom, synchronous=synchronous),
     )
     args = args.replace(command=("slime", "train" if synchronous else "train-async", *words))
     if explain:
@@ -78,15 +70,31 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     return args
 
 
-def _components_of(words: Sequence[str], config: tuple[str, dict[str, Any]] | None) -> Components:
-    """Slime's settings with those of the user's entries, which bring flags of their own. Raises `ConfigError`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parsed:
+    known: Components
+    """Slime's settings and those of the users' entries, whose flags are accepted too."""
+    given: Given
+    origins: dict[tuple[str, str], str]
+    custom: dict[str, Any]
+
+
+def parse_words(words: Sequence[str]) -> _Parsed:
+    """The flags of a command line and its --custom-config-path, each checked by itself. Raises one `ConfigError`."""
+    config = config_on(words)
     named = entries_named_in(config[1], components()) if config is not None else {}
-    named |= entries_named_on(words, components())
-    return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
+    known = components_with(named | entries_named_on(words, components()))
+    table = flag_table(known)
+    given = table.parse(words, owned=owned_spellings(), elsewhere=FOREIGN_NAMES)
+    origins = dict.fromkeys(given, "command line")
+    custom: dict[str, Any] = {}
+    if config is not None:
+        given, custom = merge_config(given, origins, table, *config)
+    return _Parsed(known, given, origins, custom)
 
 
 def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
-    """`parse_args` for a script: a user's error is one message on stderr and exit code 2, without a traceback."""
+    """`parse_args` for a script: a user's error ends it with one message on stderr and exit code 2."""
     try:
         return parse_args(argv, synchronous=synchronous)
     except (ConfigError, HookError) as error:
@@ -94,10 +102,10 @@ def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) ->
 
 
 def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None, *, synchronous: bool = True) -> None:
-    """Parses the command line and runs `main(args)`; what ends either is reported in one message on stderr.
+    """Parses the command line and runs `main(args)`; errors of either are reported in one message on stderr.
 
     Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 the user's mistake (`ConfigError`,
-    `HookError`), 130 Ctrl-C, 143 SIGTERM. An error that is none of ours keeps its traceback.
+    `HookError`), 130 Ctrl-C, 143 SIGTERM. Any other error keeps its traceback.
     """
     logs = None
     try:
@@ -109,10 +117,7 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
 
 
 def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
-    """Ends the process as `run_or_exit` says; what is none of ours is raised again. `logs`: folder of the run's logs.
-
-    For the block that handles `end`.
-    """
+    """Ends the process as `run_or_exit` says, or raises `end` again. Call it in the block that handles `end`."""
     if isinstance(end, KeyboardInterrupt | Terminated):
         said, code = ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
         where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
@@ -125,15 +130,12 @@ def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
 
 
 def _notes(error: BaseException) -> str:
-    """What was added to an error on its way up, a line each."""
+    """Notes added to an error on its way up, one per line."""
     return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
 
 
 def _stop(message: str, code: int) -> NoReturn:
-    """Ends the process; the exception that is being handled has been reported, so it prints no traceback.
-
-    It may quote what a model said, so a terminal obeys nothing in it.
-    """
+    """Ends the process without a traceback. The message may quote model output, so control characters are escaped."""
     sys.stderr.write(visible(message) + "\n")
     raise SystemExit(code) from None
 
@@ -143,7 +145,7 @@ def _answer(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-# What --help, --version and --explain print.
+# --- What --help, --version and --explain print.
 
 TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "public", "all")
 
@@ -154,16 +156,14 @@ _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
   --help public                                     what differs from the public slime, flag by flag
   --explain                                         print every resolved value and where it came from, then exit
   --version                                         print versions, then exit
-  --override                                        flags behind it replace those before it; without it, a setting that
-                                                    is given twice has one value
+  --override                                        flags after it replace those before it; without it, giving a setting
+                                                    two values is an error
 """
-
-
 _AT_FILE = "@FILE reads it from a file: everybody on the host sees a command line (ps)."
 
 
 def help_or_version(words: Sequence[str]) -> str | None:
-    """The text that answers --help [topic] or --version; None if neither was asked for."""
+    """The answer to --help [topic] or --version; None if neither was given."""
     if "--version" in words:
         import slime
 
@@ -178,7 +178,7 @@ def help_or_version(words: Sequence[str]) -> str | None:
 
 
 def help_text(topic: str) -> str:
-    """Help on one topic. Raises `ConfigError` on an unknown one."""
+    """Raises `ConfigError` for an unknown topic."""
     if topic not in TOPICS:
         raise ConfigError(f"got --help {topic}; topics are {', '.join(TOPICS)}")
     if topic == "public":
@@ -208,7 +208,6 @@ def _section(heading: str, flags: Iterable[Flag]) -> str:
 
 
 def _hooks() -> str:
-    """What slime calls every kind of hook with."""
     lines = ["Hooks: what slime calls your code with; names in [] are passed only if it takes them"]
     for kind, contract in CONTRACTS.items():
         lines += [f"  {kind}: --{contract.flag.replace('_', '-')}", f"      {contract.shape}"]
@@ -238,7 +237,7 @@ def _default(flag: Flag) -> str:
 
 
 def explain_args(args: Args) -> str:
-    """Every resolved value and its origin, one line each: what differs from the defaults comes first."""
+    """Every resolved value and its origin, one per line; values that differ from the defaults come first."""
     secrets = secret_settings(components_of(args))
     rows: list[tuple[str, tuple[str, str], Any]] = [
         (one.name, ("slime", one.name), getattr(args, one.name))
@@ -259,11 +258,10 @@ def explain_args(args: Args) -> str:
 
 
 def json_line(value: Any) -> str:
-    """A value on one line."""
     return json.dumps(value, default=list) if isinstance(value, (dict, list, tuple)) else str(value)
 
 
-# The words of a command line by flag, without what the flags mean: to leave some out, or to put others in.
+# --- Words of a command line, grouped by flag: to leave some out, or to put others in.
 
 
 def groups(words: Sequence[str]) -> list[list[str]]:
@@ -278,7 +276,7 @@ def groups(words: Sequence[str]) -> list[list[str]]:
 
 
 def name_of(group: Sequence[str]) -> str:
-    """The setting of a flag: `ckpt_step` of `--ckpt-step 3`, of `--ckpt_step 3` and of `--ckpt-step=3`."""
+    """`ckpt_step` for `--ckpt-step 3`, `--ckpt_step 3` and `--ckpt-step=3`."""
     return group[0].partition("=")[0].lstrip("-").replace("-", "_")
 
 
@@ -297,8 +295,6 @@ def without(words: Sequence[str], *names: str) -> list[str]:
     return [word for group in groups(words) if name_of(group) not in names for word in group]
 
 
-# A run that a program starts: the command `slime train` with the words of a launch script.
-
 _LOOPS = {"train.py": "train", "train_async.py": "train-async"}
 
 
@@ -309,8 +305,10 @@ def execute_train(
     train_script: str = "train.py",
     extra_env_vars: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs `slime train` until it ends. `num_gpus_per_node` and `megatron_model_type` repeat what flags and checkpoint
-    say. Raises `ConfigError` for another script, `subprocess.CalledProcessError` for a run that failed.
+    """Runs `slime train` (or train-async) as a subprocess until it ends.
+
+    `num_gpus_per_node` and `megatron_model_type` are ignored: flags and checkpoint say both. Raises `ConfigError` for
+    another script, `subprocess.CalledProcessError` if the run fails.
     """
     if train_script not in _LOOPS:
         raise ConfigError(f"got train_script {train_script}; give one of {', '.join(_LOOPS)}")

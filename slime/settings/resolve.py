@@ -1,4 +1,13 @@
-"""From given values to `Args`: defaults, the checkpoint's architecture, derivations, what has no effect, checks."""
+"""From given values to `Args`: defaults, derivations, the checkpoint's architecture, settings without effect, checks.
+
+Invariants
+1. Each setting is computed once, when it is first read, so derivations need no order. Its origin is noted then.
+2. Settings that derive from each other in a circle are an error that names the circle, never a recursion.
+3. A setting that acts on nothing is listed when the run starts (refused with --strict) and resolved as if it had not
+   been given, so it has no effect wherever it is read.
+4. The checkpoint says the architecture. A flag that says the same in other words is accepted. A flag that says
+   something else is refused, unless it does nothing in a model of this kind: then it is listed as without effect.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +17,23 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.text import HIDDEN
-from slime.settings import rules as cross_rules
 from slime.settings.args import Args, Passthrough
 from slime.settings.custom_yaml import FREE, Given
 from slime.settings.fields import UNSET, Compute, Declared, Need, Passed, Rule, Why, declared, default_of
-from slime.settings.flag_table import Components, entries_named_in
-from slime.settings.flag_table import components as slime_components
+from slime.settings.flag_table import Components
 from slime.settings.flags import ANY, Flag, refuse
 from slime.settings.groups import GROUPS
 from slime.settings.megatron import FIXED, SLIME_DEFAULTS, need_of
-from slime.settings.rules import a_step_is_finite, async_rules, held_out_files_exist, sync_rules
+from slime.settings.rules import ASYNC_RULES, RULES, SYNC_RULES, a_step_is_finite, held_out_files_exist
 from slime.settings.schema import architecture_of, contradictions, flags_of_owner
-
-# Settings on their way to `Args`: every one is found when it is read, so that derivations need no order.
-#
-# `s.name` is slime's or an entry's setting, else Megatron's; `s.megatron["name"]` and `s.sglang["name"]` are those
-# of the engines. A value is what the user gave, else what the field's derivation computes, else its default; then other
-# settings may put another in its place (`adjust`).
-#
-# Invariants
-# 1. Each setting is computed once, and its origin is noted when it is.
-# 2. Settings that derive from each other in a circle are an error that names the circle, never a recursion.
 
 
 class Resolver:
-    """The settings of one run while they are resolved."""
+    """The settings of one run while they are resolved.
+
+    `s.name` is slime's or an entry's setting, else Megatron's; `s.megatron["name"]` and `s.sglang["name"]` are the
+    engines'. A value is what the user gave, else what the field derives, else its default; `adjust` may replace it.
+    """
 
     def __init__(
         self,
@@ -43,8 +44,9 @@ class Resolver:
         megatron: Mapping[str, tuple[Any, str]],
         passed: Mapping[tuple[str, str], Passed],
     ) -> None:
-        """`given`: values by name, those of engines as `owner.name`; `origins`: where each was given; `megatron`:
-        default and its origin by name; `passed`: what is computed for Megatron and SGLang."""
+        """`given`: values by name, engines' as `owner.name`; `origins`: where each was given; `megatron`: default and
+        its origin by name; `passed`: what slime computes for Megatron and SGLang.
+        """
         self.components = components
         self.origins: dict[str, str] = {}
         self.megatron = _Owner(self, "megatron")
@@ -66,20 +68,20 @@ class Resolver:
         raise AttributeError(f"there is no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """Whether the user gave a setting (an engine's as `owner.name`)."""
+        """An engine's setting is named `owner.name`."""
         return name in self._given
 
     def given(self, name: str) -> Any:
-        """The value that the user gave, whatever is made of it; None if there is none."""
+        """The value as the user gave it; None without one."""
         return self._given.get(name)
 
     def fix(self, owner: str, name: str, value: Any, origin: str) -> None:
-        """Settles an engine's setting, whatever was given."""
+        """Sets an engine's setting, whatever was given."""
         self._values[f"{owner}.{name}"] = value
         self.origins[f"{owner}.{name}"] = origin
 
     def names(self, owner: str) -> list[str]:
-        """The settings of an engine that have a value, or may get one."""
+        """The settings of an engine that have a value or may get one."""
         known = dict.fromkeys(self._defaults) if owner == "megatron" else {}
         known |= dict.fromkeys(name for of, name in self._passed if of == owner)
         spelled = (*self._given, *self._values)
@@ -139,7 +141,7 @@ class Resolver:
 
 
 class _Owner(Mapping[str, Any]):
-    """An engine's settings, each found when it is read."""
+    """An engine's settings, each computed when it is read."""
 
     def __init__(self, resolver: Resolver, owner: str) -> None:
         self._resolver, self._owner = resolver, owner
@@ -159,34 +161,29 @@ class _Owner(Mapping[str, Any]):
 
 
 def _canonical(components: Components, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Given values in the spelling that rules and rooms know."""
+    """Given values in their canonical spelling."""
     for name, value in given.items():
         says = declared(components.own[name]) if name in components.own else Declared()
         yield name, value if says.canonical is None else says.canonical(value)
 
 
-# Settings that are given and act on nothing: listed when the run starts, refused with --strict.
-#
-# Such a setting is resolved as if it had not been given, so that it is without effect wherever it is read.
-#
-# A setting acts if the conditions of its declaration hold and, if it belongs to entries of a registry, one of them is
-# chosen. What an engine's flag needs is in `megatron_effects`.
-
-
 def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
-    """Setting -> its given value (a secret masked) and what it needs, for slime's settings and those of entries."""
+    """Setting -> its given value (a secret masked) and why it has no effect, for slime's own settings and entries'."""
     out = {}
     for name in (*components.own, *components.of_entries()):
         says, value = declared(components.field_of(name, settings)), settings.given(name)
         if settings.was_given(name) and says.asks(value):
             text = what_is_missing(name, settings, components)
             if text is not None:
-                out[name] = f"{HIDDEN if says.secret else value}, which needs {text}"
+                out[name] = f"{HIDDEN if says.secret else value}, {text}"
     return out
 
 
 def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
-    """The first condition of a setting that does not hold, in words; None if it acts."""
+    """Why a setting has no effect, as a clause ("which needs ..."); None if it acts.
+
+    It acts if the conditions of its declaration hold and, for an entry's setting, such an entry is chosen.
+    """
     needs = declared(components.field_of(name, settings)).conditions
     missing = _first_missing(needs, settings)
     if missing is not None or name in components.own:
@@ -194,17 +191,17 @@ def what_is_missing(name: str, settings: Any, components: Components) -> str | N
     chosen = {choice.entry: choice.chooser for choice in components.chosen(settings)}
     readers = [reader for reader in components.readers(name) if reader.entry in chosen]
     if not readers:
-        return " or ".join(_choices_with(name, components))
+        return "which needs " + " or ".join(_choices_with(name, components))
     texts = [_first_missing(declared(components.own[r.chooser.setting]).conditions, settings) for r in readers]
     return None if None in texts else texts[0]
 
 
 def _first_missing(needs: tuple[Need, ...], settings: Any) -> str | None:
-    return next((need.text for need in needs if not need.acts(settings)), None)
+    return next((need.clause for need in needs if not need.acts(settings)), None)
 
 
 def _choices_with(name: str, components: Components) -> Iterator[str]:
-    """`setting a or b` for each setting that chooses entries which have the field; with the entry's own switch."""
+    """`setting a or b` for each setting that chooses entries with this field; with the entry's own switch."""
     by_chooser: dict[str, dict[str, None]] = {}
     for reader in components.readers(name):
         switch = getattr(reader.entry, "switch", "")
@@ -215,7 +212,7 @@ def _choices_with(name: str, components: Components) -> Iterator[str]:
 
 
 def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[str, str]:
-    """The same for flags of Megatron; one that is given its default, Megatron's or slime's, asks for nothing."""
+    """The same for Megatron's flags. A flag at its default, Megatron's or slime's, asks for nothing."""
     out = {}
     for flag in flags:
         need, value = need_of(flag.dest), args.megatron.get(flag.dest)
@@ -223,13 +220,8 @@ def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[st
             continue
         usual = FIXED[flag.dest][:1] if flag.dest in FIXED else (flag.default, *SLIME_DEFAULTS.get(flag.dest, ())[:1])
         if value not in usual:
-            out[f"megatron.{flag.dest}"] = f"{HIDDEN if flag.secret else value}, which needs {need.text}"
+            out[f"megatron.{flag.dest}"] = f"{HIDDEN if flag.secret else value}, {need.clause}"
     return out
-
-
-# Cross-checks: what cannot work is refused before any process starts, all of it in one error.
-#
-# A rule returns None, or what was got, because of what it cannot work, and what to do.
 
 
 def check_required(settings: Any, components: Components) -> None:
@@ -243,7 +235,7 @@ def check_required(settings: Any, components: Components) -> None:
 def validate(args: Args, components: Components, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
     """Raises one `ConfigError` with `problems` and everything else that cannot work."""
     rules: list[Rule] = [rule for group in GROUPS for rule in group.rules]
-    rules += [*cross_rules.RULES, *(sync_rules() if synchronous else async_rules())]
+    rules += [*RULES, *(SYNC_RULES if synchronous else ASYNC_RULES)]
     checks: list[Callable[[], Iterable[str | None]]] = [
         lambda: problems,
         lambda: derived_out_of_range(args, components),
@@ -255,21 +247,21 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
     for check in checks:
         try:
             messages = [message for message in check() if message is not None]
-        except ConfigError as error:  # of a value that several rules read: reported once
+        except ConfigError as error:  # several rules may read one wrong value, which is reported once
             messages = [str(error)]
         found += messages
     refuse(found)
 
 
 def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
-    """What the entries that act say of themselves."""
+    """The problems that the acting entries report."""
     for choice in components.chosen(args):
         if what_is_missing(choice.chooser.setting, args, components) is None:
             yield from choice.problems(args)
 
 
 def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Numbers that the user gave to entries, outside of the range that the chosen ones declare."""
+    """Numbers given for entries' settings that are outside the range declared by the chosen entries."""
     for name in components.of_entries():
         if settings.was_given(name) and (problem := _problem_of(name, settings, components)) is not None:
             where = settings.origins[name]
@@ -278,7 +270,7 @@ def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
 
 
 def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Derived numbers that act and are outside of the range of their declaration, with what made them."""
+    """Derived numbers that act and are outside their declared range, with what they were derived from."""
     for name in (*components.own, *components.of_entries()):
         problem = None if settings.was_given(name) else _problem_of(name, settings, components)
         if problem is not None and what_is_missing(name, settings, components) is None:
@@ -293,42 +285,38 @@ def _problem_of(name: str, settings: Any, components: Components) -> str | None:
 
 
 def without_effect(args: Args) -> Iterator[str]:
-    """With --strict, what would be ignored is refused."""
+    """With --strict, a setting without effect is an error."""
     if args.strict and args.idle:
         told = "; ".join(f"{name} {text}" for name, text in args.idle.items())
         yield f"got {told}: with --strict nothing is ignored; drop it or change the other"
 
 
-# The model's architecture as settings of Megatron: the checkpoint says it, and no flag may say otherwise.
-#
-# A flag that says the same in other words is taken; one that says something else is refused, but for those that do
-# nothing in a model of its kind, which are listed as without effect.
-
 ARCHITECTURE_NEEDS: Mapping[str, Need] = {
     "kv_channels": Need(
         lambda m: not m.get("multi_latent_attention"),
-        "attention with one size of a head; latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
+        "attention with one head size; latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
     ),
     "moe_router_pre_softmax": Need(
         lambda m: m.get("moe_router_score_function", "softmax") == "softmax",
-        "a softmax router; the one of this checkpoint is a sigmoid",
+        "a softmax router; this checkpoint has a sigmoid router",
     ),
 }
-"""Settings of Megatron that the checkpoint says -> when they act, by its other ones."""
+"""Setting of Megatron that the checkpoint says -> when it acts; the condition gets the checkpoint's settings."""
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {"moe_router_dtype": ("fp32",)}
-"""Settings of Megatron for which a checkpoint has a default -> what a flag may say in its place: how exactly something
-is computed, not what."""
+"""Setting of Megatron with a default from the checkpoint -> other values a flag may choose: they change precision, not
+the model."""
 
 _PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,
     "linear_attention_freq": lambda frequency, layer: (layer + 1) % frequency != 0,
 }
-"""Settings with one entry per layer -> what a frequency means for a layer."""
+"""Settings with one entry per layer -> what a frequency means for a layer index."""
 
 
 def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
-    """Settles what the checkpoint says. Returns (contradictions with flags, setting -> why it has no effect).
+    """Fixes the settings that the checkpoint says. Returns (contradictions with flags, setting -> why it has no
+    effect).
 
     Raises `ConfigError` for a checkpoint that cannot be trained.
     """
@@ -344,7 +332,7 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
             elif given in CHOICES.get(name, ()):
                 value = given
             elif need is not None and not need.acts(architecture):
-                idle[f"megatron.{name}"] = f"{given}, which needs {need.text}"
+                idle[f"megatron.{name}"] = f"{given}, {need.clause}"
             else:
                 explicit[name] = given
         resolver.fix("megatron", name, value, "HF config" if value is stored else "command line")
@@ -352,7 +340,7 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
 
 
 def _says(name: str, value: Any, architecture: Mapping[str, Any]) -> Any:
-    """A value, or a layer pattern with one entry per layer: that of `[0]*3+[1]*75`, or of a frequency."""
+    """A comparable form of a value: a layer pattern, `[0]*3+[1]*75` or a frequency, as one entry per layer."""
     of_frequency = _PATTERNS.get(name)
     if of_frequency is None:
         return list(value) if isinstance(value, tuple) else value
@@ -367,7 +355,7 @@ def _says(name: str, value: Any, architecture: Mapping[str, Any]) -> Any:
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Lists of numbers, added and repeated; nothing else is computed. Raises ValueError for anything else."""
+    """Evaluates lists of numbers, added and repeated. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value <= _MOST:
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -382,7 +370,7 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 _MOST = 10_000
-"""No model has more layers; a longer list is not made."""
+"""Bounds the lists that are built; models have fewer layers."""
 
 
 def resolve(
@@ -396,15 +384,15 @@ def resolve(
     """The settings of a run. Raises one `ConfigError` for everything that cannot work.
 
     `given` and `origins`: values and where each was given, by (owner, dest); `custom`: the user's own settings;
-    `synchronous`: the loop is train.py's, not train_async.py's.
+    `synchronous`: train.py's loop, not train_async.py's.
     """
     values = {_spelled(owner, dest): value for (owner, dest), value in given.items()}
     where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
     resolver = resolver_of(components, values, where)
     check_required(resolver, components)
-    list(components.chosen(resolver))  # a name that no entry has is an error, whether it would act or not
+    list(components.chosen(resolver))  # an unknown name is an error, even if it would not act
     too_many = a_step_is_finite(resolver)
-    refuse([*given_out_of_range(resolver, components), *([too_many] if too_many else [])])  # before what follows
+    refuse([*given_out_of_range(resolver, components), *([too_many] if too_many else [])])
     args, idle, problems = _without_idle(components, values, where)
     if idle.keys() & {"eval_prompt_data", "eval_config"} and (missing := held_out_files_exist(resolver)):
         problems = [*problems, missing]
@@ -424,13 +412,14 @@ def _without_idle(
 ) -> tuple[Args, dict[str, str], list[str]]:
     """(settings, setting -> why it has no effect, contradictions with the checkpoint).
 
-    What acts on nothing is left out, and what then acts on nothing (a reference without its KL) as well.
+    Leaves out settings that act on nothing, then those that thereby act on nothing (a reference without its KL), and so
+    on.
     """
     idle: dict[str, str] = {}
     while True:
         resolver = resolver_of(components, {name: v for name, v in values.items() if name not in idle}, where)
         problems, found = take_architecture(resolver)
-        args = _args(resolver)
+        args = args_of(resolver)
         found |= own_settings_without_effect(resolver, components)
         found |= engine_settings_without_effect(args, flags_of_owner("megatron"))
         if not found:
@@ -439,32 +428,12 @@ def _without_idle(
 
 
 def resolver_of(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
-    """Of the values given on the command line and in the file; the checkpoint's architecture is not in it yet."""
+    """Given values from command line and file; without the checkpoint's architecture yet."""
     return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=_passed())
 
 
-def assemble(given: Mapping[str, Any], *, megatron: Mapping[str, Any]) -> Args:
-    """`Args` of given values by name, derivations included: without a command line, a checkpoint or any check.
-
-    `megatron` is taken as it is. What has neither a given value nor a default is None. For tests and notebooks that
-    need the settings of a part.
-    """
-    named = entries_named_in(given, slime_components())
-    components = slime_components(tuple((setting, path) for setting, paths in named.items() for path in paths))
-    unknown = [name for name in given if not components.knows(name)]
-    assert not unknown, f"no settings of slime: {unknown}"
-    resolver = Resolver(
-        components,
-        dict(given),
-        origins=dict.fromkeys(given, "given"),
-        megatron={name: (value, "given") for name, value in megatron.items()},
-        passed={},
-    )
-    return _args(resolver)
-
-
 def megatron_defaults(components: Components) -> dict[str, tuple[Any, str]]:
-    """Megatron's settings that slime does not declare -> default and whose it is."""
+    """Megatron's settings that slime does not declare -> (default, whose it is)."""
     out: dict[str, tuple[Any, str]] = {
         flag.dest: (flag.default, "default of Megatron")
         for flag in flags_of_owner("megatron")
@@ -484,8 +453,8 @@ def _passed() -> dict[tuple[str, str], Passed]:
     return out
 
 
-def _args(resolver: Resolver) -> Args:
-    """Every setting, resolved."""
+def args_of(resolver: Resolver) -> Args:
+    """Every setting resolved, unchecked."""
     components = resolver.components
     values: dict[str, Any] = {name: getattr(resolver, name) for name in components.own}
     of_entries = {name: getattr(resolver, name) for name in components.of_entries()}

@@ -1,15 +1,15 @@
-"""`--megatron-config-path`: settings of Megatron that only the policy has, or only the critic.
+"""`--megatron-config-path`: settings of Megatron that only the policy or only the critic has.
 
-The file is a list of roles below `megatron`, at most one entry for each:
+The file has a list of roles under `megatron`, at most one entry per role:
 
     megatron:
       - name: value model
         role: critic
         overrides: {lr: 1.0e-5, lr_warmup_iters: 10}
 
-What a role overrides goes before the command line, for that role alone. Every value is read as a flag's is, and the
-settings of each role are resolved and checked as those of a run, the critic's with its own rate as `lr`. The two share
-ranks, batches and model: what is about these cannot differ, and may be said again.
+For its role, an override wins over the command line. Values are parsed like flags. The settings of each role are
+resolved and checked as those of a run, the critic's with its own learning rate as `lr`. The two roles share ranks,
+batches and model: settings of these may be repeated in the file but cannot differ.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MAY_DIFFER = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("overlap_grad_reduce", "bucket_size"),
 )
-"""What a role may have for itself: its optimizer, the schedule of that, and how its passes save memory."""
+"""What a role may set for itself: optimizer, schedule, and how its passes save memory."""
 _OF_CRITIC = {"lr": "critic_lr", "load": "critic_load"}
-"""What a critic's own entry calls settings that a flag names as well."""
+"""Name in the critic's entry -> the setting that also has a flag."""
 _PLACES = ("num_nodes", "num_gpus_per_node")
-"""Of the public format, where both roles have the same ones in any case."""
+"""Keys of the public format; both roles have the same ranks here anyway."""
 _RATE, _FLOOR = ("megatron", "lr"), ("megatron", "min_lr")
 _LAYOUT = ("parallel", "pipeline", "context", "stage")
 """Words in the names of settings that split a model over ranks."""
@@ -53,13 +53,13 @@ _LAYOUT = ("parallel", "pipeline", "context", "stage")
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A line about a setting that both roles have in common."""
+    """A line about a setting that both roles share."""
 
     key: tuple[str, str]
     """(owner, dest)"""
     value: Any
     otherwise: str
-    """What is said where the run has another value."""
+    """The error if the run has another value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class _Role:
 
     given: Given
     idle: Mapping[str, str]
-    """Setting -> its value, and why it does not act."""
+    """Setting -> its value, and why it has no effect."""
     shared: tuple[_Shared, ...] = ()
-    """Lines that may only say again what the run has."""
+    """Lines that may only repeat the run's values."""
 
 
 def resolve_roles(
@@ -78,8 +78,8 @@ def resolve_roles(
 ) -> Args:
     """The settings of a run, with those that the file of `--megatron-config-path` gives to one role.
 
-    `given` and `origins`: values and where each was given; `resolve` makes settings of them, as
-    `slime.settings.resolve.resolve` does. Raises `ConfigError`.
+    `given` and `origins`: values and where each was given; `resolve`: `slime.settings.resolve.resolve`. Raises
+    `ConfigError`.
     """
     path = given.get(("slime", "megatron_config_path"))
     if path is None:
@@ -100,16 +100,13 @@ def resolve_roles(
     args = of("actor")
     refuse([line.otherwise for role in roles.values() for line in role.shared if not _repeats(line, args, given)])
     told = {f"{role}.{name}": text for role, entry in roles.items() for name, text in entry.idle.items()}
-    missing = next((need.text for need in (ADVANTAGES, CRITIC) if not need.acts(args)), None)
+    missing = next((need.clause for need in (ADVANTAGES, CRITIC) if not need.acts(args)), None)
     if missing is None:
         args, more = _with_critic(args, of("critic"), roles.get("critic"))
         told |= more
     elif "critic" in roles:
         values = roles["critic"].given
-        told |= {
-            f"critic.{name.removeprefix('critic_')}": f"{value}, which needs {missing}"
-            for (_, name), value in values.items()
-        }
+        told |= {f"critic.{name.removeprefix('critic_')}": f"{value}, {missing}" for (_, name), value in values.items()}
     if told:
         args = args.replace(idle=Passthrough("idle", {**args.idle, **told}))
         refuse(list(without_effect(args)))
@@ -119,8 +116,9 @@ def resolve_roles(
 def _at_its_rate(
     given: Given, origins: Mapping[tuple[str, str], str], *, floor_is_own: bool
 ) -> tuple[Given, Mapping[tuple[str, str], str]]:
-    """Values and origins as a run would have them that trains with the critic's rate; a floor that it has in common
-    with the policy is lowered to that (`critic_args`)."""
+    """Values and origins of a run that trains at the critic's rate. A shared `min_lr` is lowered to that rate
+    (`critic_args`).
+    """
     of_critic = ("slime", "critic_lr")
     if of_critic not in given:
         return given, origins
@@ -132,21 +130,21 @@ def _at_its_rate(
 
 
 def _repeats(line: _Shared, args: Args, given: Given) -> bool:
-    """Whether the run has the value, as it was given or as it came out."""
+    """Whether the run has the value, as given or as resolved."""
     owner, dest = line.key
     has = getattr(args, owner).get(dest) if owner in ("megatron", "sglang", "router") else getattr(args, dest)
     return bool(line.value == has or (line.key in given and given[line.key] == line.value))
 
 
 def critic_args(args: Args) -> Args:
-    """The settings that a critic is built from: those of the run, but for what is its own."""
+    """The settings that a critic is built from: the run's, with its own in place."""
     rate = float(args.critic_lr)
     own = Passthrough("megatron", {**args.megatron, **args.critic, "lr": rate})
     return args.replace(megatron=own).replace(min_lr=min(float(own["min_lr"]), rate))
 
 
 def _with_critic(args: Args, critic: Args, entry: _Role | None) -> tuple[Args, dict[str, str]]:
-    """(the policy's settings with what differs for the critic, which of the critic's own have no effect)."""
+    """(the policy's settings plus what differs for the critic, the critic's own settings without effect)."""
     apart = [n for n in MAY_DIFFER if n != "lr" and critic.megatron.get(n) != args.megatron.get(n)]
     origins = {f"critic.{n}": critic.origins.get(f"megatron.{n}", "default") for n in apart}
     shared = ("critic_lr", "critic_load")
@@ -162,7 +160,7 @@ def _with_critic(args: Args, critic: Args, entry: _Role | None) -> tuple[Args, d
 
 
 def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
-    """The entries by role. Raises one `ConfigError` with all that is wrong."""
+    """The entries by role. Raises one `ConfigError` with everything that is wrong."""
     content = read_yaml(path, _FLAG)
     entries = content.get("megatron")
     if set(content) != {"megatron"} or not isinstance(entries, list):
@@ -186,7 +184,7 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
 
 
 def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    """(role, what it overrides). Raises `ConfigError`."""
+    """(role, its overrides). Raises `ConfigError`."""
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
         got = entry.get("role") if isinstance(entry, dict) else entry
         raise ConfigError(f"{where}: got role {got!r}; an entry has a role, {' or '.join(_ROLES)}, and overrides")
@@ -200,7 +198,7 @@ def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, *, where: str) -> _Role:
-    """What an entry gives to `role`. Raises one `ConfigError`."""
+    """The parsed overrides of an entry. Raises one `ConfigError`."""
     own: Given = {}
     idle: dict[str, str] = {}
     shared: list[_Shared] = []
@@ -229,7 +227,7 @@ def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, 
 def _setting(
     role: str, name: str, value: Any, table: FlagTable, given: Given, *, where: str
 ) -> tuple[tuple[str, str], Any] | _Shared:
-    """((owner, dest), value) of one line that a role has for itself. Raises `ConfigError` for an unknown name."""
+    """((owner, dest), value) of one override. Raises `ConfigError` for an unknown name."""
     aliases = _OF_CRITIC if role == "critic" else {}
     found = table.by_name.get("--" + name.replace("_", "-"))
     dest = found[0].dest if found is not None else name

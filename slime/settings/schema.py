@@ -1,6 +1,8 @@
-"""The flags of Megatron, SGLang and the router, read from JSON files that `slime.cli.schemas` writes.
+"""The flags of Megatron, SGLang and the router, from the JSON files that `slime.cli.schemas` writes; and questions
+about a checkpoint for `slime.models`.
 
-Nothing here imports an engine: parsing a command line has to be instant.
+Imports no engine, so that a command line is parsed at once. `slime.models` is above this package, so it is named by its
+import path, only here.
 """
 
 from __future__ import annotations
@@ -21,11 +23,16 @@ SCHEMA_DIR = Path(__file__).parent / "schemas"
 
 PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
 
+_DTYPE = "use --bf16, --fp16 or --no-bf16."
+_PORTS = "ports are allocated per run."
+_HOSTS = "an engine spans the hosts that placement gives it."
+_PLACEMENT = "placement decides it."
+_JOIN = "workers join after their first verified weight sync."
+_PAIRS = "use --prefill-num-servers, or worker_type in --sglang-config."
+
 OWNED: dict[str, dict[str, str]] = {
     "megatron": {
-        "params_dtype": "use --bf16, --fp16 or --no-bf16.",
-        "pipeline_dtype": "use --bf16, --fp16 or --no-bf16.",
-        "autocast_dtype": "use --bf16, --fp16 or --no-bf16.",
+        **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), _DTYPE),
         "train_iters": "use --num-rollout and --num-steps-per-rollout.",
         "use_cpu_initialization": "weights always come from the checkpoint.",
     },
@@ -34,34 +41,27 @@ OWNED: dict[str, dict[str, str]] = {
         "tp_size": "use --rollout-num-gpus-per-engine.",
         "device": "use --device.",
         "host": "servers listen on addresses of the run.",
-        "port": "ports are allocated per run.",
-        "nccl_port": "ports are allocated per run.",
+        **dict.fromkeys(("port", "nccl_port", "disaggregation_bootstrap_port"), _PORTS),
         "dist_init_addr": "addresses are allocated per run.",
-        "nnodes": "an engine spans the hosts that placement gives it.",
-        "node_rank": "an engine spans the hosts that placement gives it.",
-        "base_gpu_id": "placement decides it.",
-        "gpu_id_step": "placement decides it.",
+        **dict.fromkeys(("nnodes", "node_rank"), _HOSTS),
+        **dict.fromkeys(("base_gpu_id", "gpu_id_step"), _PLACEMENT),
         "random_seed": "use --rollout-seed.",
         "weight_version": "the weight sync counts versions.",
-        "skip_server_warmup": "an engine serves after its first verified weight sync only.",
+        "skip_server_warmup": "an engine serves only after its first verified weight sync.",
         "skip_tokenizer_init": "slime sends and receives token ids already.",
         "enable_memory_saver": "use --offload-rollout.",
         "use_ray": "slime places the engines.",
-        "disaggregation_mode": "use --prefill-num-servers, or worker_type in --sglang-config.",
-        "disaggregation_bootstrap_port": "ports are allocated per run.",
+        "disaggregation_mode": _PAIRS,
     },
     "router": {
-        "worker_urls": "workers join after their first verified weight sync.",
-        "prometheus_port": "ports are allocated per run.",
+        **dict.fromkeys(("worker_urls", "prefill", "decode", "service_discovery"), _JOIN),
+        "prometheus_port": _PORTS,
         "prometheus_host": "the router listens on an address of the run.",
         "mini_lb": "this release starts the standard router.",
-        "pd_disaggregation": "use --prefill-num-servers, or worker_type in --sglang-config.",
-        "prefill": "workers join after their first verified weight sync.",
-        "decode": "workers join after their first verified weight sync.",
-        "service_discovery": "workers join after their first verified weight sync.",
+        "pd_disaggregation": _PAIRS,
     },
 }
-"""Settings that slime makes itself, and what to use instead: giving them is an error."""
+"""Settings that slime sets itself -> what to use instead. Giving one is an error."""
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "oracle_password", "control_plane_api_keys")
 
@@ -75,36 +75,34 @@ def load(owner: str) -> dict[str, Any]:
 
 @cache
 def flags_of_owner(owner: str) -> tuple[Flag, ...]:
-    """All flags of one owner with their prefix, those that slime sets itself included."""
-    prefix = PREFIX[owner]
-    out = []
-    for entry in load(owner)["flags"]:
-        choices = entry.get("choices")
-        default = entry["default"]
-        out.append(
-            Flag(
-                dest=entry["dest"],
-                owner=owner,
-                names=tuple(prefix + n.replace("_", "-") for n in entry["names"]),
-                kind=entry["kind"],
-                default=tuple(default) if isinstance(default, list) else default,
-                doc=entry["doc"],
-                group=owner,
-                off_names=tuple(prefix + n.replace("_", "-") for n in entry.get("off_names", ())),
-                nargs=entry.get("nargs"),
-                append=entry.get("append", False),
-                choices=tuple(choices) if choices else None,
-                limits=range_of(owner, entry["dest"], entry["kind"]),
-                optional=entry.get("optional", entry["default"] is None),
-                secret=entry["dest"] in SECRETS,
-                configs=tuple(entry.get("configs", ())),
-            )
+    """All flags of one owner with their prefix, including those that slime sets itself."""
+
+    def spelled(names: list[str]) -> tuple[str, ...]:
+        return tuple(PREFIX[owner] + name.replace("_", "-") for name in names)
+
+    def flag(dest: str, kind: str, default: Any, names: list[str], **more: Any) -> Flag:
+        more.pop("deprecated", None)
+        return Flag(
+            dest=dest,
+            owner=owner,
+            names=spelled(names),
+            kind=kind,
+            default=tuple(default) if isinstance(default, list) else default,
+            group=owner,
+            off_names=spelled(more.pop("off_names", [])),
+            choices=tuple(more.pop("choices", [])) or None,
+            limits=range_of(owner, dest, kind),
+            optional=more.pop("optional", default is None),
+            secret=dest in SECRETS,
+            configs=tuple(more.pop("configs", [])),
+            **more,
         )
-    return tuple(out)
+
+    return tuple(flag(**entry) for entry in load(owner)["flags"])
 
 
 def owned_spellings() -> dict[str, str]:
-    """Spelling -> what to use instead, for every setting that slime makes itself."""
+    """Spelling -> what to use instead, for every setting that slime sets itself."""
     out: dict[str, str] = {}
     for owner, fields in OWNED.items():
         for flag in flags_of_owner(owner):
@@ -113,62 +111,51 @@ def owned_spellings() -> dict[str, str]:
     return out
 
 
-# What the settings ask `slime.models`, which knows the families of models: the architecture of a checkpoint.
-#
-# That room stands above the settings, so it is named by its import path alone, here and nowhere else in this package.
-
 MODELS = "slime.models"
-"""The module whose `architecture` and `load_family` are called; neither imports torch."""
+"""A module that does not import torch."""
+
+
+def _ask_models(question: str, hf_checkpoint: str, *more: Any) -> Any:
+    return getattr(importlib.import_module(MODELS), question)(read_hf_config(hf_checkpoint), *more)
 
 
 def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict[str, Any]:
     """Megatron settings by field name, from the checkpoint's config.json. `model_family`: as `--model-family`.
 
-    Raises `ConfigError` for a checkpoint that cannot be read or is not trained.
+    Raises `ConfigError` for a checkpoint that cannot be read or trained.
     """
-    models: Any = importlib.import_module(MODELS)
     if model_family is not None:
-        models.load_family(model_family)
-    settings: dict[str, Any] = models.architecture(read_hf_config(hf_checkpoint))
-    return settings
+        importlib.import_module(MODELS).load_family(model_family)
+    return _ask_models("architecture", hf_checkpoint)
 
 
 def layout_problem_of(hf_checkpoint: str, layout: EngineLayout) -> str | None:
-    """Why an engine cannot hold a checkpoint in this layout, in a half sentence; None if it can."""
-    models: Any = importlib.import_module(MODELS)
-    problem: str | None = models.layout_problem(read_hf_config(hf_checkpoint), layout)
-    return problem
+    """Why an engine cannot hold the checkpoint in this layout, as half a sentence; None if it can."""
+    return _ask_models("layout_problem", hf_checkpoint, layout)
 
 
 def mtp_problem_of(hf_checkpoint: str) -> str | None:
-    """Why a checkpoint has no layer of multi-token prediction that is trained, in a half sentence; None if it has."""
-    models: Any = importlib.import_module(MODELS)
-    problem: str | None = models.mtp_problem(read_hf_config(hf_checkpoint))
-    return problem
+    """Why the checkpoint has no multi-token-prediction layer to train, as half a sentence; None if it has one."""
+    return _ask_models("mtp_problem", hf_checkpoint)
 
 
 def has_output_norms(hf_checkpoint: str) -> bool:
-    """Whether attention and MLP of a checkpoint end with a norm. Raises `ConfigError` for an unknown family."""
-    models: Any = importlib.import_module(MODELS)
-    return bool(models.family_of(read_hf_config(hf_checkpoint)).output_norms)
+    """Whether attention and MLP end with a norm. Raises `ConfigError` for an unknown family."""
+    return bool(_ask_models("family_of", hf_checkpoint).output_norms)
 
 
 def prefix_problem_of(hf_checkpoint: str) -> str | None:
-    """Why samples of a checkpoint cannot share a prefix, in a half sentence; None if they can."""
-    models: Any = importlib.import_module(MODELS)
-    problem: str | None = models.prefix_problem(read_hf_config(hf_checkpoint))
-    return problem
+    """Why samples cannot share a prefix in this model, as half a sentence; None if they can."""
+    return _ask_models("prefix_problem", hf_checkpoint)
 
 
 def images_problem_of(hf_checkpoint: str) -> str | None:
-    """Why a checkpoint reads no images that are trained on, in a half sentence; None if it does."""
-    models: Any = importlib.import_module(MODELS)
-    problem: str | None = models.images_problem(read_hf_config(hf_checkpoint))
-    return problem
+    """Why this model cannot be trained on images, as half a sentence; None if it can."""
+    return _ask_models("images_problem", hf_checkpoint)
 
 
 def model_type_of(hf_checkpoint: str) -> str | None:
-    """The `model_type` of a checkpoint, by which its family is known; None for a folder without a config.json."""
+    """The checkpoint's `model_type`; None for a folder without config.json."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         return None
@@ -178,35 +165,35 @@ def model_type_of(hf_checkpoint: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def _model_type(path: str, mtime_ns: int, num_bytes: int) -> str | None:
-    """Read once for each state of the file."""
+    """Cached by the state of the file."""
     model_type = read_hf_config(str(Path(path).parent)).get("model_type")
     return None if model_type is None else str(model_type)
 
 
 def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One message per Megatron flag whose value is not the checkpoint's. `given`: explicit settings by field name."""
+    """One message per Megatron flag that differs from the checkpoint. `given`: explicit settings by field name."""
     out = []
     for name, value in given.items():
         if name in architecture and not _equal(value, architecture[name]):
             out.append(
-                f"got {_spellings(name)} {value} because of a flag, but this checkpoint is trained with "
-                f"{architecture[name]}, as its config.json and the engine's arithmetic have it; drop the flag"
+                f"got {_spellings(name)} {value}, but this checkpoint is trained with {architecture[name]}: its "
+                "config.json says so, and engines compute with that; drop the flag"
             )
     return out
 
 
 def _equal(given: Any, stored: Any) -> bool:
-    """Whether two values mean the same; a number that went through float32 is still the number."""
+    """Whether two values mean the same, up to a rounding to float32."""
     if isinstance(given, float) and isinstance(stored, float):
         return math.isclose(given, stored, rel_tol=_FLOAT32_ROUNDING)
     return bool(given == stored)
 
 
 _FLOAT32_ROUNDING = 2.0**-23
-"""Checkpoints that another framework wrote hold 1e-5 as 9.999999747378752e-06."""
+"""Other frameworks write 1e-5 as 9.999999747378752e-06."""
 
 
 def _spellings(name: str) -> str:
-    """A setting of Megatron as its flags are written."""
+    """All spellings of a Megatron setting's flag."""
     flag = next((flag for flag in flags_of_owner("megatron") if flag.dest == name), None)
     return "--" + name.replace("_", "-") if flag is None else " or ".join((*flag.names, *flag.off_names))

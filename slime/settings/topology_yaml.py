@@ -1,14 +1,17 @@
-"""The topology that the settings mean: from `--sglang-config`, or one group of engines.
+"""The topology of engines: from `--sglang-config`, or one group of engines; and the layout of one engine.
 
     sglang:
-      - name: policy                      # the one that is trained: its path is --hf-checkpoint
+      - name: policy                      # the trained model: its path is --hf-checkpoint
         server_groups:
           - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2, overrides: {mem_fraction_static: 0.8}}
-      - name: judge                       # frozen: other paths serve what their checkpoint has
+      - name: judge                       # frozen: it has another path
         model_path: /models/judge
         server_groups: [{worker_type: prefill, num_gpus: 2}, {worker_type: decode, num_gpus: 6}]
 
-Names and types are checked as strictly as flags are.
+Names and types are checked as strictly as flags.
+
+`--rollout-num-gpus-per-engine` counts all GPUs of an engine. `--sglang-pp-size` divides them into pipeline stages of
+equally many tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -36,15 +39,15 @@ _OF_ALL = {
     "admin_api_key": "weight syncs carry one key for all engines; use --sglang-admin-api-key",
     "dtype": "weights travel in the dtype of the run; use --sglang-dtype",
 }
-"""ServerArgs that no group can have of its own -> why, and what to use."""
+"""ServerArgs that no group can set -> why, and what to use."""
 
 
 def topology_of(args: Args) -> Topology:
-    """What is served. Raises `ConfigError` for a file that cannot be meant."""
+    """Raises `ConfigError` for a wrong file."""
     if args.debug_train_only:
         return Topology(())
     path = str(args.hf_checkpoint)
-    if args.rollout_external_engine_addrs:  # of what width they are, they say when they are asked
+    if args.rollout_external_engine_addrs:  # they report their sizes when they are asked
         return Topology((ServedModel(DEFAULT_NAME, path, ()),))
     if args.sglang_config is not None:
         return read_topology(
@@ -57,7 +60,7 @@ def topology_of(args: Args) -> Topology:
 
 
 def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:
-    """Of the only model of a run without a file."""
+    """The groups of a run without a file."""
     width, num_prefill = args.rollout_num_gpus_per_engine, args.prefill_num_servers
     if num_prefill is None:
         return (EngineGroup(args.rollout_num_gpus, width),)
@@ -69,7 +72,7 @@ def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:
 
 
 def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
-    """The models of a file. `num_gpus_per_engine`: where the file says none; `trains`: whether there is a trainer.
+    """The models of a file. `num_gpus_per_engine`: the default; `trains`: whether there is a trainer.
 
     Raises `ConfigError` with the place in the file.
     """
@@ -78,25 +81,25 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
 @lru_cache(maxsize=16)
 def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
-    """`read_topology` of a file that holds `text`, which is parsed once however many ask."""
+    """`read_topology` of a file with this `text`; cached."""
     entries = _entries(text, file)
     models = tuple(
         _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries)
     )
     names = [model.name for model in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{file}: got two models with the name {twice[0]!r}, which one is asked by; rename one")
+        raise ConfigError(f"{file}: got two models with the name {twice[0]!r}, but requests name the model; rename one")
     policies = [model.name for model in models if model.trained]
     if trains and len(policies) != 1:
         raise ConfigError(
-            f"{file}: got {policies or 'no model'} with update_weights: the trainer has one policy, whose weights go "
-            "to one model; set update_weights: true for the one with the path of --hf-checkpoint, false for the others"
+            f"{file}: got {policies or 'no model'} with update_weights, but the trainer sends its weights to one "
+            "model; set update_weights: true for the model with the path of --hf-checkpoint, false for the others"
         )
     return Topology(models)
 
 
 def first_path(file: str) -> str:
-    """The first checkpoint that a file names. Raises `ConfigError` if it names none."""
+    """The first checkpoint that a file names. Raises `ConfigError` without one."""
     entries = _entries(read_text(file, _FLAG, "YAML file"), file)
     paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
@@ -107,7 +110,7 @@ def first_path(file: str) -> str:
 
 
 def _entries(text: str, file: str) -> list[Any]:
-    """The models of a file, as YAML has them."""
+    """The models of a file, as parsed YAML."""
     top = _known(parse_yaml(text, f"{_FLAG} {file}"), {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
         raise ConfigError(f"{file}: got no list of models under `sglang`; give entries with name and server_groups")
@@ -118,7 +121,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     fields = _known(entry, _MODEL_KEYS, where)
     name = _typed(fields, "name", str, where)
     if not name:
-        raise ConfigError(f"{where}: got no name; give one, by which the model is asked")
+        raise ConfigError(f"{where}: got no name; give one, requests name the model by it")
     where = f"{where} ({name})"
     path = _typed(fields, "model_path", str, where) or hf_checkpoint
     same = path.rstrip("/") == hf_checkpoint.rstrip("/")
@@ -127,7 +130,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     if update and not same:
         raise ConfigError(
             f"{where}: got update_weights with model_path {path}, which is not --hf-checkpoint {hf_checkpoint}: the "
-            "trainer has no weights for it; leave one of the two out"
+            "trainer has no weights for it; drop one of the two"
         )
     if "server_groups" in fields and "engine_groups" in fields:
         raise ConfigError(f"{where}: got server_groups and engine_groups, which mean the same; give one")
@@ -149,12 +152,12 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
     worker = Worker(kind)
     if worker is Worker.ENCODER:
         raise ConfigError(
-            f"{where}: got worker_type encoder, which serves the vision part of a model: this release has no engines "
-            "that leave it to others; let regular engines encode"
+            f"{where}: got worker_type encoder, which serves only the vision part of a model; this release has no "
+            "such engines, let regular ones encode"
         )
     num_gpus = _positive(fields, "num_gpus", where)
     if num_gpus is None:
-        raise ConfigError(f"{where}: got no num_gpus; give the number of all engines of the group together")
+        raise ConfigError(f"{where}: got no num_gpus; give the GPUs of all engines of the group together")
     each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
     if num_gpus % each:
         raise ConfigError(f"{where}: got {num_gpus} GPUs for engines of {each}, which does not divide them")
@@ -174,7 +177,7 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
         if name in OWNED["sglang"]:
             raise ConfigError(f"{where}: got {key}, which slime sets itself; {OWNED['sglang'][name]}")
         if name in _OF_ALL:
-            raise ConfigError(f"{where}: got {key}, which is of all engines of a run: {_OF_ALL[name]}")
+            raise ConfigError(f"{where}: got {key}, which all engines of a run share: {_OF_ALL[name]}")
         if name not in flags:
             raise ConfigError(f"{where}: got {key!r}, which SGLang does not know; see --help sglang")
         out[name] = coerce(flags[name], value, where=f"{where}.{key}")
@@ -184,18 +187,18 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
 def _require_engines(model: ServedModel, where: str) -> None:
     workers = {group.worker for group in model.groups if group.runs}
     if not workers:
-        raise ConfigError(f"{where}: got placeholders alone, so nothing would serve it; add a group that runs")
+        raise ConfigError(f"{where}: got only placeholders, so nothing would serve it; add a group that runs")
     if not model.in_pairs:
         return
     if Worker.REGULAR in workers:
         raise ConfigError(
-            f"{where}: got regular groups beside prefill and decode ones: its router sends every request to one engine "
-            "or every request to two; give it one kind, or serve the others as a model of their own"
+            f"{where}: got regular groups beside prefill and decode groups, but a model's router sends each request to "
+            "one engine or to a pair; use one kind, or serve the others as a model of their own"
         )
     if absent := [worker.value for worker in PAIRED if worker not in workers]:
         raise ConfigError(
-            f"{where}: got no {absent[0]} group: an engine that reads prompts and one that samples answer together; "
-            "add one, or make all groups regular"
+            f"{where}: got no {absent[0]} group, but a prefill and a decode engine answer together; add one, or make "
+            "all groups regular"
         )
 
 
@@ -213,42 +216,37 @@ def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
 def _typed(fields: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     value = fields.get(key)
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{where}.{key}: got {value!r}; want a {kind.__name__}")
+        raise ConfigError(f"{where}.{key}: got {value!r}; give a {kind.__name__}")
     return value
 
 
 def _positive(fields: Mapping[str, Any], key: str, where: str) -> int | None:
     value = fields.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{where}.{key}: got {value!r}; want a number of at least 1")
+        raise ConfigError(f"{where}.{key}: got {value!r}; give a whole number of at least 1")
     return value
 
 
-# The layout of an engine as its settings say it, and the settings of SGLang that a layout means.
-#
-# `--rollout-num-gpus-per-engine` counts all GPUs of an engine; `--sglang-pp-size` divides them into pipeline stages,
-# each with as many tensor-parallel ranks as the division leaves. SGLang's default of each setting is the layout without
-# it.
-
 STAGES_ENV = "SGLANG_PP_LAYER_PARTITION"
-"""Where SGLang reads how many layers each pipeline stage has. A run's environment says it of the policy."""
+"""Where SGLang reads the number of layers of each pipeline stage. In a run's environment it applies to the policy."""
 
 
 def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True) -> EngineLayout:
-    """The layout of an engine of `num_gpus`. `sglang`: ServerArgs by field name; `trained`: whether of the policy.
+    """The layout of an engine of `num_gpus`. `sglang`: ServerArgs by field name; `trained`: whether it serves the
+    policy.
 
     Raises `ConfigError` for sizes that do not divide each other.
     """
     pp_size, dp_size = int(sglang.get("pp_size") or 1), int(sglang.get("dp_size") or 1)
     if num_gpus < 1 or pp_size < 1 or num_gpus % pp_size:
         raise ConfigError(
-            f"got an engine of {num_gpus} GPUs with sglang_pp_size {pp_size}, which does not divide it; "
-            "stages are of one size: choose a divisor"
+            f"got an engine of {num_gpus} GPUs with sglang_pp_size {pp_size}, which does not divide it; stages have "
+            "equal sizes: choose a divisor"
         )
     if dp_size > 1 and not sglang.get("enable_dp_attention"):
         raise ConfigError(
-            f"got sglang_dp_size {dp_size} without --sglang-enable-dp-attention: copies of a model are engines of "
-            "their own; leave it out, and give more GPUs for more engines"
+            f"got sglang_dp_size {dp_size} without --sglang-enable-dp-attention, but each copy of a model is an "
+            "engine of its own; drop it, and give more GPUs for more engines"
         )
     tp_size, dense = num_gpus // pp_size, sglang.get("moe_dense_tp_size")
     if dense not in (None, 1, tp_size):
@@ -266,17 +264,17 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
 
 
 def layout_of_group(args: Args, model: ServedModel, group: EngineGroup) -> EngineLayout:
-    """The layout of a group's engines. Raises `ConfigError` for sizes that do not divide each other."""
+    """The layout of a group's engines. Raises as `layout_of`."""
     return layout_of(group.num_gpus_per_engine, settings_of_group(args, group), trained=model.trained)
 
 
 def settings_of_group(args: Args, group: EngineGroup) -> dict[str, Any]:
-    """ServerArgs by field name: those of the run, and over them the group's own."""
+    """ServerArgs by field name: the run's, overridden by the group's."""
     return {**args.sglang, **group.overrides}
 
 
 def server_settings(layout: EngineLayout) -> dict[str, Any]:
-    """ServerArgs by field name; `tp_size`, and what differs from an engine of tensor-parallel ranks alone."""
+    """ServerArgs by field name: `tp_size`, and what differs from purely tensor-parallel ranks."""
     settings: dict[str, Any] = {"tp_size": layout.tp_size}
     if layout.pp_size > 1:
         settings["pp_size"] = layout.pp_size
@@ -291,9 +289,9 @@ def server_settings(layout: EngineLayout) -> dict[str, Any]:
 
 
 def contradictions(layout: EngineLayout, sglang: Mapping[str, Any]) -> list[str]:
-    """The ServerArgs that were given and say something else than the layout, by field name."""
+    """The given ServerArgs that contradict the layout, by field name."""
     own = {**_PLAIN, "moe_dense_tp_size": layout.tp_size, **server_settings(layout)}
-    idle = () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")  # SGLang takes no notice of them
+    idle = () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")  # SGLang ignores them then
     given = {name: value for name, value in sglang.items() if name in own and value is not None}
     return sorted(name for name, value in given.items() if value != own[name] and name not in idle)
 
@@ -306,9 +304,8 @@ _PLAIN: Mapping[str, Any] = {
     "enable_dp_attention": False,
     "enable_dp_lm_head": False,
 }
-"""The settings that make a layout -> what SGLang takes without them."""
+"""Layout setting -> SGLang's default."""
 LAYOUT_SETTINGS = frozenset({*_PLAIN, "moe_dense_tp_size"})
-"""All that say something about it."""
 
 
 def _stages(given: str | None) -> tuple[int, ...]:
@@ -322,28 +319,28 @@ def _stages(given: str | None) -> tuple[int, ...]:
         ) from None
 
 
-# The addresses of engines that run already: from the command line, or from a file that may change while a run goes on.
-#
-# 10.0.0.7:30000        # a line of the file; empty lines and what follows a # are left out
+# --- Addresses of engines that run already, given or in a file: one HOST:PORT per line, `#` starts a comment.
 
 FILE_MARK = "@"
 
 
 def address_file(given: Sequence[str]) -> Path | None:
-    """The file that `--rollout-external-engine-addrs @FILE` names. Raises `ConfigError` if it names more besides."""
+    """The file that `--rollout-external-engine-addrs @FILE` names. Raises `ConfigError` if more is named besides."""
     files = [word for word in given if word.startswith(FILE_MARK)]
     if not files:
         return None
     if len(given) > 1:
         raise ConfigError(
-            f"got --rollout-external-engine-addrs {' '.join(given)}: a file is the whole list; give it alone, or "
-            "addresses"
+            f"got --rollout-external-engine-addrs {' '.join(given)}, but a file is the whole list; give either one "
+            "file or addresses"
         )
     return Path(files[0].removeprefix(FILE_MARK))
 
 
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
-    """The addresses as they are now, `http://host:port` each. Raises `ConfigError` with the place of a wrong one."""
+    """The addresses as they are now, each `http://host:port`. The file is read again, so it may change during a run.
+    Raises `ConfigError` with the place of a wrong address.
+    """
     file = address_file(given)
     if file is None:
         return _distinct([(word, "--rollout-external-engine-addrs") for word in given])
@@ -354,7 +351,7 @@ def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
     words = [(line.partition("#")[0].strip(), f"{file}:{number}") for number, line in enumerate(lines, 1)]
     found = _distinct([(word, where) for word, where in words if word])
     if not found:
-        raise ConfigError(f"got {file}, which has no address; write one HOST:PORT in each line")
+        raise ConfigError(f"got {file}, which has no address; write one HOST:PORT per line")
     return found
 
 
@@ -366,6 +363,6 @@ def _distinct(words: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if url in found:
-            raise ConfigError(f"{where}: got {word} twice, and each engine is one; drop one of them")
+            raise ConfigError(f"{where}: got {word} twice; drop one of them")
         found.append(url)
     return tuple(found)

@@ -319,7 +319,7 @@ def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flag
         assert run.wait() == 2, run.tail
         for part in (
             "no engine of model default is left",
-            "restart 1 of 1: on with step",
+            "restart 1 of 1: continues with step",
             "free are",
             "is not started again",
         ):

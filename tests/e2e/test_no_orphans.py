@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_nothing(runs: Path, digits: Callable[[Path], Flags], tiny
         run.wait_until("the second step", lambda: second_step(run))
         status = run.interrupt()
         assert status == 130 and "interrupted" in run.output, f"exit status {status}; {run.tail}"
-        assert re.search(r"step_\d+ is saved; to go on with step \d+: slime train .*--load ", run.output), run.tail
+        assert re.search(r"step_\d+ is saved; to continue with step \d+: slime train .*--load ", run.output), run.tail
         assert run.left() == []
     assert (run.run_dir / "report.md").is_file(), "the metrics so far were not reported"
 

@@ -52,7 +52,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_checkpoint(
     restart = second["restart"]
     assert "restart" not in first and isinstance(restart, dict)
     assert restart["number"] == 1 and restart["step"] > KILL_AFTER and "training rank 1 on " in restart["because"]
-    assert f"restart 1 of 2: on with step {restart['step'] + 1}, from step_" in run.output, run.tail
+    assert f"restart 1 of 2: continues with step {restart['step']}, from step_" in run.output, run.tail
     assert sorted(run.metrics("train")) == list(range(NUM_STEPS)), "each step, in one record"
     require_balance(run.metrics("train"))
     versions, rates = run.series("rollout", "rollout/weight_version/min"), run.series("train", "train/lr-pg_0")

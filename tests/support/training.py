@@ -15,7 +15,8 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.routed_experts import not_recorded
 from slime.settings import Args
 from slime.settings.args import Passthrough
-from slime.settings.resolve import assemble
+from slime.settings.flag_table import components, components_with, entries_named_in
+from slime.settings.resolve import Resolver, args_of
 from tests.support.openness import listening, sockets_of
 
 MEGATRON: dict[str, Any] = {
@@ -70,7 +71,14 @@ def training_args(
         "kl_loss_type": "k3",
         "mismatch_limit": 1e9,
     }
-    args = assemble(values | changes, megatron={**MEGATRON, **(megatron or {})})
+    given = values | changes
+    known = components_with(entries_named_in(given, components()))
+    unknown = [name for name in given if not known.knows(name)]
+    assert not unknown, f"no settings of slime: {unknown}"
+    of_megatron = {name: (value, "given") for name, value in {**MEGATRON, **(megatron or {})}.items()}
+    args = args_of(
+        Resolver(known, given, origins=dict.fromkeys(given, "given"), megatron=of_megatron, passed={}),
+    )
     return args.replace(critic=Passthrough("critic", critic or {}))
 
 

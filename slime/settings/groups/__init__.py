@@ -1,4 +1,4 @@
-"""Slime's own settings, one file per group. A new group is a file, a line below, and a base of `Args`."""
+"""Slime's own settings in groups. A new group is a dataclass, a line below, and a base of `Args`."""
 
 from __future__ import annotations
 

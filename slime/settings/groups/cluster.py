@@ -1,5 +1,5 @@
-"""Where things run (device, number of training and inference slots, sharing, the run folder), and how the fleet of
-engines is watched and mended.
+"""Where things run (device, training and inference slots, sharing, run folder), and how failed engines and runs are
+restarted.
 """
 
 from __future__ import annotations
@@ -11,35 +11,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.processes import new_run_id
-from slime.settings.fields import UNSET, Adjusted, Need, Rule, derived, internal, opt
+from slime.settings.fields import UNSET, Adjusted, Need, Rule, derived, internal, opt, refuse_if
 from slime.settings.flags import COUNT, COUNT_OR_NONE, PORT, SECONDS, SECONDS_OR_NONE
 from slime.settings.topology_yaml import topology_of
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# Where things run: device, number of training and inference slots, sharing, the run folder.
-
 _SHARED = Need(lambda s: s.colocate, "--colocate: nothing else needs the memory")
 _OWN_ENGINES = Need(
     lambda s: not s.rollout_external_engine_addrs,
-    "engines that the run starts; those of --rollout-external-engine-addrs say themselves what they have",
+    "engines that the run starts; those of --rollout-external-engine-addrs report their own size",
 )
 _JOINED = Need(lambda s: s.ray_address is not None, "a Ray cluster that the run joins (--ray-address)")
 
 
 def _address(given: str | None) -> str | None:
-    """The cluster that an address of Ray's means; None for one that the run starts."""
+    """The Ray cluster of an address; None for one that the run starts."""
     return None if given in (None, "", "local") else given
 
 
 def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA device."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def gpus_here() -> int | None:
-    """NVIDIA devices that a run on this machine may use; None where they are not counted in /dev (WSL)."""
+    """NVIDIA devices that a run on this machine may use; None where /dev does not list them (WSL)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len(glob.glob("/dev/nvidia[0-9]*"))
     if not found and os.path.exists("/dev/dxg"):
@@ -61,14 +58,14 @@ def _num_rollout_gpus(s: Any) -> int:
 
 def _why_so_many(s: Any) -> str:
     if s.rollout_external_engine_addrs:
-        return "engines that run already take no slots"
+        return "engines that already run take no slots"
     if s.sglang_config is not None:
         return "the groups of --sglang-config"
     return "--colocate: the training GPUs" if s.colocate else "one engine"
 
 
 def _hands_over(s: Any) -> bool:
-    """Whether training and inference leave the GPU to each other."""
+    """Whether training and inference take turns on the GPU."""
     return bool(s.offload or (s.colocate and s.device == "cuda"))
 
 
@@ -76,7 +73,7 @@ def _why_handed_over(s: Any) -> str:
     if s.offload:
         return "--offload"
     if s.colocate:
-        return "--colocate on cuda" if s.device == "cuda" else "on a CPU there is no device memory to hand over"
+        return "--colocate on cuda" if s.device == "cuda" else "a CPU has no device memory to hand over"
     return "training and inference do not share GPUs"
 
 
@@ -96,32 +93,33 @@ class ClusterSettings:
         choices=("auto", "cpu", "cuda"),
         canonical=lambda value: UNSET if value == "auto" else value,
     )
-    """Where training and inference compute; auto means cuda if this machine has an NVIDIA device, else cpu."""
+    """Where training and inference compute. auto: cuda if this machine has an NVIDIA device, else cpu."""
     run_id: str = internal(lambda s: new_run_id(), "time and a random number")
-    """Id of this start of the run: names its processes, temporary files and, without --run-dir, its folder."""
+    """Id of this start of the run; part of the names of its processes, temporary files and, without --run-dir, its
+    folder."""
     run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id")
-    """Folder of this run: resolved settings, metrics, logs, report. Default runs/<run id>."""
+    """Folder of this run: resolved settings, metrics, logs, report. Default: runs/<run id>."""
     ray_address: str | None = derived(
         lambda s: _address(os.environ.get("RAY_ADDRESS")),
         "RAY_ADDRESS of the environment",
         canonical=_address,
     )
-    """HOST:PORT of the Ray cluster that the run joins. Default: RAY_ADDRESS of the environment, else a cluster of its
-    own on this host, which local asks for, too."""
+    """HOST:PORT of the Ray cluster to join. Default: RAY_ADDRESS of the environment, else the run starts a cluster on
+    this host, as with local."""
     forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
-    """Names of variables that all processes of the run take from the driver's environment, beside those of NCCL, gloo,
-    SGLang, torch, Hugging Face and OpenMP. Ray shows their values to whoever may look at the cluster."""
+    """Names of environment variables that all processes of the run get from the driver, in addition to those of NCCL,
+    gloo, SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everybody with access to the cluster."""
     actor_num_nodes: int = opt(1, within=COUNT)
-    """Number of training hosts; more than one needs a Ray cluster of several."""
+    """Number of training hosts; more than one needs a Ray cluster with several hosts."""
     actor_num_gpus_per_node: int = opt(1, within=COUNT)
     """Training GPUs (on a CPU: ranks) per host."""
     num_gpus_per_node: int | None = opt(None, needs=_JOINED, within=COUNT)
-    """Most GPUs (on a CPU: slots) of one host that the run takes. Default: all that are free."""
+    """Most GPUs (on a CPU: slots) that the run takes of one host. Default: all free ones."""
     rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE)
-    """Inference GPUs in all. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
-    engine. More than there are for training, with --colocate: the others are the engines' own."""
+    """Inference GPUs in total. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
+    engine. With --colocate, GPUs beyond the training GPUs belong to engines alone."""
     rollout_num_gpus_per_engine: int = opt(1, needs=_OWN_ENGINES, within=COUNT)
-    """GPUs of one SGLang engine: its tensor-parallel ranks, times --sglang-pp-size pipeline stages."""
+    """GPUs of one SGLang engine: tensor-parallel ranks times --sglang-pp-size pipeline stages."""
     colocate: bool = opt(False, adjust=_without_trainer)
     """Training and inference share the same GPUs and take turns."""
     offload: bool = opt(False, needs=_SHARED)
@@ -131,13 +129,13 @@ class ClusterSettings:
     offload_rollout: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
     """Inference leaves the GPU while training runs. Default: on under --colocate on cuda."""
     train_env_vars: dict[str, str] = opt({})
-    """Extra environment variables of the training processes, a JSON object."""
+    """Extra environment variables of the training processes, as a JSON object."""
     distributed_timeout_minutes: int = opt(10, ge=1, le=43_200)
-    """Limit of every collective of the training ranks, in minutes."""
+    """Time limit of every collective of the training ranks, in minutes."""
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; a host with colons stands in brackets. Raises `ValueError` for anything else."""
+    """Host and port of HOST:PORT; a host with colons is in brackets. Raises `ValueError` for anything else."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or "/" in host or not port.isdecimal() or PORT.problem(int(port)):
@@ -152,15 +150,14 @@ def ray_address_in_words(args: Args) -> str:
 
 
 def ray_address_is_one(args: Args) -> str | None:
-    """A driver talks to the cluster itself, not through a gate."""
     address = args.ray_address
     if address in (None, "auto"):
         return None
     said = f"got {ray_address_in_words(args)}"
     if address.startswith("ray://"):
         return (
-            f"{said}, an address of Ray Client, which starts the driver elsewhere; give the HOST:PORT "
-            "that `ray start --head` printed (6379 unless you chose another), on a host of the cluster"
+            f"{said}, an address of Ray Client, which would start the driver elsewhere; give the HOST:PORT that `ray "
+            "start --head` printed (6379 unless you chose another), on a host of the cluster"
         )
     try:
         split_address(address)
@@ -170,15 +167,13 @@ def ray_address_is_one(args: Args) -> str | None:
 
 
 def variables_can_be_set(args: Args) -> str | None:
-    """As the operating system has them."""
     for name, value in args.train_env_vars.items():
         if not name or "=" in name or "\0" in name + value:
-            return f"got train_env_vars with {name!r}: a name is not empty and has no `=` in it; correct it"
+            return f"got train_env_vars with {name!r}, but a name is not empty and has no `=`; correct it"
     return None
 
 
 def engines_divide(args: Args) -> str | None:
-    """Inference GPUs form whole engines."""
     total, each = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if args.debug_train_only or args.sglang_config or args.rollout_external_engine_addrs:
         return None
@@ -190,64 +185,61 @@ def engines_divide(args: Args) -> str | None:
     )
 
 
-def several_hosts_need_a_cluster(args: Args) -> str | None:
-    """A run that starts its own Ray lives on this host."""
-    if args.actor_num_nodes <= 1 or args.ray_address is not None:
-        return None
-    return (
-        f"got actor_num_nodes {args.actor_num_nodes} without a Ray cluster of several hosts: the run would start Ray "
-        "on this host alone; give --ray-address HOST:PORT, or use --actor-num-gpus-per-node"
-    )
-
-
-RULES: tuple[Rule, ...] = (ray_address_is_one, variables_can_be_set, engines_divide, several_hosts_need_a_cluster)
-
-# The fleet: how engines are watched, what becomes of one that fails, and of a run that a fault ended.
+RULES: tuple[Rule, ...] = (
+    ray_address_is_one,
+    variables_can_be_set,
+    engines_divide,
+    refuse_if(
+        lambda s: s.actor_num_nodes > 1 and s.ray_address is None,
+        "got actor_num_nodes {s.actor_num_nodes} without a Ray cluster of several hosts: the run would start Ray only "
+        "on this host; give --ray-address HOST:PORT, or use --actor-num-gpus-per-node",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
-    """Faults of engines, and of the run."""
+    """How engines are watched, and what happens when an engine or the run fails."""
 
     use_fault_tolerance: bool = True
-    """An engine that ends, hangs or fails a weight sync alone is started again, gets the current weights, verified, and
-    serves again, while the run goes on with the others. --no-use-fault-tolerance: the run ends."""
+    """If one engine ends, hangs or fails a weight sync, it is started again, gets the current weights, verified, and
+    serves again; meanwhile the run continues with the others. --no-use-fault-tolerance: the run ends."""
     rollout_health_check_interval: float = opt(5.0, within=SECONDS)
-    """Seconds between two questions to an engine's scheduler. Its processes are looked at every second."""
+    """Seconds between two health checks of an engine's scheduler. Its processes are checked every second."""
     rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
-    """Seconds for which a scheduler may be silent, beside one interval, before its engine counts as hung: without a
-    token for anybody and, on CPUs, without computing; more of them on a busy machine (docs/fleet.md)."""
+    """Seconds, after one interval, that a scheduler may be silent before its engine counts as hung. Silent means no
+    token for any request and, on CPUs, no computing. A busy machine allows more (docs/fleet.md)."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
-        "on a GPU the first requests compile kernels, and the scheduler answers nobody meanwhile",
+        "on a GPU the first requests compile kernels, and the scheduler does not answer meanwhile",
         default=0.0,
         within=SECONDS_OR_NONE,
     )
-    """Seconds before the first question to an engine that has just started. Default: 180 on cuda, else 0."""
+    """Seconds before the first health check of a newly started engine. Default: 180 on cuda, else 0."""
     max_restarts: int = opt(0, within=COUNT_OR_NONE)
-    """How often a run that a fault ended (a process or a host that is gone) starts again by itself, from its newest
-    checkpoint; it needs --save, the same folder as --load, and --save-interval."""
+    """How often the run restarts by itself from its newest checkpoint after a fault (a lost process or host). Needs
+    --save, the same folder as --load, and --save-interval."""
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:
-    """A start by itself is the same command once more: it has to go on where the one before was saved."""
+    """A restart runs the same command, so it must load what the previous start saved."""
     if not args.max_restarts:
         return None
     said = f"got max_restarts {args.max_restarts}"
     if args.save is None:
-        return f"{said} without --save, so there would be nothing to go on from; give --save FOLDER --load FOLDER"
+        return f"{said} without --save, so a restart could not continue; give --save FOLDER --load FOLDER"
     dropped = args.load is None and "--load is --save" in args.origins.get("load", "")
     if not dropped and (args.load is None or Path(args.load).resolve() != Path(args.save).resolve()):
         given = f"--load {args.load}" if args.load else "no --load"
         return (
-            f"{said} with --save {args.save} and {given}: every start loads what --load says, and the second one has "
-            f"to find what the first one saved; give --load {args.save}, which may be empty at first"
+            f"{said} with --save {args.save} and {given}, but a restart has to load what the start before saved; give "
+            f"--load {args.save}, which may be empty at first"
         )
     if args.save_interval is None:
-        return f"{said} without --save-interval: only the last step would be saved; give --save-interval STEPS"
+        return f"{said} without --save-interval, so only the last step would be saved; give --save-interval STEPS"
     others = {"--ckpt-step": args.ckpt_step is not None, "--finetune": args.finetune}
     if again := [flag for flag, given in others.items() if given]:
-        return f"{said} with {' and '.join(again)}, which would take every start back to the same step; leave it out"
+        return f"{said} with {' and '.join(again)}, so every start would go back to the same step; leave it out"
     return None
 
 

@@ -20,90 +20,87 @@ from slime.settings.topology_yaml import topology_of
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# The prompt data: file, columns, chat template.
-
 _RENDERS = Need(
     lambda s: s.apply_chat_template or fine_tunes(s) or s.rollout_function_path == SFT_ROLLOUT,
     "--apply-chat-template",
 )
 
 _BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-"""The public name of the source `prompt_data`."""
+"""The public slime's name of the source `prompt_data`."""
 SOURCES = "slime.buffer.sources:SOURCES"
-"""The registry of data sources, which stands above the settings."""
 
 
 def reads_prompt_data(s: Any) -> bool:
-    """Whether the source that was chosen cannot do without `prompt_data`."""
+    """Whether the chosen data source needs `prompt_data`."""
     return bool(load_object(SOURCES).get(s.data_source).reads_prompt_data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Which prompts, and how a row becomes one."""
+    """The prompts, and how a row becomes one."""
 
     prompt_data: str | None = None
-    """A .jsonl or .parquet file, a folder or a quoted pattern of them, read in the order of their paths; or a task of
-    reasoning-gym, rg:NAME?size=500&seed=1 (docs/data.md). A suffix @[a:b] takes a slice of all rows."""
+    """A .jsonl or .parquet file, or a folder or quoted pattern of them, read in the order of their paths. Or a
+    reasoning-gym task, rg:NAME?size=500&seed=1 (docs/data.md). A suffix @[a:b] takes a slice of all rows."""
     input_key: str = "input"
-    """Column with the prompt: text or a list of messages."""
+    """Column of the prompt: text or a list of messages."""
     label_key: str | None = None
-    """Column with the reference answer."""
+    """Column of the reference answer."""
     metadata_key: str = "metadata"
-    """Column with a free object that graders and hooks see as sample.metadata."""
+    """Column of a free object; graders and hooks see it as sample.metadata."""
     tool_key: str = "tools"
-    """Column with tool descriptions for the chat template."""
+    """Column of tool descriptions for the chat template."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
     chat_template: str | None = opt(None, canonical=lambda file: file if file is None else os.path.abspath(file))
-    """A .jinja file with the chat template, in place of the tokenizer's: for base models, which have none. Engines get
-    it, and exports carry it."""
+    """A .jinja file with a chat template in place of the tokenizer's, for base models without one. Engines and exports
+    get it too."""
     apply_chat_template_kwargs: dict[str, Any] = opt({}, needs=_RENDERS)
-    """Arguments of the chat template, a JSON object."""
+    """Arguments of the chat template, as a JSON object."""
     data_source: str = derived(
         lambda s: "user_class" if s.data_source_path is not None else None,
         "--data-source-path",
         default="prompt_data",
         chosen_from=SOURCES,
     )
-    """Where prompts come from: a registered source, or the import path of your own. Default: user_class with
-    data_source_path, otherwise prompt_data."""
+    """Source of prompts: a registered one, or the import path of your own. Default: user_class with data_source_path,
+    else prompt_data."""
     data_source_path: str | None = opt(
         None,
         canonical=lambda path: UNSET if path == _BUILT_IN_SOURCE else path,
         needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class"),
     )
-    """Class to use in place of the Data Buffer's prompt source (its methods: --help hooks)."""
+    """Your class in place of the Data Buffer's prompt source; for its methods see --help hooks."""
 
 
 def chat_template_is_there(args: Args) -> str | None:
-    """Engines take a template for one by the ending of its file."""
+    """Engines recognise a template by the ending of its file name."""
     file = args.chat_template
     if file is None or (file.endswith(".jinja") and os.path.isfile(file) and os.path.getsize(file)):
         return None
     wrong = "does not end in .jinja" if os.path.isfile(file) and os.path.getsize(file) else "is missing or empty"
-    return f"got chat_template {file}, which {wrong}; give the path of a Jinja template, named .jinja"
+    return f"got chat_template {file}, which {wrong}; give a Jinja template whose name ends in .jinja"
 
 
 def tokenizer_is_no_code(args: Args) -> str | None:
-    """No code of a checkpoint is run."""
     if args.debug_train_only or args.hf_checkpoint is None or not is_code(Path(args.hf_checkpoint)):
         return None
     return (
-        f"got hf_checkpoint {args.hf_checkpoint}, whose tokenizer is code (auto_map in tokenizer_config.json), which "
-        f"is not run; write a tokenizer.json into it, for Kimi-K2 by slime tokenizer {args.hf_checkpoint}"
+        f"got hf_checkpoint {args.hf_checkpoint}, whose tokenizer is code (auto_map in tokenizer_config.json), but "
+        f"slime runs no code of a checkpoint; write a tokenizer.json into it, for Kimi-K2: slime tokenizer "
+        f"{args.hf_checkpoint}"
     )
 
 
 PASSED: tuple[Passed, ...] = (Passed("sglang", "chat_template", lambda s: s.chat_template, "--chat-template"),)
 RULES: tuple[Rule, ...] = (chat_template_is_there, tokenizer_is_no_code)
 
-# Images in prompts: which column holds them, and what they do not go together with.
+# --- Images in prompts
 
 KIND = "image"
-"""The kind of media that is trained on."""
+"""The only kind of media that is trained on."""
 SLOW = "disable_fast_image_processor"
-"""SGLang's switch for the processor that the trainer uses."""
+"""SGLang's switch to the image processor that the trainer uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +108,16 @@ class ImageSettings:
     """Images in prompts (docs/vision.md)."""
 
     multimodal_keys: dict[str, str] | None = opt(None)
-    """Column of the data with the images of a prompt, a JSON object: {"image": "images"}. In the prompt <image> stands
-    for each. The vision tower is frozen; Qwen3-VL alone reads images (docs/vision.md)."""
+    """Column of a prompt's images, as a JSON object: {"image": "images"}. The prompt has <image> for each. Only
+    Qwen3-VL reads images, with a frozen vision tower (docs/vision.md)."""
 
 
 def images_are_read(args: Args) -> str | None:
-    """Of what a public script may ask for, images of a dense Qwen3-VL are trained on."""
     keys = args.multimodal_keys
     if keys is None:
         return None
     if set(keys) != {KIND} or not all(isinstance(column, str) and column for column in keys.values()):
-        return f'got multimodal_keys {keys}; images alone are read: give \'{{"image": "COLUMN"}}\''
+        return f'got multimodal_keys {keys}, but only images are read; give \'{{"image": "COLUMN"}}\''
     if problem := images_problem_of(args.hf_checkpoint):
         return f"got multimodal_keys with hf_checkpoint {args.hf_checkpoint}, but {problem}"
     if not args.apply_chat_template and not fine_tunes(args):
@@ -130,7 +126,7 @@ def images_are_read(args: Args) -> str | None:
 
 
 def images_go_with_the_rest(args: Args) -> str | None:
-    """What was not built, or not shown to be right, with images."""
+    """Features that do not support images, or were not verified with them."""
     if args.multimodal_keys is None:
         return None
     wrong = list(_apart(args))
@@ -141,20 +137,20 @@ def _apart(args: Args) -> Iterator[str]:
     if fine_tunes(args):
         yield "--loss-type sft_loss, which renders conversations without images"
     if args.lora_rank is not None:
-        yield "--lora-rank, which was not tried with images"
+        yield "--lora-rank, which was not verified with images"
     if estimator_of(args).needs_critic:
-        yield f"--advantage-estimator {args.advantage_estimator}, whose critic sees none"
+        yield f"--advantage-estimator {args.advantage_estimator}, whose critic sees no images"
     if args.use_opd:
-        yield "--use-opd, whose teacher sees none"
+        yield "--use-opd, whose teacher sees no images"
     if quantisation_of(read_hf_config(args.hf_checkpoint)) is not None:
-        yield "a quantised hf_checkpoint, whose engines were not compared with images"
+        yield "a quantised hf_checkpoint, which was not verified with images"
     if any(model.in_pairs for model in topology_of(args).models):
-        yield "engines in pairs, which do not hand images on"
+        yield "engines in pairs, which do not pass images on"
 
 
 def _slow(s: Any) -> bool | None:
     return None if s.multimodal_keys is None else True
 
 
-IMAGE_PASSED: tuple[Passed, ...] = (Passed("sglang", SLOW, _slow, "--multimodal-keys: the trainer's own processor"),)
+IMAGE_PASSED: tuple[Passed, ...] = (Passed("sglang", SLOW, _slow, "--multimodal-keys: the trainer's processor"),)
 IMAGE_RULES: tuple[Rule, ...] = (images_are_read, images_go_with_the_rest)

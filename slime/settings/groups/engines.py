@@ -1,5 +1,15 @@
-"""The engines: SGLang servers and the router, which models they serve, drafts and speculative decoding, and the rules
-for every group of engines that the topology wants. Their own flags are --sglang-* and --router-*.
+"""The engines: SGLang servers and router, which models they serve, speculative decoding, and the rules for every group
+of engines in the topology. Flags of SGLang and the router are --sglang-* and --router-*.
+
+Prefix caches. A cached prefix belongs to the weights that read it (laws 1 and 2). With `--pause-generation-mode abort`
+each weight sync flushes it; with `retract` and `in_place` the cache is divided by weights
+(`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 escape both. Stores outside the engine's memory
+are keyed only by tokens, shared by engines and runs, and survive a flush: an engine with changing weights cannot have
+one. Other caches are flushed but not divided: the C++ tree ignores the key, streaming sessions keep what they read
+outside the tree, and nothing shows that the hierarchical cache in host memory respects the key.
+
+Drafts. An engine's draft is the checkpoint's own multi-token-prediction layer. If it is trained, every weight sync
+sends and verifies it. A draft from another folder would become stale unnoticed, so it is refused.
 """
 
 from __future__ import annotations
@@ -15,56 +25,54 @@ from slime.core.hf_config import read_hf_config
 from slime.core.processes import is_loopback
 from slime.core.topology import PAIRED, EngineGroup, EngineLayout, ServedModel
 from slime.settings.conditions import shares_gpus
-from slime.settings.fields import Need, Passed, Rule, internal, is_not_zero, opt
-from slime.settings.flags import COUNT, PORT, SECONDS, require_key
+from slime.settings.fields import Need, Passed, Rule, internal, is_not_zero, opt, refuse_if
+from slime.settings.flags import COUNT, PORT, SECONDS, host_form, require_key
 from slime.settings.schema import layout_problem_of, mtp_problem_of
 from slime.settings.topology_yaml import layout_of_group, read_addresses, settings_of_group, topology_of
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# SGLang servers and the router in front; their own flags are --sglang-* and --router-*.
-
-_ENGINES = Need(lambda s: not s.debug_train_only, "engines, which --debug-train-only starts none of")
+_ENGINES = Need(lambda s: not s.debug_train_only, "engines; --debug-train-only starts none")
 _OWN_ROUTER = Need(
     lambda s: s.sglang_router_ip is None or s.sglang_config is not None,
-    "a router that the run starts; --sglang-router-ip names one that runs already",
+    "a router that the run starts; --sglang-router-ip names one that already runs",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """Limits of the inference side."""
+    """Limits of engines, and the router."""
 
     sglang_server_concurrency: int = opt(512, within=COUNT)
     """Most requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that an engine that starts may be without a sign of life: without computing, and without a line in its
-    log. Five times as long ends any start; more on a busy machine (docs/fleet.md). Also the limit of each other wait of
-    the start: for slots, hosts, workers of the rollout and training ranks."""
+    """Seconds that a starting engine may show no sign of life: no computing and no line in its log. Five times as long
+    ends any start. A busy machine allows more (docs/fleet.md). Also the limit of each other wait at start: for slots,
+    hosts, rollout workers and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that a generate request may be without progress: without a new token, and not queueing in an engine that
-    makes progress with others. The length of an answer has no limit in seconds."""
+    """Seconds that a generate request may make no progress: no new token, and not queueing in an engine that makes
+    progress with other requests. The total time of an answer is not limited."""
     engine_wait_s: float = opt(900.0, within=SECONDS)
-    """Seconds that requests wait while no engine can be reached, as when the only one is started again."""
-    router_host: str = opt("127.0.0.1", needs=_OWN_ROUTER)
-    """Address that the router listens on; it is not that of the engines. Requests carry --router-api-key (@FILE reads
-    it from a file) as their bearer token; without one the run makes a key of its own, and others than loopback are
-    refused."""
+    """Seconds that requests wait while no engine can be reached, for example while the only one restarts."""
+    router_host: str = opt("127.0.0.1", form=host_form, needs=_OWN_ROUTER)
+    """Address that the router listens on; engines have their own. Requests carry --router-api-key (@FILE reads it from
+    a file) as bearer token. Without that flag the run makes a key, and only loopback addresses are accepted."""
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
     """Port of the router. Default: a free one. A router starts with `slime serve`, with any --router-* flag, and with
     user code, which may ask for its address; the run's own requests go to engines directly."""
-    sglang_router_ip: str | None = opt(None, needs=_ENGINES)
-    """Host of a router that runs already, which then serves the policy in place of one that the run starts; its key is
-    --router-api-key. Without it set when the policy's router has started, if one starts (--router-port)."""
+    sglang_router_ip: str | None = opt(None, form=host_form, needs=_ENGINES)
+    """Host of a router that already runs; it serves the policy, and the run starts no router for it. Its key is
+    --router-api-key. If not given, the run sets it when the policy's router has started, if one starts (--router-port).
+    """
     sglang_router_port: int | None = opt(None, needs=_ENGINES, within=PORT)
-    """Port of the router of --sglang-router-ip. Set like that."""
+    """Port of the router at --sglang-router-ip; set in the same way."""
     sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
-    """By model, host and port of its router; set when they have started, None if none runs."""
+    """Model -> host and port of its router; set when the routers have started, None if none runs."""
 
 
 def strangers_need_a_key(args: Args) -> str | None:
-    """Whoever reaches the router can use the engines, and add engines of his own."""
+    """Who reaches a router without a key can use the engines, and add servers."""
     if args.debug_train_only or args.router.get("api_key") or is_loopback(args.router_host):
         return None
     return (
@@ -74,21 +82,20 @@ def strangers_need_a_key(args: Args) -> str | None:
 
 
 def an_existing_router_is_named_whole(args: Args) -> str | None:
-    """Host, port and key say where it is and let the run add its engines."""
     ip, port = args.sglang_router_ip, args.sglang_router_port
     if (ip is None) != (port is None):
         given, missing = ("ip", "port") if port is None else ("port", "ip")
-        return f"got --sglang-router-{given} alone; give --sglang-router-{missing}, too"
+        return f"got --sglang-router-{given} alone; also give --sglang-router-{missing}"
     if ip is None or args.router.get("api_key"):
         return None
     return (
-        "got --sglang-router-ip without --router-api-key: a router that asks for no key lets anybody add servers, "
-        "which are then sent the requests with the engines' key; start it with --api-key KEY, and give that here, too"
+        "got --sglang-router-ip without --router-api-key: a router without a key lets anybody add servers, which then "
+        "get requests with the engines' key; start it with --api-key KEY, and give the key here too"
     )
 
 
 def one_key(args: Args) -> str | None:
-    """The router hands the key of a request on to the engines."""
+    """The router passes a request's key on to the engines."""
     keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
     if len(keys) < 2:
         return None
@@ -96,13 +103,13 @@ def one_key(args: Args) -> str | None:
 
 
 def keys_need_one_front_door(args: Args) -> str | None:
-    """SGLang 0.5.16 asks for keys in one process of the server alone, and does not start with both."""
+    """SGLang 0.5.16 checks keys in only one process of a server, and does not start with both."""
     num_workers = args.sglang.get("tokenizer_worker_num") or 1
     if num_workers == 1 or args.debug_train_only:
         return None
     return (
-        f"got --sglang-tokenizer-worker-num {num_workers}, with which SGLang knows no keys, and engines always ask for "
-        "one; leave it out"
+        f"got --sglang-tokenizer-worker-num {num_workers}, with which SGLang cannot check keys, but engines always ask "
+        "for one; leave it out"
     )
 
 
@@ -113,11 +120,8 @@ RULES: tuple[Rule, ...] = (
     keys_need_one_front_door,
 )
 
-# What engines cannot be: rules over every group of engines that the topology wants.
-#
-# Without `--sglang-config` that is one group, whose settings are the flags; with it each group of the file, and
-# messages name its place. All engines need a layout, heads that it divides, and kernels; the policy's have to hold what
-# the trainer sends and verifies. Engines that run already say themselves what they are (`slime.fleet.fitting`).
+# --- Rules for every group of engines. Without `--sglang-config` there is one group, set by flags; with it messages
+# name the group's place in the file. Engines that already run report their own layout (`slime.fleet.fitting`).
 
 UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "quantization": (None,),
@@ -125,31 +129,31 @@ UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "init_expert_location": (None, "trivial"),
     "ep_num_redundant_experts": (None, 0),
     "elastic_ep_backend": (None, "none"),
-    "moe_a2a_backend": (None, "none"),  # deepep: shared experts are whole on each rank
+    "moe_a2a_backend": (None, "none"),  # deepep keeps whole shared experts on each rank
     "moe_dp_size": (None, 1),
     "attn_cp_size": (None, 1),
     "enable_prefill_cp": (None, False),
     "enable_dp_attention_local_control_broadcast": (None, False),
 }
-"""Settings of SGLang -> values under which its ranks hold what `slime.weights.holding` says, and report it."""
+"""Setting of SGLang -> values under which its ranks hold what `slime.weights.holding` says, and report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Engines:
-    """A group of engines that run, as the rules see it."""
+    """A group of engines that run, with its settings."""
 
     model: ServedModel
     group: EngineGroup
     sglang: Mapping[str, Any]
-    """ServerArgs by field name, of the run and of the group."""
+    """ServerArgs by field name: the run's and the group's."""
 
     def told(self, problem: str) -> str:
-        """The problem with its place."""
+        """The problem, after its place in the file."""
         return f"{self.group.place}: {problem}" if self.group.place else problem
 
 
 def _engines(args: Args) -> Iterator[_Engines]:
-    """All groups that run; a width below 1 is refused by its range."""
+    """All groups that run. The range check refuses a size below 1."""
     for model in topology_of(args).models:
         for group in model.groups:
             if group.runs and group.num_gpus_per_engine > 0:
@@ -157,12 +161,12 @@ def _engines(args: Args) -> Iterator[_Engines]:
 
 
 def synced_engines(args: Args) -> Iterator[_Engines]:
-    """Those that the trainer sends weights to. Of their drafts `slime.settings.groups.engines` speaks."""
+    """The groups that get weights from the trainer."""
     return (engines for engines in _engines(args) if engines.model.trained and not args.debug_rollout_only)
 
 
 def _laid_out(args: Args, all_engines: Iterator[_Engines]) -> Iterator[tuple[_Engines, EngineLayout]]:
-    """Those that have a layout; of others `engines_have_a_layout` speaks."""
+    """The groups with a layout; `engines_have_a_layout` reports the others."""
     for engines in all_engines:
         try:
             layout = layout_of_group(args, engines.model, engines.group)
@@ -172,7 +176,6 @@ def _laid_out(args: Args, all_engines: Iterator[_Engines]) -> Iterator[tuple[_En
 
 
 def engines_have_a_layout(args: Args) -> str | None:
-    """Their GPUs divide into pipeline stages, DP groups and groups of experts."""
     for engines in _engines(args):
         try:
             layout_of_group(args, engines.model, engines.group)
@@ -182,34 +185,33 @@ def engines_have_a_layout(args: Args) -> str | None:
 
 
 def engines_divide_heads(args: Args) -> str | None:
-    """SGLang shards heads over the ranks that share attention; on a GPU, fewer KV heads than these are replicated."""
+    """SGLang shards heads over the ranks that share attention; on a GPU, fewer KV heads than ranks are replicated."""
     for engines, layout in _laid_out(args, _engines(args)):
         ranks, (heads, kv_heads) = layout.attention_tp_size, _heads(args, engines.model)
         if heads % ranks:
             return engines.told(
-                f"got engines whose attention {ranks} ranks share ({layout}), which does not divide the {heads} "
+                f"got engines with {ranks} ranks that share attention ({layout}), which does not divide the {heads} "
                 "attention heads; choose another number of GPUs per engine"
             )
         if kv_heads and args.device == "cuda" and kv_heads % ranks and ranks % kv_heads:
             return engines.told(
-                f"got engines whose attention {ranks} ranks share ({layout}) for {kv_heads} KV heads, where neither "
+                f"got engines with {ranks} ranks that share attention ({layout}) for {kv_heads} KV heads, but neither "
                 "number divides the other; choose another number of GPUs per engine"
             )
     return None
 
 
 def _heads(args: Args, model: ServedModel) -> tuple[int, int]:
-    """Attention heads and KV heads of a model; 0 where its checkpoint says nothing of them."""
+    """Attention heads and KV heads of a model; 0 if its checkpoint does not say."""
     if model.path == args.hf_checkpoint:
         return int(args.megatron["num_attention_heads"]), int(args.megatron["num_query_groups"] or 0)
-    if not (Path(model.path) / "config.json").is_file():  # `models_are_folders` speaks of it
+    if not (Path(model.path) / "config.json").is_file():  # `models_are_folders` reports it
         return 0, 0
     config = read_hf_config(model.path)
     return int(config.get("num_attention_heads") or 0), int(config.get("num_key_value_heads") or 0)
 
 
 def engines_divide_the_model(args: Args) -> str | None:
-    """SGLang's models differ in what they can be divided by, so that each rank holds what the trainer verifies."""
     for engines, layout in _laid_out(args, synced_engines(args)):
         if problem := layout_problem_of(engines.model.path, layout):
             return engines.told(f"got engines of {layout} for this checkpoint: {problem}; choose another layout")
@@ -217,31 +219,30 @@ def engines_divide_the_model(args: Args) -> str | None:
 
 
 def engines_serve_what_tables_say(args: Args) -> str | None:
-    """The trainer knows what each rank of an engine holds, unquantised, with experts in their order."""
     for engines in synced_engines(args):
         odd = [name for name, plain in UNVERIFIED.items() if engines.sglang.get(name) not in plain]
         if odd:
             return engines.told(
-                f"got --sglang-{odd[0].replace('_', '-')} {engines.sglang[odd[0]]}: the engine would hold other "
-                "tensors than the trainer verifies after each sync; leave it out"
+                f"got --sglang-{odd[0].replace('_', '-')} {engines.sglang[odd[0]]}: the engine would not hold the "
+                "tensors that the trainer verifies after each sync; leave it out"
             )
     return None
 
 
 def engines_need_a_gpu(args: Args) -> str | None:
-    """On a CPU SGLang loads experts apart and DP attention, and fails at the first request."""
+    """On a CPU SGLang accepts expert parallelism and DP attention, and fails at the first request."""
     for engines, layout in _laid_out(args, _engines(args)):
         if args.device == "cpu" and max(layout.ep_size, layout.dp_size) > 1:
             name = "ep_size" if layout.ep_size > 1 else "dp_size"
             return engines.told(
-                f"got sglang_{name} {getattr(layout, name)} on a CPU, where SGLang's plain kernels know neither "
-                "experts of other ranks nor DP attention; leave it out there"
+                f"got sglang_{name} {getattr(layout, name)} on a CPU, where SGLang's kernels support neither expert "
+                "parallelism nor DP attention; leave it out there"
             )
     return None
 
 
 def engines_pause(args: Args) -> str | None:
-    """Where requests go on under new weights, each prompt is read at once, and every stage pauses."""
+    """If requests continue under new weights, each prompt is read in one go, and every stage pauses."""
     mode = args.pause_generation_mode
     if mode == "abort":
         return None
@@ -251,13 +252,13 @@ def engines_pause(args: Args) -> str | None:
         name = "chunked_prefill_size"
         if engines.sglang.get(name) != args.sglang.get(name):
             return engines.told(
-                f"got {name} {engines.sglang.get(name)} with --pause-generation-mode {mode}, under which engines "
-                f"have {args.sglang.get(name)}; leave it out"
+                f"got {name} {engines.sglang.get(name)}, but --pause-generation-mode {mode} needs "
+                f"{args.sglang.get(name)}; leave it out"
             )
         if int(engines.sglang.get("pp_size") or 1) > 1:
             return engines.told(
-                f"got --pause-generation-mode {mode} with sglang_pp_size {engines.sglang['pp_size']}: SGLang goes on "
-                "serving in pipeline stages while weights change; use abort"
+                f"got --pause-generation-mode {mode} with sglang_pp_size {engines.sglang['pp_size']}: SGLang's "
+                "pipeline stages do not pause while weights change; use abort"
             )
     return None
 
@@ -271,29 +272,29 @@ ENGINE_RULES: tuple[Rule, ...] = (
     engines_pause,
 )
 
-# What engines that work in pairs, one reading prompts and one sampling, ask of the other settings.
+# --- Pairs of engines: a prefill engine reads prompts, a decode engine samples
 
 
 def prefill_engines_are_some_of_all(args: Args) -> str | None:
-    """They are taken from the engines of one group, and leave some that sample."""
+    """Without a file, prefill engines are taken from the one group; some must be left to sample."""
     if args.prefill_num_servers is None or args.debug_train_only:
         return None
     got = f"got --prefill-num-servers {args.prefill_num_servers}"
     if args.sglang_config is not None:
         return f"{got} with --sglang-config, which says by worker_type which engines read prompts; drop one of the two"
     if args.rollout_external_engine_addrs:
-        return f"{got} with --rollout-external-engine-addrs, and the run starts no engine; drop one of the two"
+        return f"{got} with --rollout-external-engine-addrs, so the run starts no engine; drop one of the two"
     engines = args.rollout_num_gpus // max(1, args.rollout_num_gpus_per_engine)
     if args.prefill_num_servers < engines:
         return None
     return (
-        f"{got} of {engines} engine{'s' * (engines != 1)}, which leaves none that samples; lower it, or give a larger "
+        f"{got} of {engines} engine{'s' * (engines != 1)}, which leaves none to sample; lower it, or give a larger "
         "--rollout-num-gpus"
     )
 
 
 def pairs_work(args: Args) -> str | None:
-    """Nothing is asked of pairs that SGLang does for single engines alone, or that nobody has tried."""
+    """Refuses what SGLang does only for single engines, and what is untested with pairs."""
     if args.debug_train_only or prefill_engines_are_some_of_all(args) is not None:
         return None
     for model in topology_of(args).models:
@@ -307,16 +308,16 @@ def _against_pairs(args: Args, model: ServedModel) -> Iterator[tuple[str, str]]:
     if model.trained and args.pause_generation_mode != "abort":
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
-            "keys and values that one engine read under old weights could reach another one that has new ones, and the "
-            "version of such a token would be wrong; use abort",
+            "keys and values read under old weights could reach an engine with new weights, and tokens would get the "
+            "wrong version; use abort",
         )
     if args.offload_rollout and shares_gpus(args, model):
         yield (
             "--offload-rollout (which --colocate means on a GPU)",
-            "their memory is registered with the network for good, and cannot be lent; give them GPUs of their own",
+            "their memory stays registered with the network and cannot be lent; give them GPUs of their own",
         )
     if args.sglang_router_ip is not None and topology_of(args).main == model:
-        yield "--sglang-router-ip", "a router that runs already sends a request to one engine; leave it out"
+        yield "--sglang-router-ip", "a router that already runs sends a request to one engine; leave it out"
     for group in model.groups:
         if group.worker in PAIRED:
             yield from _against_group(args, group)
@@ -326,7 +327,7 @@ def _against_group(args: Args, group: EngineGroup) -> Iterator[tuple[str, str]]:
     sglang = settings_of_group(args, group)
     for name, what in (("pp_size", "pipeline stages"), ("dp_size", "DP attention")):
         if int(sglang.get(name) or 1) > 1:
-            yield f"{name} {sglang[name]}", f"that pairs divide into {what} alike is not verified; leave it out"
+            yield f"{name} {sglang[name]}", f"pairs with {what} are not verified; leave it out"
     if sglang.get("enable_return_routed_experts"):
         yield (
             "enable_return_routed_experts (which --use-rollout-routing-replay means)",
@@ -338,50 +339,41 @@ def _against_group(args: Args, group: EngineGroup) -> Iterator[tuple[str, str]]:
 
 PAIR_RULES: tuple[Rule, ...] = (prefill_engines_are_some_of_all, pairs_work)
 
-# Prefix caches that engines cannot have while their weights change: laws 1 and 2 hold for what is read from them, too.
-#
-# What an engine has cached is of the weights that read it. With `--pause-generation-mode abort` each weight sync
-# flushes it, with `retract` and `in_place` it is divided by the weights (`slime.compat.sglang_version_prefixes`).
-# SGLang 0.5.16 has caches that neither reaches. Stores beyond the engine's memory are keyed by tokens alone, are shared
-# by engines and runs, and a flush leaves them as they are: no engine whose weights change can have one. Others forget
-# with a flush, and are not divided: SGLang's tree in C++ takes no notice of the key, streaming sessions keep what they
-# have read beside the tree, and of the hierarchical cache in a host's memory nobody has shown here that it goes by the
-# key.
+# --- Prefix caches
 
 STORES: Mapping[str, str] = {
-    "hicache_storage_backend": "pages in the store of the hierarchical cache",
+    "hicache_storage_backend": "the store of the hierarchical cache",
     "enable_lmcache": "what LMCache stores",
     "enable_flexkv": "what FlexKV stores",
     "radix_cache_backend": "what a cache of a plugin holds",
 }
-"""Settings of SGLang by field name -> what they keep beyond a flush. A cache of somebody else's may do so as well."""
+"""Setting of SGLang -> what it keeps beyond a flush."""
 UNDIVIDED: Mapping[str, str] = {
     "enable_hierarchical_cache": "the cache in the host's memory",
     "enable_streaming_session": "what a streaming session has read",
 }
-"""Settings of SGLang by field name -> what a flush empties, and nothing divides."""
+"""Setting of SGLang -> what a flush empties but nothing divides by weights."""
 CPP_TREE_ENV = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
-"""Chooses the tree in C++. Engines on hosts with another environment see for themselves."""
+"""Chooses the C++ tree."""
 _OFF = (None, False, "")
 
 
 def kept_prefixes(sglang: Mapping[str, Any], *, divided: bool) -> Iterator[str]:
-    """What of an engine's settings keeps prefixes of old weights, each as got / because / do.
+    """A message for each setting of an engine that keeps prefixes of old weights, without "got".
 
-    `sglang`: ServerArgs by field name; `divided`: whether requests live through weight syncs.
+    `sglang`: ServerArgs by field name; `divided`: whether requests continue through weight syncs.
     """
     for name, what in STORES.items():
         if sglang.get(name) not in _OFF:
             yield (
-                f"{_flag(name, sglang[name])}: {what} is known by its tokens alone and outlives a flush, so prefixes "
-                "that old weights have read would be served under new ones; leave it out"
+                f"{_flag(name, sglang[name])}: {what} is keyed only by tokens and survives a flush, so prefixes read "
+                "by old weights would be served under new ones; leave it out"
             )
     for name, what in UNDIVIDED.items():
         if divided and sglang.get(name) not in _OFF:
             yield (
-                f"{_flag(name, sglang[name])}: {what} is not divided by the weights that read it, and cannot be "
-                "flushed under requests that live through weight syncs; leave it out, or use "
-                "--pause-generation-mode abort"
+                f"{_flag(name, sglang[name])}: {what} is not divided by weights, and cannot be flushed while requests "
+                "continue through a weight sync; leave it out, or use --pause-generation-mode abort"
             )
 
 
@@ -391,7 +383,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def engines_forget_old_weights(args: Args) -> str | None:
-    """No prefix that old weights have read is read from a cache under new ones."""
+    """A prefix read by old weights is never used under new ones."""
     divided = args.pause_generation_mode != "abort"
     for engines in synced_engines(args):
         for problem in kept_prefixes(engines.sglang, divided=divided):
@@ -400,15 +392,15 @@ def engines_forget_old_weights(args: Args) -> str | None:
         if divided and tree.lower() in ("true", "1", "yes", "y") and not engines.sglang.get("disable_radix_cache"):
             return engines.told(
                 f"got {CPP_TREE_ENV}={tree} in the environment with --pause-generation-mode "
-                f"{args.pause_generation_mode}: that tree takes no notice of the key by which prefixes of old weights "
-                "are kept apart from those of new ones; unset it, or use --pause-generation-mode abort"
+                f"{args.pause_generation_mode}: that tree ignores the key that separates prefixes of old and new "
+                "weights; unset it, or use --pause-generation-mode abort"
             )
     return None
 
 
 PREFIX_CACHE_RULES: tuple[Rule, ...] = (engines_forget_old_weights,)
 
-# Which models are served by which engines, beyond one group of equal ones.
+# --- Topologies of several models or groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,32 +408,30 @@ class TopologySettings:
     """Models and groups of engines (docs/topologies.md)."""
 
     sglang_config: str | None = opt(None, needs=_ENGINES)
-    """YAML file with models (the policy, and others that stay as they are) and the groups of engines that serve each.
-    Hooks ask one by its name: `current().models["judge"]`."""
+    """YAML file of models (the policy and frozen ones) and the groups of engines that serve each. Hooks find a model by
+    name: `current().models["judge"]`."""
     prefill_num_servers: int | None = opt(None, needs=_ENGINES, within=COUNT)
-    """So many of the engines read prompts, and hand keys and values to the others, which sample."""
+    """Number of engines that only read prompts and pass keys and values to the others, which sample."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
-    """HOST:PORT of SGLang servers that run already and serve the policy; the run starts none of its own. Or @FILE, with
-    one address in each line, which is read again whenever it changes: engines join and leave. Their key is
-    --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment; the key to their weights, if they have one of its own,
-    --sglang-admin-api-key or SLIME_ENGINE_ADMIN_API_KEY."""
+    """HOST:PORT of SGLang servers that already run and serve the policy; the run starts no engines. Or @FILE with one
+    address per line; it is read again when it changes, so engines may join and leave. Their key is --sglang-api-key, or
+    SLIME_ENGINE_API_KEY of the environment. If weights have a key of their own: --sglang-admin-api-key or
+    SLIME_ENGINE_ADMIN_API_KEY."""
 
 
 def topology_adds_up(args: Args) -> str | None:
-    """The engines of the file have all inference GPUs, and no more."""
     if args.sglang_config is None or args.debug_train_only:
         return None
     total = topology_of(args).num_gpus
     if total == args.rollout_num_gpus:
         return None
     return (
-        f"got rollout_num_gpus {args.rollout_num_gpus}, and groups of {total} GPUs in {args.sglang_config}; leave "
-        "--rollout-num-gpus out, or make them equal"
+        f"got rollout_num_gpus {args.rollout_num_gpus}, but groups of {total} GPUs in {args.sglang_config}; drop "
+        "--rollout-num-gpus, or make them equal"
     )
 
 
 def models_are_folders(args: Args) -> str | None:
-    """What engines load is there before they start."""
     if args.sglang_config is None:
         return None
     others = [model for model in topology_of(args).models if model.path != args.hf_checkpoint]
@@ -450,11 +440,11 @@ def models_are_folders(args: Args) -> str | None:
     ]
     if not absent:
         return None
-    return f"got model_path {', '.join(absent)} in {args.sglang_config}, where no config.json is; give a folder"
+    return f"got model_path {', '.join(absent)} in {args.sglang_config}, without a config.json; give a folder"
 
 
 def external_engines_have_addresses(args: Args) -> str | None:
-    """Looked at, not asked: parsing a command line asks nobody."""
+    """Checks their form; nothing is sent to them while the command line is parsed."""
     try:
         read_addresses(args.rollout_external_engine_addrs)
     except ConfigError as error:
@@ -463,7 +453,6 @@ def external_engines_have_addresses(args: Args) -> str | None:
 
 
 def external_engines_are_the_fleet(args: Args) -> str | None:
-    """They are where they are and what they are."""
     if not args.rollout_external_engine_addrs:
         return None
     for flag, why in _against_external_engines(args):
@@ -473,19 +462,19 @@ def external_engines_are_the_fleet(args: Args) -> str | None:
 
 def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
     if args.colocate:
-        yield "--colocate", "engines that run already lend no memory; drop one of the two"
+        yield "--colocate", "engines that already run lend no memory; drop one of the two"
     if args.sglang_config is not None:
-        yield "--sglang-config", "the file says which engines the run starts, and it starts none; drop one of the two"
+        yield "--sglang-config", "the file says which engines the run starts, but it starts none; drop one of the two"
     if args.update_weight_transport == "tensor" and not args.debug_rollout_only:
         yield (
             "--update-weight-transport tensor",
-            "it is shared memory of the trainer's host, which a server that somebody else started need not be able to "
-            "open; use distributed, or disk with a folder that the engines see",
+            "a server that somebody else started may not be able to open shared memory of the trainer's host; use "
+            "distributed, or disk with a folder that the engines see",
         )
 
 
 ENGINE_KEY_ENV, ADMIN_KEY_ENV = "SLIME_ENGINE_API_KEY", "SLIME_ENGINE_ADMIN_API_KEY"
-"""Hold the keys of engines: other users of the host can read a command line, not an environment."""
+"""Variables with the engines' keys: other users of the host can read a command line, but not an environment."""
 
 
 def _of_environment(name: str) -> Callable[[Any], str | None]:
@@ -510,68 +499,50 @@ TOPOLOGY_RULES: tuple[Rule, ...] = (
     external_engines_are_the_fleet,
 )
 
-# Multi-token prediction and speculative decoding: what is trained of a draft, and which drafts engines may serve.
-#
-# The draft of an engine is the checkpoint's own layer of multi-token prediction. Every weight sync brings it, where it
-# is trained, and compares it; a draft of another folder would grow stale unseen, and is refused.
+# --- Multi-token prediction and speculative decoding
 
 ALGORITHM = "speculative_algorithm"
-"""SGLang's switch; these algorithms serve a layer of multi-token prediction."""
+"""SGLang's switch for drafts."""
 PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    ALGORITHM: ((None, "EAGLE", "NEXTN"), "drafts are layers of multi-token prediction; use NEXTN"),
+    ALGORITHM: ((None, "EAGLE", "NEXTN"), "a draft is a layer of multi-token prediction; use NEXTN"),
     "speculative_draft_model_path": ((None,), "the draft is the checkpoint's own layer, which is synced; leave it out"),
     "speculative_draft_model_quantization": ((None, "unquant"), "a draft is verified unquantised; leave it out"),
-    "speculative_token_map": ((None,), "the draft would hold a part of the output layer; leave it out"),
-    "speculative_accept_threshold_single": (
-        (None, 1.0),
-        "tokens would not be sampled from the policy any more; leave it out",
-    ),
-    "speculative_accept_threshold_acc": (
-        (None, 1.0),
-        "tokens would not be sampled from the policy any more; leave it out",
+    "speculative_token_map": ((None,), "the draft would hold only a part of the output layer; leave it out"),
+    **dict.fromkeys(
+        ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+        ((None, 1.0), "tokens would no longer be sampled from the policy; leave it out"),
     ),
     "enable_multi_layer_eagle": ((None, False), "several drafts are not synced; leave it out"),
-    "enable_return_routed_experts": (
-        (None, False),
-        "experts under a draft are not verified; leave it out",
-    ),
+    "enable_return_routed_experts": ((None, False), "experts under a draft are not verified; leave it out"),
 }
-"""Settings of SGLang with a draft -> what they may be, and why."""
+"""Setting of SGLang -> its possible values with a draft, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationSettings:
-    """The layer of multi-token prediction. Engines serve it as a draft with SGLang's own --sglang-speculative-... ."""
+    """The layer of multi-token prediction. SGLang's own --sglang-speculative-... make engines use it as a draft."""
 
     enable_mtp_training: bool = False
-    """Train the checkpoint's layer of multi-token prediction beside the policy, whose gradients it leaves alone: hidden
+    """Also train the checkpoint's layer of multi-token prediction. It does not change the policy's gradients: hidden
     states, embedding and output layer are constants to it. Its loss is scaled by --mtp-loss-scaling-factor. Without the
-    flag the layer stays as the checkpoint has it."""
-
-
-def one_layer_predicts(args: Args) -> str | None:
-    """The checkpoint says how many layers there are, and engines serve one."""
-    if (given := args.megatron["mtp_num_layers"]) in (None, 1):
-        return None
-    return f"got mtp_num_layers {given}; one layer of multi-token prediction is trained and served: leave it out"
+    flag the layer keeps the checkpoint's weights."""
 
 
 def mtp_can_be_trained(args: Args) -> str | None:
-    """Every token of a packed row has one that follows it, and the layer is a part of the model."""
     if not args.enable_mtp_training:
         return None
     got = "got --enable-mtp-training"
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
         return f"{got} for a checkpoint {problem}; drop the flag"
     if args.use_prefix_sharing:
-        return f"{got} with --use-prefix-sharing, where several tokens may follow one; drop one of them"
+        return f"{got} with --use-prefix-sharing, where several tokens may follow a token; drop one of them"
     if args.lora_rank:
-        return f"{got} with --lora-rank, which trains adapters alone; drop one of them"
+        return f"{got} with --lora-rank, which trains only adapters; drop one of them"
     return None
 
 
 def drafts_are_synced(args: Args) -> str | None:
-    """Engines propose tokens by what the trainer sends, and sample what the policy would."""
+    """A draft is part of what the trainer sends, and tokens are sampled from the policy."""
     for engines in synced_engines(args):
         if engines.sglang.get(ALGORITHM) is None:
             continue
@@ -587,25 +558,33 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         if (str(given).upper() if name == ALGORITHM else given) not in allowed:
             yield f"--sglang-{name.replace('_', '-')} {given}", why
     if args.device == "cpu":
-        yield "--device cpu", "SGLang's drafts attend with kernels of a GPU; leave --sglang-speculative-... out"
+        yield "--device cpu", "SGLang's drafts need kernels of a GPU; leave --sglang-speculative-... out"
     if int(sglang.get("pp_size") or 1) > 1:
-        yield f"sglang_pp_size {sglang['pp_size']}", "SGLang's drafts know no pipeline stages; leave it out"
+        yield f"sglang_pp_size {sglang['pp_size']}", "SGLang's drafts do not support pipeline stages; leave it out"
     if args.pause_generation_mode != "abort":
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
-            "no engine labels each of several tokens that one pass samples; use abort",
+            "engines do not report a version for each of several tokens of one pass; use abort",
         )
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
         yield "a checkpoint", f"{problem}; leave --sglang-speculative-... out"
 
 
 def _keeps_draft(s: Any) -> bool | None:
-    """SGLang forgets a draft whose memory is lent, and one that is not trained is not sent again."""
+    """SGLang forgets a draft whose memory is lent, and an untrained draft is not sent again."""
     serves_one = s.given(f"sglang.{ALGORITHM}") is not None
     return True if serves_one and s.offload_rollout and not s.enable_mtp_training else None
 
 
-SPECULATION_RULES: tuple[Rule, ...] = (one_layer_predicts, mtp_can_be_trained, drafts_are_synced)
+SPECULATION_RULES: tuple[Rule, ...] = (
+    refuse_if(
+        lambda s: s.megatron["mtp_num_layers"] not in (None, 1),
+        "got mtp_num_layers {s.megatron[mtp_num_layers]}, but one layer of multi-token prediction is trained and "
+        "served; leave it out",
+    ),
+    mtp_can_be_trained,
+    drafts_are_synced,
+)
 SPECULATION_PASSED: tuple[Passed, ...] = (
-    Passed("sglang", "enable_draft_weights_cpu_backup", _keeps_draft, "it is not sent again"),
+    Passed("sglang", "enable_draft_weights_cpu_backup", _keeps_draft, "an untrained draft is not sent again"),
 )

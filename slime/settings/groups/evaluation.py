@@ -1,4 +1,8 @@
-"""Evaluation on held-out data: when, on what, sampled how, and whether by answers or by loss."""
+"""Evaluation on held-out data: when, on what, how it is sampled, and whether it measures answers or loss.
+
+Fine-tuning learns from conversations as they are. If nothing could score a held-out dataset of such a run, the trainer
+measures the mean loss of its trained tokens; otherwise engines sample answers and graders score them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,9 @@ from slime.settings.groups.hooks import SFT_ROLLOUT
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# How an evaluation dataset is evaluated: by answers that engines sample and graders score, or by its loss.
-#
-# Fine-tuning learns from conversations as they are. A held-out dataset of such a run that nothing could score is
-# evaluated in the same way: the mean loss of its trained tokens, by the trainer.
-
 
 def measures_loss(s: Any, dataset: EvalDatasetConfig) -> bool:
-    """Whether a dataset's loss is measured, and nothing sampled for it."""
+    """Whether a dataset is evaluated by its loss, without sampling."""
     if not fine_tunes(s) or s.rollout_function_path != SFT_ROLLOUT or s.eval_function_path is not None:
         return False
     of_run = (s.rm_type, s.custom_rm_path, s.custom_generate_function_path)
@@ -32,16 +31,14 @@ def measures_loss(s: Any, dataset: EvalDatasetConfig) -> bool:
 
 
 def loss_datasets(s: Any) -> tuple[EvalDatasetConfig, ...]:
-    """The datasets whose loss is measured. Raises what `eval_datasets` raises."""
+    """The datasets evaluated by their loss. Raises as `eval_datasets`."""
     return tuple(one for one in eval_datasets(s) if measures_loss(s, one))
 
 
 def samples_evaluations(s: Any) -> bool:
-    """Whether an evaluation asks engines. Raises what `eval_datasets` raises."""
+    """Whether an evaluation needs engines. Raises as `eval_datasets`."""
     return s.eval_function_path is not None or not all(measures_loss(s, one) for one in eval_datasets(s))
 
-
-# Evaluation on held-out data: when, on what, sampled how.
 
 _EVALUATES = Need(
     lambda s: s.eval_interval is not None or s.num_rollout == 0,
@@ -49,51 +46,58 @@ _EVALUATES = Need(
 )
 _EVALUATES_LATER = Need(
     lambda s: s.eval_interval is not None and s.num_rollout != 0,
-    "--eval-interval and a step to train; --num-rollout 0 evaluates in any case",
+    "--eval-interval and a step to train; --num-rollout 0 always evaluates",
 )
 
 
+UNNAMED = "aime"
+"""The name of a single data set that is given without one."""
+
+
 def _pairs(data: Any) -> Any:
-    """A single data set without a name has the one that it always had."""
-    return data if data is None or len(data) != 1 else ("aime", *data)
+    return data if data is None or len(data) != 1 else (UNNAMED, *data)
 
 
 def _samples(s: Any) -> bool:
     try:
         return samples_evaluations(s)
-    except ConfigError:  # a rule tells it
+    except ConfigError:  # a rule reports it
         return True
 
 
+SAMPLED = Need(
+    lambda s: s.rollout_function_path != SFT_ROLLOUT or not fine_tunes(s) or _samples(s),
+    "a rollout or an evaluation that samples; fine-tuning reads conversations as they are",
+)
+"""For settings of sampling that an evaluation takes from the rollout."""
 _SAMPLES = (
     _EVALUATES,
-    Need(_samples, "an evaluation that samples; of conversations that nothing scores the loss is measured"),
+    Need(_samples, "an evaluation that samples; conversations that nothing scores are evaluated by their loss"),
 )
 
 
 def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need, ...] = _SAMPLES) -> Any:
-    """A setting of evaluation that is the rollout's unless it is given."""
     return derived(lambda s: getattr(s, name), f"same as {name}", within=within, needs=needs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Evaluation; every setting that is left out is the rollout's."""
+    """Evaluation; a setting that is left out is the rollout's."""
 
     eval_interval: int | None = opt(None, within=STEPS)
     """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
     eval_prompt_data: tuple[str, ...] | None = opt(None, canonical=_pairs, needs=_EVALUATES)
-    """Data sets as pairs: NAME DATA [NAME DATA ...], each named as in --prompt-data. DATA alone is called aime."""
+    """Data sets as pairs, NAME DATA [NAME DATA ...], where DATA is as in --prompt-data. DATA alone is called aime."""
     eval_config: str | None = opt(None, needs=_EVALUATES)
-    """YAML file with datasets that have settings of their own, in place of --eval-prompt-data."""
+    """YAML file of datasets with settings of their own, in place of --eval-prompt-data."""
     eval_input_key: str = _same_as("input_key", needs=_EVALUATES)
-    """Column with the prompt. Default: input_key."""
+    """Column of the prompt. Default: input_key."""
     eval_label_key: str | None = _same_as("label_key", needs=_EVALUATES)
-    """Column with the answer. Default: label_key."""
+    """Column of the answer. Default: label_key."""
     eval_tool_key: str = _same_as("tool_key", needs=_EVALUATES)
-    """Column with the tools. Default: tool_key."""
+    """Column of the tools. Default: tool_key."""
     eval_reward_key: str | None = _same_as("reward_key")
     """Key of a dict reward. Default: reward_key."""
     n_samples_per_eval_prompt: int = opt(1, needs=_SAMPLES, within=COUNT)
@@ -107,7 +111,7 @@ class EvalSettings:
     eval_max_response_len: int = _same_as("rollout_max_response_len", within=TOKENS)
     """Most tokens of one answer. Default: rollout_max_response_len."""
     eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", within=TOKENS)
-    """Most tokens that one execution samples, over all of its answers. Default: rollout_max_total_response_len."""
+    """Most tokens sampled in one execution, over all its answers. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
         lambda s: s.eval_max_context_len - 1 if s.given("eval_max_context_len") else s.rollout_max_prompt_len,
         lambda s: "eval_max_context_len - 1" if s.given("eval_max_context_len") else "same as rollout_max_prompt_len",
@@ -123,18 +127,17 @@ class EvalSettings:
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES, within=TOKENS_OR_NONE)
     """Fewest tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
-    """Share of each dataset's samples, rounded up, that may fail for good (engine, tool, your function), each after
-    three tries (one that stood still: one), before the run ends. They are counted and have no part in any score; a
-    dataset of which all failed has none."""
+    """Fraction of each dataset's samples, rounded up, that may fail for good (engine, tool, your function) before the
+    run ends. A sample fails after three tries (one that made no progress: after one). Failed samples are counted and
+    enter no score; a dataset where all fail has no score."""
 
 
 def evaluation_has_data(args: Args) -> str | None:
-    """Evaluation needs data, and data an interval."""
     data = args.eval_prompt_data
     if data is not None and len(data) % 2:
         return f"got eval_prompt_data {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
     if data is not None and args.eval_config is not None:
-        return "got --eval-prompt-data with --eval-config, which names the datasets; give one of them"
+        return "got --eval-prompt-data and --eval-config, which both name the datasets; give one of them"
     named = data is not None or args.eval_config is not None
     if args.eval_interval is not None and not named and args.eval_function_path is None:
         return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
@@ -144,7 +147,6 @@ def evaluation_has_data(args: Args) -> str | None:
 
 
 def lengths_fit(args: Args) -> str | None:
-    """Prompt and answer fit into the conversation."""
     context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
     if args.was_given("eval_max_context_len") and context is not None and prompt is not None and prompt > context - 1:
         return f"got eval_max_prompt_len {prompt} above eval_max_context_len {context} - 1; no token would be left"

@@ -1,4 +1,4 @@
-"""User code in the loop, by import path. Every hook's signature is checked before anything starts."""
+"""User code in the loop, by import path. Signatures are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
-"""Rollout function of a run that samples step by step."""
+"""Samples step by step."""
 SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
-"""Rollout function of supervised fine-tuning: rows become samples, no engine."""
+"""Supervised fine-tuning: rows become samples, without engines."""
 FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
-"""The public name of `--fully-async`; its worker outlives a call, so that no function of one step could be it."""
+"""The public slime's name of `--fully-async`. Its worker outlives a step, so this is not a rollout function here."""
 _PUBLIC_PATHS = {
     "slime.rollout.sglang_rollout.generate_rollout": DEFAULT_ROLLOUT,
     "slime.rollout.sft_rollout.generate_rollout": SFT_ROLLOUT,
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async": FULLY_ASYNC,
 }
-"""Names that the public slime has for the built-in functions."""
+"""The public slime's names of the built-in functions."""
 _DISTILS = "slime.rollout.on_policy_distillation.reward_func"
 _AFTER_DISTILS = "slime.rollout.on_policy_distillation.post_process_rewards"
-"""The public names of distillation from a served teacher."""
+"""The public slime's names of distillation from a served teacher."""
 TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"
-"""Sample hook that asks the server of `--opd-teacher-url`."""
+"""Sample hook that sends samples to `--opd-teacher-url`."""
 
 _SAMPLES = Need(
-    lambda s: s.rollout_function_path != SFT_ROLLOUT, "a rollout that samples; fine-tuning reads its samples"
+    lambda s: s.rollout_function_path != SFT_ROLLOUT,
+    "a rollout that samples; fine-tuning takes its samples from the data",
 )
 _WEIGHTS = Need(lambda s: s.use_tis, "--use-tis")
 _OWN_LOSS = Need(lambda s: s.custom_loss_function_path is not None, "--custom-loss-function-path")
@@ -39,7 +40,6 @@ _DISK = Need(lambda s: s.update_weight_transport == "disk", "--update-weight-tra
 
 
 def _one_spelling(path: Any) -> Any:
-    """Rules know the built-in functions by one spelling."""
     dotted = str(path).replace(":", ".")
     dotted = _PUBLIC_PATHS.get(dotted, dotted)
     return dotted if dotted in _PUBLIC_PATHS.values() else path
@@ -56,11 +56,11 @@ def _with_teacher(paths: Any, s: Any) -> Adjusted | None:
     if s.opd_teacher_url is None:
         return None
     others = tuple(path for path in paths if path != TEACHER_HOOK)
-    return Adjusted((*others, TEACHER_HOOK), "--opd-teacher-url asks the teacher about each sample")
+    return Adjusted((*others, TEACHER_HOOK), "--opd-teacher-url: the teacher scores each sample")
 
 
 def teacher_of_reward(s: Any) -> str | None:
-    """The teacher's address, where the public reward function of distillation asks it."""
+    """The teacher's address for the public slime's reward function of distillation."""
     url = s.given("rm_url")
     return None if url is None or s.given("custom_rm_path") != _DISTILS else str(url).removesuffix("/generate")
 
@@ -68,7 +68,7 @@ def teacher_of_reward(s: Any) -> str | None:
 def _no_reward(path: Any, s: Any) -> Adjusted | None:
     if path not in (_DISTILS, _AFTER_DISTILS):
         return None
-    return Adjusted(None, "the teacher at --rm-url is asked by a sample hook, see --opd-teacher-url")
+    return Adjusted(None, "a sample hook asks the teacher at --rm-url, see --opd-teacher-url")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class HookSettings:
 
     rollout_function_path: str = derived(
         lambda s: SFT_ROLLOUT if fine_tunes(s) else None,
-        "--loss-type sft_loss learns from the data, not from rewards",
+        "--loss-type sft_loss learns from data, not from rewards",
         default=DEFAULT_ROLLOUT,
         canonical=_one_spelling,
         adjust=_own_worker,
@@ -88,18 +88,18 @@ class HookSettings:
     custom_generate_function_path: str | None = None
     """One sample: async fn(args, sample, sampling_params[, evaluation]) -> Sample or list of samples."""
     rollout_sample_hook_path: tuple[str, ...] = opt((), append=True, adjust=_with_teacher)
-    """Sees or replaces each finished sample before its reward: [async] fn(args, sample[, rollout_id, evaluation]) ->
-    Sample or None (keeps it). Repeatable: called in the order of the flags."""
+    """Gets each finished sample before its reward, and may replace it: [async] fn(args, sample[, rollout_id,
+    evaluation]) -> Sample, or None to keep it. Repeatable; called in the order of the flags."""
     custom_rm_path: str | None = opt(None, adjust=_no_reward)
-    """Grader: fn(args, sample, **kw), sync or async; with --group-rm it gets and returns a list."""
+    """Grader: [async] fn(args, sample, **kw); with --group-rm it gets and returns a list."""
     dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
-    """Keep a finished group? fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
+    """Says whether to keep a finished group: fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
     buffer_filter_path: str | None = None
     """Chooses buffered groups: fn(args, rollout_id, buffer, num_samples) -> groups."""
     rollout_sample_filter_path: str | None = opt(None, needs=_SAMPLES)
-    """Marks samples not to train on: fn(args, groups), sets sample.remove_sample."""
+    """Excludes samples from training: fn(args, groups), sets sample.remove_sample."""
     rollout_all_samples_process_path: str | None = opt(None, needs=_SAMPLES)
-    """Sees everything generated in a step, dropped groups too: fn(args, all_groups, data_source)."""
+    """Gets everything generated in a step, also dropped groups: fn(args, all_groups, data_source)."""
     custom_reward_post_process_path: str | None = opt(None, adjust=_no_reward)
     """Rewards to train on, in place of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
@@ -107,46 +107,47 @@ class HookSettings:
     custom_advantage_function_path: str | None = opt(None, needs=ADVANTAGES)
     """Replaces the estimator: fn(args, rollout_data), sets rollout_data["advantages"] (and "returns")."""
     rollout_data_postprocess_path: str | None = opt(None, needs=ADVANTAGES)
-    """Last word on the advantages: fn(args, rollout_id, rollout_data), changes rollout_data["advantages"] and
-    ["returns"] in place."""
+    """Changes rollout_data["advantages"] and ["returns"] in place before training: fn(args, rollout_id, rollout_data).
+    """
     custom_loss_function_path: str | None = None
     """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
     custom_loss_logits: bool = opt(False, needs=_OWN_LOSS)
-    """The loss function gets the logits [1, T, V] of a micro-batch's row, prompts included, in the place of log-probs.
-    They and their gradient are 2 x T x V numbers of the model's dtype on each rank: keep --max-tokens-per-gpu small."""
+    """The custom loss gets the logits [1, T, V] of a micro-batch's row, including prompts, in place of log-probs.
+    Logits and their gradient are 2 x T x V numbers of the model's dtype per rank, so keep --max-tokens-per-gpu small.
+    """
     custom_tis_function_path: str | None = opt(None, needs=(POLICY_TERM, _WEIGHTS))
     """Replaces the weights of --use-tis: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
     total_lengths, response_lengths) -> (pg_loss, masks, metrics), called by keyword."""
     custom_pg_loss_reducer_function_path: str | None = opt(None, needs=POLICY_TERM)
-    """Replaces the aggregation of the policy loss: fn(total_lengths, response_lengths, masks,
-    calculate_per_token_loss) -> fn(token loss) -> scalar; the scalars of micro-batches are added up."""
+    """Replaces the aggregation of the policy loss: fn(total_lengths, response_lengths, masks, calculate_per_token_loss)
+    -> fn(token loss) -> scalar. The scalars of micro-batches are added."""
     custom_megatron_init_path: str | None = None
-    """On each training rank when it has joined its process groups, before there is a model: fn(args)."""
+    """Called on each training rank after it joined its process groups, before the model exists: fn(args)."""
     custom_megatron_before_log_prob_hook_path: str | None = None
-    """On each training rank before a forward pass without gradients: fn(args, model, store_prefix); the prefix is empty
-    for the policy and the critic, else ref_ or teacher_."""
+    """Called on each training rank before a forward pass without gradients: fn(args, model, store_prefix). The prefix
+    is empty for policy and critic, else ref_ or teacher_."""
     custom_megatron_before_train_step_hook_path: str | None = None
-    """On each training rank before an optimizer step: fn(args, rollout_id, step_id, model, optimizer,
+    """Called on each training rank before an optimizer step: fn(args, rollout_id, step_id, model, optimizer,
     opt_param_scheduler)."""
     custom_rollout_log_function_path: str | None = None
-    """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
+    """Logs a rollout: fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True skips the
+    default logging."""
     custom_update_weight_post_write_path: str | None = opt(None, needs=_DISK)
-    """Called when a weight version is whole on disk, before engines load it: fn(args, version_dir, rollout_engines),
-    on training rank 0, with the engines' addresses."""
+    """Called on training rank 0 when a weight version is complete on disk, before engines load it: fn(args,
+    version_dir, rollout_engines), with the engines' addresses."""
     custom_pull_weights_pre_read_path: str | None = opt(
         None, names=("--sglang-custom-pull-weights-pre-read-hook",), needs=_AGENTS
     )
-    """Called by the agent beside each engine before it reads a weight version: fn(source_dir, target_version)."""
+    """Called by the agent next to each engine before it reads a weight version: fn(source_dir, target_version)."""
     custom_eval_rollout_log_function_path: str | None = None
-    """fn(rollout_id, args, data, extra_metrics) -> bool; True replaces the default logging."""
+    """Logs an evaluation: fn(rollout_id, args, data, extra_metrics) -> bool; True skips the default logging."""
 
 
 def logits_are_of_whole_samples(args: Args) -> str | None:
-    """A loss over logits finds each sample whole in its row."""
     cases = (
-        ((args.megatron["context_parallel_size"] or 1) > 1, "--context-parallel-size, whose ranks have parts of rows"),
-        (args.use_prefix_sharing, "--use-prefix-sharing, whose rows have once what samples share"),
-        (args.enable_mtp_training, "--enable-mtp-training, whose loss is made of log-probs"),
+        ((args.megatron["context_parallel_size"] or 1) > 1, "--context-parallel-size, whose ranks hold parts of rows"),
+        (args.use_prefix_sharing, "--use-prefix-sharing, whose rows hold a shared prefix once"),
+        (args.enable_mtp_training, "--enable-mtp-training, whose loss needs log-probs"),
     )
     others = [text for holds, text in cases if holds]
     if not args.custom_loss_logits or not others:

@@ -1,4 +1,4 @@
-"""Rewards: which grader and the limits it runs under; agents, whose adapter listens for them."""
+"""Rewards: the grader and its limits; agents: what their adapter allows and where it listens."""
 
 from __future__ import annotations
 
@@ -12,36 +12,29 @@ from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import first_row_names, grader_of_data
 from slime.settings.eval_config import eval_datasets
-from slime.settings.fields import Need, Rule, derived, opt
-from slime.settings.flags import COUNT, SECONDS
+from slime.settings.fields import Need, Rule, derived, opt, refuse_if
+from slime.settings.flags import COUNT, SECONDS, host_form, url_form
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT, teacher_of_reward
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# Rewards: which grader, and the limits it runs under.
-
 GRADERS = "slime.rewards.graders:GRADERS"
-"""The registry of graders, which stands above the settings."""
 
 
 def _may_ask_a_service(s: Any) -> bool:
-    """Whether a grader that asks `--rm-url` may be named: by a setting, a dataset or the metadata of a row.
-
-    Functions may ask it too.
-    """
+    """Whether something may send requests to `--rm-url`: a grader of a setting, dataset or row, or a function."""
     if teacher_of_reward(s) is not None:
         return True
     return _may_be_graded_by(s, lambda kind: "rm_url" in getattr(kind, "__dataclass_fields__", {}))
 
 
 def _may_run_code(s: Any) -> bool:
-    """Whether a grader that runs programs may be named."""
     return _may_be_graded_by(s, lambda kind: kind.runs_code)
 
 
 def _may_be_graded_by(s: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether a grader that fits, or a function, may be named."""
+    """Whether a grader that fits, or a function, may be used."""
     if s.custom_rm_path or s.custom_generate_function_path or s.data_source_path:
         return True
     try:
@@ -53,7 +46,7 @@ def _may_be_graded_by(s: Any, fits: Callable[[Any], bool]) -> bool:
         return any(fits(grader_of(name)) for name in named) or any(
             first_row_names(file, s.metadata_key) for file in files
         )
-    except ConfigError:  # a rule tells it
+    except ConfigError:  # a rule reports it
         return True
 
 
@@ -79,43 +72,42 @@ _CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """Grading. Graders run in processes that can be killed."""
+    """Grading, in processes that can be killed."""
 
     rm_type: str | None = derived(_grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS)
-    """Grader: a built-in one, or the import path of your own class; metadata["rm_type"] of a row overrides it. Default:
+    """Grader: a built-in one, or the import path of your own class. metadata["rm_type"] of a row overrides it. Default:
     the one that comes with the data (rg:NAME), unless a function grades."""
-    rm_url: str | None = opt(None, needs=_SERVICE)
-    """Address of the grader of --rm-type remote_rm."""
+    rm_url: str | None = opt(None, form=url_form, needs=_SERVICE)
+    """Address of the grader for --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one, within=COUNT)
-    """Most samples in one request to --rm-url: 1 sends an object for each, more a list of objects."""
+    """Most samples per request to --rm-url. 1: each request is one object; more: a list of objects."""
     allow_unconfined_code: bool = opt(False, needs=_CODE)
-    """Let a grader run programs that a model wrote also where the machine cannot hold them: without user namespaces
-    they reach the network and other processes, without Landlock all files. Else such a machine is refused."""
+    """Let graders run model-written programs on a machine that cannot confine them: without user namespaces they reach
+    the network and other processes, without Landlock all files. Default: such a machine is refused."""
     reward_key: str | None = None
-    """Which entry of a dict reward is the number to train on."""
+    """Entry of a dict reward to train on."""
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
     reward_timeout_s: float = opt(30.0, within=SECONDS)
-    """Limit of one grading, in seconds from when the grader begins: of processor time for a built-in grader that only
-    computes, else by the clock; after that the sample is unscored, not zero."""
+    """Time limit of one grading, in seconds from its start: processor time for a built-in grader that only computes,
+    else wall-clock time. After that the sample is unscored, not zero."""
     ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
-    """What becomes of an answer on which a built-in grader that only computes runs out of processor time, memory or
-    stack, or raises: the reward of a wrong answer, or none. Failures of services and machines never are a reward."""
-    reward_num_workers: int = derived(_num_workers, "one for each usable core, at least 4, at most 64", within=COUNT)
-    """Grader processes, started when needed: so many calls of a function that blocks (a judge behind HTTP) run at a
-    time, and 128 of one that is async. Those that only compute use no more than there are cores. Default: the number of
-    usable cores, but 4 to 64."""
+    """Reward of an answer on which a built-in grader that only computes runs out of processor time, memory or stack, or
+    raises: that of a wrong answer, or none. Failures of services and machines never become a reward."""
+    reward_num_workers: int = derived(_num_workers, "one per usable core, from 4 to 64", within=COUNT)
+    """Number of grader processes, started when needed. So many calls of a blocking function (a judge behind HTTP) run
+    at a time, and 128 of an async one. Graders that only compute use at most as many as there are cores. Default:
+    usable cores, from 4 to 64."""
     reward_memory_limit_mb: int = opt(2048, ge=16, le=100_000_000)
-    """Address space of one grader process, in MiB."""
+    """Most address space of one grader process, in MiB."""
 
 
 def grader_of(rm_type: str) -> Any:
-    """The entry of the graders' registry. Raises `ConfigError`."""
+    """The registry entry of a grader. Raises `ConfigError`."""
     return load_object(GRADERS).get(rm_type)
 
 
 def grader_is_known(args: Args) -> str | None:
-    """A misspelt grader is found before any process starts."""
     try:
         for rm_type in (args.rm_type, *(d.rm_type for d in eval_datasets(args))):
             if rm_type:
@@ -126,30 +118,28 @@ def grader_is_known(args: Args) -> str | None:
 
 
 def rewards_are_used_as_asked(args: Args) -> str | None:
-    """Several numbers need a key; batches need a service to go to."""
     keys = ", ".join(grader_of(args.rm_type).score_keys) if args.rm_type and grader_is_known(args) is None else ""
     if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
-        return f"got --rm-type {args.rm_type} without --reward-key; it returns several numbers, pick one of {keys}"
-    if args.rm_batch_size < 1 or (args.rm_batch_size > 1 and not args.rm_url):
-        return f"got --rm-batch-size {args.rm_batch_size}; give 1 or more, above 1 with the --rm-url that gets batches"
+        return f"got --rm-type {args.rm_type}, which returns several numbers, without --reward-key; give one of {keys}"
+    if args.rm_batch_size > 1 and not args.rm_url:
+        return f"got --rm-batch-size {args.rm_batch_size} without --rm-url; give the address that gets the batches"
     return None
 
 
 RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_used_as_asked)
 
-# Agents: what the adapter that they talk to lets them do, and where it listens.
+# --- Agents
 
 FORMATS = "slime.agent.parsers:FORMATS"
-"""The registry of formats of calls, which stands above the settings."""
 
 
 def _may_run_agents(s: Any) -> bool:
-    """Only functions of users begin executions of agents."""
+    """Only users' functions run agents."""
     if s.custom_generate_function_path or s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
         return True
     try:
         return any(d.custom_generate_function_path for d in eval_datasets(s))
-    except ConfigError:  # a rule tells it
+    except ConfigError:  # a rule reports it
         return True
 
 
@@ -158,29 +148,29 @@ _AGENTS = Need(_may_run_agents, "your own function that runs agents, --custom-ge
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """An agent talks to the adapter as to OpenAI or Anthropic: slime.agent.running.execution in your function."""
+    """The adapter that agents call like OpenAI or Anthropic: slime.agent.running.execution in your function."""
 
     agent_tool_format: str | None = opt(None, needs=_AGENTS)
-    """How the model writes calls: a built-in format, or the import path of your own class; `text` leaves calls text.
-    Default: the one whose marks the chat template has. Where it has those of none, agents with tools are refused."""
+    """How the model writes tool calls: a built-in format, or the import path of your own class; `text` leaves calls as
+    text. Default: the format whose marks are in the chat template. If there are none, agents with tools are refused."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
-    """Let agents choose temperature, top-p and top-k. Answers that were sampled otherwise than the run does are context
-    then, not trained: log-probs are computed under the run's. Default: the run's hold, whatever an agent asks for."""
+    """Let agents choose temperature, top-p and top-k. Answers sampled with other values than the run's are then context
+    and not trained, because log-probs use the run's values. Default: the run's values apply, whatever an agent asks
+    for."""
     agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
-    """Most answers in one execution; further requests are refused, and the execution is truncated."""
+    """Most answers in one execution; then requests are refused, and the execution is truncated."""
     agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)
-    """Longest execution, in seconds; after it requests end and are refused, and the execution is truncated."""
-    agent_host: str = opt("127.0.0.1", needs=_AGENTS)
-    """Address at which the adapter listens. Agents outside this host need another than the default, and a network where
-    only they reach it: the key of a session is all that protects it, and it is not encrypted."""
+    """Longest execution, in seconds; then requests end and are refused, and the execution is truncated."""
+    agent_host: str = opt("127.0.0.1", form=host_form, needs=_AGENTS)
+    """Address that the adapter listens on. Agents outside this host need another one, on a network that only they
+    reach: a session's key is the only protection, and nothing is encrypted."""
     agent_port: int = opt(0, ge=0, le=65535, needs=_AGENTS)
-    """Port of the adapter; 0: a free one."""
-    agent_url: str | None = opt(None, needs=_AGENTS)
-    """Address that agents are given, such as that of a tunnel or a container's gateway. Default: where it listens."""
+    """Port of the adapter. 0: a free one."""
+    agent_url: str | None = opt(None, form=url_form, needs=_AGENTS)
+    """URL that agents get, for example of a tunnel or a container's gateway. Default: where the adapter listens."""
 
 
 def format_is_known(args: Args) -> str | None:
-    """A misspelt format is found before any process starts."""
     try:
         if args.agent_tool_format:
             load_object(FORMATS).get(args.agent_tool_format)
@@ -189,14 +179,11 @@ def format_is_known(args: Args) -> str | None:
     return None
 
 
-def one_port_for_one_server(args: Args) -> str | None:
-    """Each process that runs agents has a server of its own for them."""
-    if not args.agent_port or args.rollout_num_workers < 2:
-        return None
-    return (
-        f"got agent_port {args.agent_port} with rollout_num_workers {args.rollout_num_workers}, which would all listen "
-        "there; leave agent_port out, or give --rollout-num-workers 1"
-    )
-
-
-AGENT_RULES: tuple[Rule, ...] = (format_is_known, one_port_for_one_server)
+AGENT_RULES: tuple[Rule, ...] = (
+    format_is_known,
+    refuse_if(
+        lambda s: s.agent_port and s.rollout_num_workers > 1,
+        "got agent_port {s.agent_port} with rollout_num_workers {s.rollout_num_workers}, but each worker needs a port "
+        "of its own; leave agent_port out, or give --rollout-num-workers 1",
+    ),
+)

@@ -1,4 +1,4 @@
-"""Generation: how many prompts and samples per step, how they are sampled, how long the loop runs."""
+"""Generation: prompts and samples per step, sampling, length of the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.core.hf_config import context_length_of, read_hf_config
 from slime.core.registry import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import count_rows
-from slime.settings.fields import Need, Passed, Rule, derived, opt
+from slime.settings.fields import Need, Passed, Rule, derived, opt, refuse_if
 from slime.settings.flags import (
     COUNT,
     COUNT_OR_NONE,
@@ -25,24 +25,24 @@ from slime.settings.flags import (
     TOKENS,
     TOKENS_OR_NONE,
 )
+from slime.settings.groups.evaluation import SAMPLED
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
 SCHEDULES = "slime.rollout.schedules:SCHEDULES"
-"""The registry of schedules."""
-
-
 RESPONSE_LEN = 1024
-"""Tokens of a response, unless a limit is given."""
+"""Default limit of a response, in tokens."""
+LEAST_TEMPERATURE = 0.01
+LEAST_TOP_P = 0.001
 REQUESTS_OF_A_PROCESS = 1024
-"""So many samples at a time are work enough for a process of their own."""
+"""Samples at a time that keep one rollout worker process busy."""
 
 
 def _half_of_context(s: Any) -> int | None:
-    """Only where a prompt and the usual response do not fit."""
-    if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule says so
+    """Only if a prompt and the usual response do not fit."""
+    if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule reports it
         return None
     context = context_length_of(read_hf_config(s.hf_checkpoint))
     return context // 2 if context is not None and 2 <= context <= RESPONSE_LEN else None
@@ -60,7 +60,7 @@ def _why_rows(s: Any) -> str:
 
 
 def _num_batches_ahead(s: Any) -> int:
-    """Batches under way; with more, long responses get old before they are finished."""
+    """Batches in flight; with more, long responses become stale before they finish."""
     return min(s.max_weight_staleness or 0, 1) + 1
 
 
@@ -122,15 +122,19 @@ _PAUSES = Need(
     lambda s: s.fully_async or s.pause_generation_mode == "abort",
     "--fully-async: nothing else runs while weights are synced",
 )
+_RESPONSES = Need(
+    lambda s: SAMPLED.acts(s) or s.loss_aggregation == "constant_length",
+    f"{SAMPLED.text}, or --loss-aggregation constant_length",
+)
 _CONTINUES = Need(lambda s: s.partial_rollout, "--partial-rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """Generation of the samples of one step, and the length of the loop."""
+    """Generation of one step's samples, and the length of the loop."""
 
     hf_checkpoint: str = opt("", required="--hf-checkpoint DIR names the model")
-    """HF model folder: architecture, initial weights, tokenizer. Required."""
+    """Hugging Face model folder: architecture, initial weights, tokenizer. Required."""
     num_rollout: int = derived(
         _rows_of_epochs,
         _why_rows,
@@ -151,41 +155,43 @@ class RolloutSettings:
     """Prompts per step. Required."""
     n_samples_per_prompt: int = opt(1, within=COUNT)
     """Executions (samples) per prompt."""
-    over_sampling_batch_size: int = derived(lambda s: s.rollout_batch_size, "rollout_batch_size", within=COUNT)
-    """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. When fewer than the batch
-    are finished or under way, what is missing is issued in the same proportion."""
-    rollout_temperature: float = opt(1.0, ge=0, le=1_000)
-    """Sampling temperature; the trainer divides the logits by the same number."""
-    rollout_top_p: float = opt(1.0, within=FRACTION)
-    """Top-p sampling. The trainer's log-probs are then those of the set of tokens that was sampled from; what would
-    compare them with those of the whole vocabulary is refused."""
-    rollout_top_k: int = opt(-1, ge=-1, le=100_000_000)
-    """Top-k sampling, -1 is off. The trainer's log-probs are as with --rollout-top-p."""
-    rollout_max_response_len: int = derived(
-        _half_of_context, "half of the model's context", default=RESPONSE_LEN, within=TOKENS
+    over_sampling_batch_size: int = derived(
+        lambda s: s.rollout_batch_size, "rollout_batch_size", needs=SAMPLED, within=COUNT
     )
-    """Most tokens of one answer of the model: of each turn, where an execution has several. Default: 1024, or half of
-    the context of a model that has no more."""
-    rollout_max_total_response_len: int | None = opt(None, within=TOKENS)
-    """Most tokens that one execution samples, over all of its answers: turns with tools, the conversations of an agent.
-    What tools and templates say does not count. Answers that are sampled side by side may each use what is left when
-    they begin. Default: no limit."""
+    """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. If fewer than the batch
+    are finished or in flight, the step issues more in the same proportion."""
+    rollout_temperature: float = opt(1.0, ge=0, le=1_000, needs=SAMPLED)
+    """Sampling temperature; the trainer divides the logits by the same number."""
+    rollout_top_p: float = opt(1.0, within=FRACTION, needs=SAMPLED)
+    """Top-p sampling. The trainer's log-probs are then over the tokens that were sampled from; settings that would
+    compare them with log-probs over the whole vocabulary are refused."""
+    rollout_top_k: int = opt(-1, ge=-1, le=100_000_000, needs=SAMPLED)
+    """Top-k sampling, -1 is off. For the trainer's log-probs see --rollout-top-p."""
+    rollout_max_response_len: int = derived(
+        _half_of_context, "half of the model's context", default=RESPONSE_LEN, needs=_RESPONSES, within=TOKENS
+    )
+    """Most tokens of one answer of the model; in a multi-turn execution, of each turn. Default: 1024, or half the
+    model's context if that is at most 1024."""
+    rollout_max_total_response_len: int | None = opt(None, needs=_RESPONSES, within=TOKENS)
+    """Most tokens sampled in one execution, over all its answers: turns with tools, an agent's conversations. Text of
+    tools and templates does not count. Answers sampled in parallel may each use what is left when they begin. Default:
+    no limit."""
     rollout_max_context_len: int | None = opt(None, ge=2, le=100_000_000)
-    """Most tokens of a conversation: a prompt and all that follows, tool results included. An answer that gets there
-    ends, and a conversation of fine-tuning that is longer is left out and counted. Default: the context of the model,
-    where engines end; none in fine-tuning."""
+    """Most tokens of a conversation: the prompt and everything after it, including tool results. An answer ends there.
+    A longer conversation in fine-tuning is left out and counted. Default: the model's context, where engines stop; none
+    in fine-tuning."""
     rollout_max_prompt_len: int | None = derived(
         lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",
         within=TOKENS,
     )
-    """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is
-    given; none with loss_type sft_loss, where prompts are conversations that are rendered later."""
-    rollout_skip_special_tokens: bool = False
-    """Leave special tokens out of the response text (never out of the trained ids)."""
-    rollout_stop: tuple[str, ...] | None = None
+    """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is given;
+    none with loss_type sft_loss, whose conversations are rendered later."""
+    rollout_skip_special_tokens: bool = opt(False, needs=SAMPLED)
+    """Leave special tokens out of the response text; the trained ids keep them."""
+    rollout_stop: tuple[str, ...] | None = opt(None, needs=SAMPLED)
     """Strings that end a response."""
-    rollout_stop_token_ids: tuple[int, ...] | None = opt(None, within=TOKENS_OR_NONE)
+    rollout_stop_token_ids: tuple[int, ...] | None = opt(None, needs=SAMPLED, within=TOKENS_OR_NONE)
     """Token ids that end a response."""
     rollout_shuffle: bool = False
     """Shuffle the prompts again in each epoch, seeded by rollout_seed + epoch."""
@@ -193,146 +199,125 @@ class RolloutSettings:
     """Seed of the shuffle and, where the engine samples by seed, of sampling."""
     partial_rollout: bool = derived(
         lambda s: True if s.fully_async else None,
-        "--fully-async syncs weights while groups are half done",
+        "--fully-async syncs weights while groups are unfinished",
         default=False,
+        needs=SAMPLED,
     )
-    """Keep the tokens of samples that the end of a step interrupts, and continue them later."""
+    """Keep the tokens of samples that are unfinished at the end of a step, and continue them later."""
     mask_offpolicy_in_partial_rollout: bool = opt(False, needs=_CONTINUES)
-    """Train only the tokens that the newest weights sampled in a continued sample."""
+    """In a continued sample, train only the tokens that the newest weights sampled."""
     update_weights_interval: int = opt(1, within=STEPS)
     """Steps between weight syncs (train_async.py only)."""
     rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
-    """When groups are started, and which are trained. step: each step generates what it trains. fully_async: a worker
-    generates all the time, and a step trains the oldest groups that are finished. function: --rollout-function-path
-    does both. An import path names a class of your own (docs/customization.md). Default: fully_async with
-    --fully-async, function with a --rollout-function-path of your own, else step."""
+    """When groups start, and which are trained. step: each step generates what it trains. fully_async: a worker
+    generates all the time, and a step trains the oldest finished groups. function: --rollout-function-path does both.
+    An import path names your own class (docs/customization.md). Default: fully_async with --fully-async, function with
+    your own --rollout-function-path, else step."""
     fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
-    """Generate all the time, also while weights are trained and synced (train_async.py only): the same as
-    --rollout-schedule fully_async, or --rollout-function-path
-    slime.rollout.fully_async.generate_rollout_fully_async. Default: what --rollout-schedule says."""
+    """Generate all the time, also while weights are trained and synced (train_async.py only). Same as
+    --rollout-schedule fully_async, or --rollout-function-path slime.rollout.fully_async.generate_rollout_fully_async.
+    Default: as --rollout-schedule says."""
     max_groups_in_flight: int | None = derived(
         lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
         lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",
         needs=_WORKER,
         within=COUNT,
     )
-    """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
-    rollout_batch_size, half of that if max_weight_staleness is 0."""
+    """Most groups of the fully_async worker, running or finished and waiting. Default: 2 * rollout_batch_size, half of
+    that if max_weight_staleness is 0."""
     max_weight_staleness: int | None = derived(
         lambda s: 2 if s.fully_async else None, "--fully-async", within=STEPS_OR_NONE
     )
-    """How many versions (trained steps) the weights that sampled a token may be older than those that are trained;
-    groups with older tokens start over. Finished groups beyond a batch are kept for the next step. Default: 2 with
-    --fully-async; otherwise a step trains what was sampled in it, and what --partial-rollout continues."""
+    """By how many versions (trained steps) the weights that sampled a token may lag behind those being trained. Groups
+    with older tokens start over. Finished groups beyond a batch are kept for the next step. Default: 2 with
+    --fully-async; otherwise a step trains what it sampled, and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
-    """What a weight sync does to requests under way (fully_async): abort ends them, and they are sent again with their
-    tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
-    with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
+    """What a weight sync does to running requests (fully_async). abort: they end and are sent again with their tokens.
+    retract: they continue under the new weights after reading all tokens again. in_place: they continue with the keys
+    and values of the old weights. The weight sync before a checkpoint always ends them, so that the checkpoint holds
     their tokens."""
     execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
-    """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
-    and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
-    slime.rollout.guard; while an engine or a sandbox works for it, their own limits hold. The length of an execution
-    has no limit in seconds. Filters, converters and log functions may take as long in one call, and a rollout
-    function may be without progress of its executions as long; the run then ends. A function may keep the event loop
-    from turning as long: it is then broken off, or else its process ends, which is the run's without workers
-    (--rollout-num-workers). 0: no limit."""
+    """Seconds without progress after which an execution fails: a generate function with its sample hooks. The message
+    says where it stands. Progress is an engine's answer, a command in a sandbox, or a call of alive() of
+    slime.rollout.guard; while an engine or sandbox works for it, their own limits apply. The total time of an execution
+    is not limited. Filters, converters and log functions have the same limit per call, and a rollout function may have
+    executions without progress for as long; then the run ends. A function that blocks the event loop for as long is
+    interrupted, or its process ends; without workers (--rollout-num-workers) that process is the run's. 0: no limit."""
     rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
-    """Processes that work on samples beside the rollout's own, on the driver's host: each asks the engines itself and
-    has a tokenizer, its part of the graders, and a copy of your generate function, filters and sample hooks with what
-    they keep in their modules. 0: the rollout's own process does it all. Default: one for each 1024 samples at a time,
-    but at most a quarter of the usable cores, and one with --agent-port."""
+    """Processes besides the rollout's own that work on samples, on the driver's host. Each sends its own requests to
+    the engines and has a tokenizer, its share of the graders, and its own copy of your generate function, filters and
+    sample hooks with their module state. 0: the rollout's own process does everything. Default: one per 1024 samples at
+    a time, at most a quarter of the usable cores, and at most one with --agent-port."""
     rollout_global_timeout_s: float | None = opt(None, within=SECONDS)
     """Limit of one whole generation phase, in seconds."""
 
 
 PASSED: tuple[Passed, ...] = (
-    Passed(  # the versions of a sample then say whether its keys and values are of several
+    Passed(  # then a sample's versions say whether its keys and values come from several weights
         "sglang",
         "chunked_prefill_size",
         lambda s: -1 if s.fully_async and s.pause_generation_mode == "in_place" else None,
-        "--pause-generation-mode in_place: prompts are read at once",
+        "--pause-generation-mode in_place reads a prompt in one go",
     ),
 )
 
 
-def temperature_is_positive(args: Args) -> str | None:
-    """Greedy samples have no log-prob to learn from."""
-    if args.rollout_temperature > 0:
-        return None
-    return (
-        f"got rollout_temperature {args.rollout_temperature}: greedy samples of a prompt are all equal and their "
-        "log-probs divide by zero; give a value > 0 (--eval-temperature 0 is fine)"
-    )
-
-
-def sampled_set_is_not_empty(args: Args) -> str | None:
-    """Top-p and top-k leave something to sample."""
-    if 0 < args.rollout_top_p <= 1 and (args.rollout_top_k >= 1 or args.rollout_top_k == -1):
-        return None
-    return (
-        f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}; "
-        "give 0 < top_p <= 1, and top_k >= 1 or -1 for all"
-    )
-
-
 def engines_divide_by_the_temperature(args: Args) -> str | None:
-    """An environment variable of SGLang takes the temperature out of its log-probs."""
+    """An environment variable makes SGLang report log-probs without the temperature."""
     if args.rollout_temperature == 1.0 or args.debug_train_only:
         return None
     if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes", "y"):
         return None
     return (
-        f"got SGLANG_RETURN_ORIGINAL_LOGPROB in the environment with rollout_temperature "
-        f"{args.rollout_temperature}: engines would report log-probs at temperature 1, and the trainer those that "
-        "tokens were sampled with; unset it"
-    )
-
-
-def over_sampling_covers_batch(args: Args) -> str | None:
-    """Fewer prompts than a batch never fill it."""
-    if args.over_sampling_batch_size >= args.rollout_batch_size:
-        return None
-    return (
-        f"got over_sampling_batch_size {args.over_sampling_batch_size} below rollout_batch_size "
-        f"{args.rollout_batch_size}; raise it or leave it out"
+        "SGLANG_RETURN_ORIGINAL_LOGPROB in the environment does not work with rollout_temperature "
+        f"{args.rollout_temperature}: engines would report log-probs at temperature 1, but the trainer computes those "
+        "of the sampled distribution; unset it"
     )
 
 
 def one_length_of_the_run(args: Args) -> str | None:
-    """Epochs and steps say the same thing twice."""
     epochs = _rows_of_epochs(args) if args.was_given("num_rollout") else None
     if epochs is None or args.num_rollout in (0, epochs):
         return None
     return (
-        f"got num_rollout {args.num_rollout} with num_epoch {args.num_epoch}, which is {_why_rows(args)} = {epochs} "
-        "steps; give one of the two"
+        f"got num_rollout {args.num_rollout}, but num_epoch {args.num_epoch} means {_why_rows(args)} = {epochs} steps; "
+        "give one of the two"
     )
 
 
 def an_epoch_has_a_step(args: Args) -> str | None:
-    """An epoch counts whole batches."""
     if args.num_epoch is None or args.was_given("num_rollout") or args.num_rollout > 0:
         return None
     return f"got {_why_rows(args)} = 0 steps, so nothing would be trained; lower --rollout-batch-size"
 
 
-def lengths_fit(args: Args) -> str | None:
-    """Prompt and response fit into the context."""
-    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
-    if context is not None and prompt is not None and prompt > context - 1:
-        return (
-            f"got rollout_max_prompt_len {prompt} above rollout_max_context_len {context} - 1; no token would be left"
-        )
-    return None
+def _leaves_no_token(s: Any) -> bool:
+    context, prompt = s.rollout_max_context_len, s.rollout_max_prompt_len
+    return context is not None and prompt is not None and prompt > context - 1
 
 
 RULES: tuple[Rule, ...] = (
-    temperature_is_positive,
-    sampled_set_is_not_empty,
+    refuse_if(
+        lambda s: s.rollout_temperature < LEAST_TEMPERATURE,
+        "got rollout_temperature {s.rollout_temperature}, at which the samples of a prompt are all equal, and the "
+        f"log-probs that are trained divide by it; give at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
+    ),
+    refuse_if(
+        lambda s: not (LEAST_TOP_P <= s.rollout_top_p <= 1 and (s.rollout_top_k >= 1 or s.rollout_top_k == -1)),
+        "got rollout_top_p {s.rollout_top_p} and rollout_top_k {s.rollout_top_k}; "
+        f"give {LEAST_TOP_P} <= top_p <= 1, and top_k >= 1 or -1 for all",
+    ),
     engines_divide_by_the_temperature,
-    over_sampling_covers_batch,
+    refuse_if(
+        lambda s: s.over_sampling_batch_size < s.rollout_batch_size,
+        "over_sampling_batch_size {s.over_sampling_batch_size} is below rollout_batch_size {s.rollout_batch_size}, so "
+        "no batch would ever be full; raise it or leave it out",
+    ),
     one_length_of_the_run,
     an_epoch_has_a_step,
-    lengths_fit,
+    refuse_if(
+        _leaves_no_token,
+        "got rollout_max_prompt_len {s.rollout_max_prompt_len} above rollout_max_context_len "
+        "{s.rollout_max_context_len} - 1, so no token would be left for an answer; lower it",
+    ),
 )

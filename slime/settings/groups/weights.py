@@ -1,4 +1,4 @@
-"""How new weights reach the engines, also those that serve quantised weights."""
+"""Weight sync, and engines that serve quantised weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.core.registry import load_object
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
-from slime.settings.fields import UNSET, Need, Rule, derived, opt
+from slime.settings.fields import UNSET, Need, Rule, derived, opt, refuse_if
 from slime.settings.flags import SECONDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-# How new weights reach the engines.
-
 TRANSPORTS = "slime.weights.transports:TRANSPORTS"
-"""The registry of transports, which stands above the settings."""
-
 
 AGENTS = Need(
     lambda s: (
@@ -26,11 +22,11 @@ AGENTS = Need(
     ),
     "--update-weight-transport disk and --update-weight-local-checkpoint-dir",
 )
-"""Agents beside engines bring weights to their hosts."""
+"""Agents next to engines copy weights to their hosts."""
 
 
 def _separate(s: Any) -> bool:
-    """Whether an engine may be where it cannot see the trainer's memory."""
+    """Whether some engine may not see the trainer's memory."""
     if s.rollout_external_engine_addrs:
         return True
     if s.device == "cuda":
@@ -69,7 +65,7 @@ def _hands_memory_over(s: Any) -> bool:
 
 
 def _one_name(value: Any) -> Any:
-    """The first name of a registered transport; a path stays as it is."""
+    """The first name of a registered transport; an import path stays as it is."""
     if value == "auto":
         return UNSET
     known = load_object(TRANSPORTS)
@@ -80,73 +76,59 @@ def _one_name(value: Any) -> Any:
 class WeightSyncSettings:
     """Weight sync. Every sync is verified; there is no switch for that."""
 
-    update_weight_transport: str = derived(
-        _transport,
-        _why,
-        chosen_from=TRANSPORTS,
-        canonical=_one_name,
-    )
-    """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
-    disk: a shared folder; mixed: tensor for the engines on GPUs of training ranks, distributed for the others; or the
-    import path of a transport of your own. auto, by where the engines of the policy are: mixed on cuda where
-    there are both kinds, distributed on cuda where all have GPUs of their own and where one may be on another host,
-    else tensor."""
+    update_weight_transport: str = derived(_transport, _why, chosen_from=TRANSPORTS, canonical=_one_name)
+    """tensor: shared memory, on cuda only under --colocate. distributed (alias nccl): a process group, gloo or NCCL.
+    disk: a shared folder. mixed: tensor for engines on GPUs of training ranks, distributed for the others. Or the
+    import path of your own transport. auto (default): mixed on cuda if some engines of the policy share GPUs with the
+    trainer and some do not; distributed if none do, or if an engine may be on another host; else tensor."""
     update_weight_mode: str = opt("full", choices=("full", "delta"))
-    """full: every weight sync sends all weights. delta: what changed since the one before, as files of the disk
-    transport, exact to the bit; the first of a start, and one in --update-weight-full-interval, is full."""
+    """full: every weight sync sends all weights. delta: only changes since the last sync, as files of the disk
+    transport, bit-exact; the first sync of a start, and one in --update-weight-full-interval, is full."""
     update_weight_folder_only: bool = opt(False, needs=AGENTS)
-    """Engines are paused, asked for their digests and let go on through the shared folder, too, by the agents beside
-    them: for engines whose control routes the trainer does not reach."""
+    """Agents also pause and resume the engines and report their digests, through the shared folder: for engines whose
+    control routes the trainer cannot reach."""
     check_weight_update_equal: bool = True
-    """Every weight sync is verified, with or without this flag; it cannot be switched off."""
+    """Every weight sync is verified, with or without this flag."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
-        "little else is on the GPU during a weight sync, and each bucket costs time",
+        "the GPU is mostly free during a weight sync, and each bucket costs time",
         default=512 * 1024**2,
         ge=1,
         le=1024**4,
     )
     """Bytes per bucket."""
     weight_sync_timeout_s: float = opt(300.0, within=SECONDS)
-    """Limit of each call to an engine in a weight sync, in seconds: to pause, to join, to take a bucket, to load."""
-
-
-def deltas_are_files(args: Args) -> str | None:
-    """Only the disk transport knows the version before."""
-    if args.update_weight_mode != "delta" or args.update_weight_transport == "disk":
-        return None
-    return (
-        f"got --update-weight-mode delta with --update-weight-transport {args.update_weight_transport}: deltas are "
-        "files in a shared folder; use disk, or leave the transport out"
-    )
-
-
-def every_sync_is_verified(args: Args) -> str | None:
-    """The public flag asks for what always happens."""
-    if args.check_weight_update_equal:
-        return None
-    return "got --no-check-weight-update-equal: every weight sync is verified, there is no other kind; leave it out"
+    """Time limit of each call to an engine in a weight sync (pause, join, receive a bucket, load), in seconds."""
 
 
 def agents_are_on_one_host(args: Args) -> str | None:
-    """An engine on several hosts would need a copy on each."""
     on_a_host = args.num_gpus_per_node or args.rollout_num_gpus_per_engine
     wide = args.rollout_num_gpus_per_engine > on_a_host
     if getattr(args, "update_weight_local_checkpoint_dir", None) is None or not wide:
         return None
     return (
-        f"got --update-weight-local-checkpoint-dir with engines of {args.rollout_num_gpus_per_engine} GPUs, which are "
-        "on several hosts: the agent beside the first one would have no copy on the others; use "
-        "--update-weight-transport distributed"
+        f"got --update-weight-local-checkpoint-dir with engines of {args.rollout_num_gpus_per_engine} GPUs, which span "
+        "several hosts, but an engine's agent copies weights to one host; use --update-weight-transport distributed"
     )
 
 
-RULES: tuple[Rule, ...] = (deltas_are_files, every_sync_is_verified, agents_are_on_one_host)
+RULES: tuple[Rule, ...] = (
+    refuse_if(
+        lambda s: s.update_weight_mode == "delta" and s.update_weight_transport != "disk",
+        "got --update-weight-mode delta with --update-weight-transport {s.update_weight_transport}, but deltas are "
+        "files in a shared folder; use disk, or leave the transport out",
+    ),
+    refuse_if(
+        lambda s: not s.check_weight_update_equal,
+        "got --no-check-weight-update-equal, but every weight sync is verified; leave it out",
+    ),
+    agents_are_on_one_host,
+)
 
-# Engines that serve quantised weights, and what the trainer computes with beside them.
+# --- Quantised engines
 
 NOT_LOADED = frozenset({("fp8", "llama")})
-"""(quantisation, model) whose scales SGLang looks for under another name, and leaves undefined."""
+"""(quantisation, model_type) for which SGLang looks for scales under another name and leaves them undefined."""
 
 
 def _is_quantised(s: Any) -> bool:
@@ -158,53 +140,49 @@ _QUANTISED = Need(_is_quantised, "a quantised --hf-checkpoint (quantization_conf
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedSettings:
-    """--hf-checkpoint says whether engines serve quantised weights, and in which format; see docs/quantised.md."""
+    """--hf-checkpoint says whether engines serve quantised weights and in which format; see docs/quantised.md."""
 
     trainer_weights: Literal["plain", "fake-quantised"] = opt("plain", asks=lambda v: v != "plain", needs=_QUANTISED)
-    """What the trainer's linear layers compute with. plain: its weights in the training dtype. fake-quantised: what
-    engines will make of them, quantised and dequantised in each forward pass (QAT); gradients go to the weights as they
-    are."""
+    """Weights of the trainer's linear layers in the forward pass. plain: in the training dtype. fake-quantised:
+    quantised and dequantised as in the engines (QAT), with gradients passed straight to the weights."""
 
 
 def engines_take_quantised_weights(args: Args) -> str | None:
-    """Engines serve --hf-checkpoint in its own format, which needs kernels of a GPU and loaders that know it."""
+    """Engines serve --hf-checkpoint in its own format, which needs GPU kernels and a working loader."""
     config = read_hf_config(args.hf_checkpoint)
     found = quantisation_of(config)
     if args.debug_train_only or found is None:
         return None
     method, family = found.get("quant_method"), config.get("model_type")
-    plain = "do: slime convert IN OUT --to bf16, and give OUT"
+    plain = "run `slime convert IN OUT --to bf16`, and give OUT"
     if args.device == "cpu":
         return (
-            f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), on a CPU, for which SGLang has no "
+            f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), on a CPU, where SGLang has no "
             f"such kernels; {plain}"
         )
     if args.sglang["dtype"] != "bfloat16":
         return (
             f"got sglang_dtype {args.sglang['dtype']} with hf_checkpoint {args.hf_checkpoint}, which is quantised "
-            f"({method}): engines then compute in bfloat16; give --sglang-dtype bfloat16"
+            f"({method}), so engines compute in bfloat16; give --sglang-dtype bfloat16"
         )
     if (method, family) in NOT_LOADED:
         return (
-            f"got hf_checkpoint {args.hf_checkpoint}, a {family} in {method}, of which SGLang 0.5.16 does not load the "
-            f"scales; {plain}"
+            f"got hf_checkpoint {args.hf_checkpoint}, a {family} in {method}, whose scales SGLang 0.5.16 does not "
+            f"load; {plain}"
         )
     if args.rollout_external_engine_addrs:
         return (
-            f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), with engines that run already, "
+            f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), with engines that already run, "
             f"which do not report codes and scales; let slime start them, or {plain}"
         )
     return None
 
 
-def fake_quantised_weights_are_trained(args: Args) -> str | None:
-    """Adapters are added behind a layer: engines quantise the sum."""
-    if args.trainer_weights == "plain" or args.lora_rank is None:
-        return None
-    return (
-        f"got --trainer-weights {args.trainer_weights} with --lora-rank {args.lora_rank}: engines quantise weights "
-        "with their adapters in them, the trainer adds these behind; leave one of them out"
-    )
-
-
-QUANTISED_RULES: tuple[Rule, ...] = (engines_take_quantised_weights, fake_quantised_weights_are_trained)
+QUANTISED_RULES: tuple[Rule, ...] = (
+    engines_take_quantised_weights,
+    refuse_if(
+        lambda s: s.trainer_weights != "plain" and s.lora_rank is not None,
+        "got --trainer-weights {s.trainer_weights} with --lora-rank {s.lora_rank}: engines quantise weights with "
+        "merged adapters, but the trainer adds adapters after the layer; leave one of them out",
+    ),
+)

@@ -203,7 +203,7 @@ def test_doctor_prints_the_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main(["doctor", "--template", str(tokenizer_folder("qwen2.5"))]) == 0
     out = capsys.readouterr().out
     assert "call with its result" in out and "hermes" in out and "'<|im_end|>' (id 151645)" in out
-    assert "ids of calls, such as          call_" in out and "user '<|im_end|>'" in out
+    assert "ids of tool calls, such as     call_" in out and "user '<|im_end|>'" in out
     assert main(["doctor", "--template", str(tokenizer_folder("smollm2"))]) == 1
     out = capsys.readouterr().out
     assert "ends a turn with '<|im_end|>' (id 2)" in out

@@ -60,7 +60,7 @@ def test_what_can_be_resumed_is_told_and_nothing_else(tmp_path: Path) -> None:
     (parts / "part").write_text("x")
     checkpoint.commit(parts, 2)
     told = how_to_resume(run_args(save=str(tmp_path)), stopped=False)
-    assert told.startswith("step_000002 is saved; to go on with step 4: slime train --load ")
+    assert told.startswith("step_000002 is saved; to continue with step 3: slime train --load ")
     assert how_to_resume(run_args(save=str(tmp_path), num_rollout=3), stopped=True) == "", "the run was done"
     assert how_to_resume(run_args(debug_rollout_only=True), stopped=True) == ""
 

@@ -183,8 +183,13 @@ def test_starts_follow_each_other_until_one_ends_well(script: Script) -> None:
     assert len({start["run_id"] for start in kept.starts}) == 3, "the guardian of one ends no other"
     assert len({start["wandb"] for start in kept.starts}) == 1 and first["wandb"] == first["run_id"]
     assert [bool(start["restart"]) for start in kept.starts] == [False, True, True]
-    assert "restart 1 of 3: on with step 2, from step_000000, after ActorDied: a training rank (pid 1)" in kept.output
-    assert "restart 2 of 3: on with step 3, from step_000001, after the end of the driver by SIGKILL" in kept.output
+    assert (
+        "restart 1 of 3: continues with step 1, from step_000000, after ActorDied: a training rank (pid 1)"
+        in kept.output
+    )
+    assert (
+        "restart 2 of 3: continues with step 2, from step_000001, after the end of the driver by SIGKILL" in kept.output
+    )
     assert kept.output.count("all is well") == 1
     times = [float(str(start["time"])) for start in kept.starts]
     assert min(b - a for a, b in itertools.pairwise(times)) >= 1.0, "the orphan of a start was waited for"

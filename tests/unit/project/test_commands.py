@@ -125,7 +125,7 @@ def test_each_output_moves_with_the_folder_and_elsewhere_is_not_written_over(nam
         (folder / "file").write_text("")
     words = [flag, str(elsewhere)]
     if name not in start_record.SHARED_OUTPUTS:
-        with pytest.raises(ConfigError, match=f"got {flag} .*, because it holds something"):
+        with pytest.raises(ConfigError, match=f"got {flag} .*, which is not empty"):
             moved(words, [], run, tmp_path / "new")
         return
     assert moved(words, [], run, tmp_path / "new") == words
@@ -133,7 +133,7 @@ def test_each_output_moves_with_the_folder_and_elsewhere_is_not_written_over(nam
     assert moved(words, ["--tb-experiment-name", "new"], run, tmp_path / "new") == words
     if name == "tensorboard_dir":
         for ours, theirs in ((named, []), ([], named)):
-            with pytest.raises(ConfigError, match="slime/mine, because it holds something"):
+            with pytest.raises(ConfigError, match="slime/mine, which is not empty"):
                 moved([*words, *ours], theirs, run, tmp_path / "new")
 
 
@@ -157,7 +157,10 @@ def test_a_start_that_resumed_loads_what_it_loaded(tmp_path: Path) -> None:
         (run / "save" / f"step_{step:06d}").mkdir(parents=True)
         (run / "save" / f"step_{step:06d}" / "manifest.json").write_text("{}")
     started([*flags, OVERRIDE, "--num-rollout", "9"])
-    with pytest.raises(DataError, match=r"not recorded; name it: --load \S+/run/save --ckpt-step N"):
+    with pytest.raises(
+        DataError,
+        match=r"does not record the checkpoint that this start loaded; give it: --load \S+/run/save --ckpt-step N",
+    ):
         again(run, start=1)
     named = parse_args(again(run, "--ckpt-step", "4", start=1).words)
     assert (named.load, named.ckpt_step) == (save, 4)

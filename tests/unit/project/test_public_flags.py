@@ -21,7 +21,7 @@ def test_the_document_has_the_tables_of_the_code() -> None:
 
 def test_flags_with_another_meaning_are_taken_and_refused_ones_are_not() -> None:
     known = flag_table().by_name
-    written = [flag for one in DIFFERENT for flag in FLAG.findall(one.written)]
+    written = [flag for one in DIFFERENT for flag in FLAG.findall(one)]
     assert [flag for flag in written if flag not in known] == []
     assert [name for name in REFUSED if f"--{name}" in known or f"--{name}" in owned_spellings()] == []
     assert FOREIGN_NAMES.items() >= REFUSED.items()

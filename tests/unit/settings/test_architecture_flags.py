@@ -59,7 +59,7 @@ def test_another_model_than_the_checkpoint_is_refused(latent: list[str], flags: 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--kv-channels 128", "megatron.kv_channels 128, which needs attention with one size of a head"),
+        ("--kv-channels 128", "megatron.kv_channels 128, which needs attention with one head size"),
         ("--moe-router-pre-softmax", "megatron.moe_router_pre_softmax True, which needs a softmax router"),
         ("--rotary-scaling-factor 10", "which needs Megatron's own latent attention"),
         (

@@ -48,14 +48,18 @@ def group(width: int = 1, num_gpus: int | None = None, worker: str = "regular", 
 
 RETRACT = ["--fully-async", "--pause-generation-mode", "retract"]
 BROKEN: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "heads": (group(3), [], "3 ranks share .* 4 attention heads"),
+    "heads": (group(3), [], "3 ranks that share .* 4 attention heads"),
     "copies": (group(2, dp_size=2), [], "without --sglang-enable-dp-attention"),
     "stages": (group(3, pp_size=2), [], "an engine of 3 GPUs with sglang_pp_size 2"),
     "stages of the run": (group(1), ["--sglang-pp-size", "2"], "an engine of 1 GPUs with sglang_pp_size 2"),
     "experts of a dense model": (group(2, ep_size=2), ["--device", "cuda"], "0 experts"),
     "experts on a CPU": (group(2, ep_size=2), [], "sglang_ep_size 2 on a CPU"),
     "quantised": (group(quantization="fp8"), [], "quantization fp8"),
-    "stages that do not pause": (group(2, pp_size=2), RETRACT, "sglang_pp_size 2: SGLang goes on serving"),
+    "stages that do not pause": (
+        group(2, pp_size=2),
+        RETRACT,
+        "sglang_pp_size 2: SGLang's pipeline stages do not pause",
+    ),
 }
 
 
@@ -80,7 +84,7 @@ def test_a_frozen_model_is_held_to_its_own_checkpoint(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (group(4), "4 ranks share .* 6 attention heads"),
+        (group(4), "4 ranks that share .* 6 attention heads"),
         (group(1, dp_size=2), "sglang_dp_size 2"),
         (group(2, ep_size=2), "sglang_ep_size 2 on a CPU"),
         (group(1, pp_size=2), "sglang_pp_size 2"),

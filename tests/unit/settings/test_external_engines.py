@@ -56,7 +56,7 @@ def test_the_run_starts_no_engines_and_asks_none(base: list[str]) -> None:
     (model,) = topology_of(args).models
     assert model.trained and model.path == args.hf_checkpoint and not list(topology_of(args).wanted())
     args = parse_args([*base, *TWO, "--rollout-num-gpus", "3"])
-    assert args.rollout_num_gpus == 0 and "say themselves" in args.idle["rollout_num_gpus"]
+    assert args.rollout_num_gpus == 0 and "report their own size" in args.idle["rollout_num_gpus"]
 
 
 def test_their_key_may_come_from_the_environment(base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_router_that_runs_already_is_named_whole(base: list[str]) -> None:
     where = ["--sglang-router-ip", "10.0.0.1", "--sglang-router-port", "30000"]
     args = parse_args([*base, *where, "--router-api-key", "k"])
     assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.1", 30000)
-    for given, said in ((where[:2], "--sglang-router-port, too"), (where[2:], "--sglang-router-ip, too")):
+    for given, said in ((where[:2], "also give --sglang-router-port"), (where[2:], "also give --sglang-router-ip")):
         with pytest.raises(ConfigError, match=said):
             parse_args([*base, *given])
     with pytest.raises(ConfigError, match="lets anybody add servers"):

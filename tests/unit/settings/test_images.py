@@ -36,13 +36,13 @@ def test_engines_make_patches_as_the_trainer_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ('--multimodal-keys {"video":"videos"}', "images alone are read"),
-        ('--multimodal-keys {"image":"images","audio":"sounds"}', "images alone are read"),
+        ('--multimodal-keys {"video":"videos"}', "only images are read"),
+        ('--multimodal-keys {"image":"images","audio":"sounds"}', "only images are read"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, because features of images"),
         ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2, because features of images"),
         ("--context-parallel-size 2", "--context-parallel-size 2, because features of images"),
-        ("--lora-rank 4", "--lora-rank, which was not tried with images"),
-        ("--advantage-estimator ppo", "--advantage-estimator ppo, whose critic sees none"),
+        ("--lora-rank 4", "--lora-rank, which was not verified with images"),
+        ("--advantage-estimator ppo", "--advantage-estimator ppo, whose critic sees no images"),
         ("--use-prefix-sharing", "qwen3_vl_text does not say that its layers can"),
         ("--loss-type sft_loss", "--loss-type sft_loss, which renders conversations without images"),
     ],

@@ -22,8 +22,8 @@ from tests.support.launch_scripts import launch_scripts
 
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
-    "a flag given twice": r"of which one would be ignored",
-    "images": r"images are not trained on in a|--spec .*, a model of images",
+    "a flag given twice": r"but one would be ignored",
+    "images": r"images are not trained on in a|--spec .* is a model of images",
     "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
     "training in FP8": r"got fp8",
     "engines' exchange": r"--sglang-moe-a2a-backend",
@@ -100,12 +100,12 @@ AGREES = [
     "--rollout-data-transport object-store --freeze-indexer --no-post-mlp-layernorm",
 ]
 CONTRADICTS = [
-    ("--spec slime_plugins.models.glm4 get_glm_spec", "model_type qwen3, whose layers are those of its family"),
+    ("--spec slime_plugins.models.glm4 get_glm_spec", "model_type is qwen3: layers come from its family"),
     ("--spec own.layers spec", "give a family of your own with --model-family"),
-    ("--model-name glm4", "by which its weights are converted"),
-    ("--use-gated-attention", "--use-gated-attention, which the model of this checkpoint does not have"),
-    ("--post-self-attn-layernorm --post-mlp-layernorm", "--post-self-attn-layernorm and --post-mlp-layernorm, which"),
-    ("--use-rope-scaling", "--use-rope-scaling, which the model"),
+    ("--model-name glm4", "its model_type qwen3 says how weights are converted"),
+    ("--use-gated-attention", "the model of this checkpoint has no --use-gated-attention"),
+    ("--post-self-attn-layernorm --post-mlp-layernorm", "no --post-self-attn-layernorm and no --post-mlp-layernorm"),
+    ("--use-rope-scaling", "has no --use-rope-scaling"),
     ("--distributed-backend nccl --device cpu", "which needs gloo"),
 ]
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_megatron_is_refused_with_what_to_give(base: list[str], 
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
     words = [*base, "--advantage-estimator", "ppo", flag, str(folder)]
     said = refused(words)
-    assert "a checkpoint of Megatron, made of pickles" in said and str(tmp_path / "model") in said
+    assert "which is a Megatron checkpoint of pickles" in said and str(tmp_path / "model") in said
     assert f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" in said
     missing = refused([*base, "--ref-load", str(tmp_path / "other_torch_dist")])
     assert "which is not a folder" in missing and str(tmp_path / "other") in missing
@@ -233,7 +233,7 @@ def test_records_have_the_ending_of_what_they_are(base: list[str], tmp_path: Pat
     with pytest.raises(ConfigError, match=r"could run code.*slime convert \S+/0\.pt \S+/0\.jsonl\.zst --trust-pickle"):
         parse_args([*base, "--load-debug-rollout-data", str(pickled)])
     template = ["--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")]
-    with pytest.raises(ConfigError, match=r"there is \S+/0\.pt, a pickle"):
+    with pytest.raises(ConfigError, match=r"but \S+/0\.pt is a pickle"):
         parse_args([*base, *template])
     (tmp_path / "0.jsonl.zst").touch()
     assert parse_args([*base, *template]).load_debug_rollout_data == str(tmp_path / "{rollout_id}.jsonl.zst")

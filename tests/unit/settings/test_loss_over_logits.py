@@ -18,8 +18,8 @@ def test_logits_are_for_a_function_of_the_user(base: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--context-parallel-size 2 --actor-num-gpus-per-node 2", "whose ranks have parts of rows"),
-        ("--use-prefix-sharing", "whose rows have once what samples share"),
+        ("--context-parallel-size 2 --actor-num-gpus-per-node 2", "whose ranks hold parts of rows"),
+        ("--use-prefix-sharing", "whose rows hold a shared prefix once"),
     ],
 )
 def test_logits_of_parts_of_samples_are_refused(base: list[str], words: str, said: str) -> None:

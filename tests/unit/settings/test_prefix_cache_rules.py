@@ -30,7 +30,7 @@ def test_a_store_that_a_flush_does_not_empty_is_refused_however_engines_pause(
 ) -> None:
     message = refused([*paused(base, mode), *flags.split()], synchronous=False)
     assert f"got {flags[flags.rindex('--') :]}: " in message, message
-    assert "outlives a flush" in message and "leave it out" in message
+    assert "survives a flush" in message and "leave it out" in message
 
 
 @pytest.mark.parametrize("mode", MODES)

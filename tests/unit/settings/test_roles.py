@@ -146,7 +146,9 @@ def test_what_does_not_act_for_its_role_is_listed(base: list[str], ppo: list[str
     assert "critic.lr 1e-05, which needs an advantage_estimator with a critic" in told
     assert "actor.num_nodes 1, which needs ranks of its own" in told
     idle = {"lr_decay_style": "constant", "min_lr": 1e-7}
-    assert "critic.min_lr 1e-07, which needs a rate that decays" in listed(parse_args(with_roles(ppo, critic=idle)))
+    assert "critic.min_lr 1e-07, which needs a learning rate that decays" in listed(
+        parse_args(with_roles(ppo, critic=idle))
+    )
     assert "min_lr 1e-07" in refused([*with_roles(ppo, critic=idle), "--strict"])
 
 

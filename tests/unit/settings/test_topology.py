@@ -71,20 +71,20 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"server_groups\[0\]: got unknown key 'gpus'",
     ),
     "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "known are regular"),
-    "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "let regular engines encode"),
+    "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "let regular ones encode"),
     "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], r"\(a\): got no decode group"),
     "nobody who reads": ([{"name": "a", "server_groups": [group(worker_type="decode")]}], "got no prefill group"),
     "pairs beside whole ones": (
         [{"name": "a", "server_groups": [group(), group(worker_type="prefill"), group(worker_type="decode")]}],
-        "got regular groups beside prefill and decode ones",
+        "got regular groups beside prefill and decode groups",
     ),
     "a mode of its own": (
         [{"name": "a", "server_groups": [group(overrides={"disaggregation_mode": "decode"})]}],
         "use --prefill-num-servers, or worker_type",
     ),
-    "nothing that runs": ([{"name": "a", "server_groups": [group(worker_type="placeholder")]}], "placeholders alone"),
+    "nothing that runs": ([{"name": "a", "server_groups": [group(worker_type="placeholder")]}], "only placeholders"),
     "an uneven group": ([{"name": "a", "server_groups": [group(3)]}], "does not divide"),
-    "a number as text": ([{"name": "a", "server_groups": [{"num_gpus": "2"}]}], "want a number of at least 1"),
+    "a number as text": ([{"name": "a", "server_groups": [{"num_gpus": "2"}]}], "give a whole number of at least 1"),
     "an owned argument": (
         [{"name": "a", "server_groups": [group(overrides={"tp_size": 2})]}],
         "which slime sets itself; use --rollout-num-gpus-per-engine",
@@ -132,7 +132,7 @@ def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> N
     flags = [*base, "--sglang-config", str(file)]
     args = parse_args(flags)
     assert args.rollout_num_gpus == 5 and args.origins["rollout_num_gpus"] == "derived: the groups of --sglang-config"
-    with pytest.raises(ConfigError, match="rollout_num_gpus 4, and groups of 5 GPUs"):
+    with pytest.raises(ConfigError, match="rollout_num_gpus 4, but groups of 5 GPUs"):
         parse_args([*flags, "--rollout-num-gpus", "4"])
     with pytest.raises(ConfigError, match="with --sglang-config, which says by worker_type"):
         parse_args([*flags, "--prefill-num-servers", "1"])
@@ -179,7 +179,7 @@ def test_engines_work_in_pairs_by_file_or_flag(base: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prefill-num-servers", "1"], "1 of 1 engine, which leaves none that samples"),
+        (["--prefill-num-servers", "1"], "1 of 1 engine, which leaves none to sample"),
         (["--rollout-num-gpus", "2", "--prefill-num-servers", "2"], "2 of 2 engines"),
         (["--prefill-num-servers", "1", "--rollout-external-engine-addrs", "127.0.0.1:1"], "starts no engine"),
         (["--sglang-disaggregation-mode", "prefill"], "use --prefill-num-servers, or worker_type"),
