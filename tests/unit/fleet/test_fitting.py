@@ -55,7 +55,7 @@ def test_the_same_model_and_settings_fit(facts: ServerFacts, wanted: Wanted) -> 
         ({"dtype": "auto"}, "--dtype auto, and the run asks for float32"),
         ({"disable_radix_cache": False}, "--disable-radix-cache off, and the run asks for on"),
         ({"pp_size": 2, "custom_weight_loader": []}, "answers for its first stage"),
-        ({"dp_size": 2}, "copies of a model are engines"),
+        ({"dp_size": 2}, "each copy of a model is an engine"),
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"tp_size": 3}, "do not divide"),
         ({"disaggregation_mode": "prefill"}, "prefill worker"),

@@ -96,7 +96,7 @@ def test_outputs_of_the_run_are_not_written_again(tmp_path: Path) -> None:
         again(run)
     now = parse_args(again(run, "--save-hf", str(tmp_path / "other")).words)
     assert now.save == str(tmp_path / "run-rerun" / "save") and now.load is None, "it starts as the run did"
-    with pytest.raises(ConfigError, match=r"--run-dir .* holds something"):
+    with pytest.raises(ConfigError, match=r"--run-dir .* is not empty"):
         again(run, "--save-hf", str(tmp_path / "other"), "--run-dir", str(run))
 
 
@@ -197,7 +197,7 @@ def test_secrets_are_told_of_and_not_kept(tmp_path: Path) -> None:
     written = "".join(path.read_text() for path in records)
     assert len(records) == 3 and "hush-hush" not in written and '"abc"' not in written
     found = again(run)
-    assert "--wandb-key was a secret and is not recorded; give it again if the run needs it" in found.told
+    assert "--wandb-key was a secret and is not recorded; give it again if needed" in found.told
     assert "--wandb-key" not in found.words
 
 
@@ -299,7 +299,7 @@ def test_a_module_with_a_name_of_pythons_own_is_refused(
     del os.environ["PYTHONPATH"]
     (here / "random.py").write_text("")
     assert main([command, "--hf-checkpoint", "m"]) == 2
-    assert f"got {here / 'random.py'}, because" in capsys.readouterr().err
+    assert f"got {here / 'random.py'}, which every" in capsys.readouterr().err
 
 
 def test_serving_needs_no_data(tmp_path: Path) -> None:

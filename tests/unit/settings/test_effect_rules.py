@@ -223,8 +223,8 @@ def test_a_setting_that_does_nothing_is_listed_and_refused_with_strict(base: lis
 
 @pytest.mark.parametrize("flags", ACTING)
 def test_a_setting_that_acts_is_taken(base: list[str], flags: str) -> None:
-    args = parse_args([*base, *flags.replace("MODEL", base[1]).split(), "--strict"])
-    assert not args.idle
+    flags = flags.replace("MODEL", base[1]).replace("DATA", base[base.index("--prompt-data") + 1])
+    assert not parse_args([*base, *flags.split(), "--strict"]).idle
 
 
 @pytest.mark.parametrize("flags", OUT_OF_RANGE)

@@ -38,7 +38,7 @@ def test_a_file_has_an_address_in_each_line(tmp_path: Path) -> None:
     file.write_text("# ours\na:1  # the first\n\n  b:2\n")
     assert read_addresses([f"@{file}"]) == ("http://a:1", "http://b:2")
     file.write_text("a:1\nb\n")
-    with pytest.raises(ConfigError, match=r"engines:2: got 'b'"):
+    with pytest.raises(ConfigError, match=r"engines:2: 'b' is not"):
         read_addresses([f"@{file}"])
     file.write_text("# none yet\n")
     with pytest.raises(ConfigError, match="has no address"):

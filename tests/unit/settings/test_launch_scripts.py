@@ -26,17 +26,17 @@ REASONS = {
     "images": r"images are not trained on in a|--spec .* is a model of images",
     "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
     "training in FP8": r"got fp8",
-    "engines' exchange": r"--sglang-moe-a2a-backend",
+    "the engines' expert exchange": r"--sglang-moe-a2a-backend",
     "prefill and decode on shared GPUs": r"with prefill and decode engines",
-    "load that is not there": r"got load \S+, which is not a folder",
+    "a missing `--load` folder": r"got load \S+, which is not a folder",
 }
 """What docs/migration.md calls it -> the message."""
 REFUSED = {
     "geo3k_vlm_run_geo3k_qwen35": {"images"},
     "qwen3-30b-a3b-fp8": {"training in FP8"},
-    "qwen3-4b-fp8": {"load that is not there"},
-    "glm5-744B-A40B": {"a draft of GLM-5", "engines' exchange", "prefill and decode on shared GPUs"},
-    "qwen3-235B-A22B": {"engines' exchange"},
+    "qwen3-4b-fp8": {"a missing `--load` folder"},
+    "glm5-744B-A40B": {"a draft of GLM-5", "the engines' expert exchange", "prefill and decode on shared GPUs"},
+    "qwen3-235B-A22B": {"the engines' expert exchange"},
 }
 """Script -> all the reasons for which it is refused; the others parse."""
 TWICE = {

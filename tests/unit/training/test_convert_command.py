@@ -151,7 +151,7 @@ def test_experts_in_an_order_that_a_format_does_not_have_are_refused(
 ) -> None:
     write_family(tmp_path / "model", "gpt_oss")
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", to]) == 2
-    assert "gates and values in turns" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "interleaved gates and values" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_damaged_file_leaves_nothing_and_is_named(

@@ -87,12 +87,12 @@ def test_engines_are_traced_while_they_generate_the_asked_steps(tmp_path: Path) 
     assert isinstance(Profiles(args, 0, CPU).part("train_overall", 1), nullcontext)
     external = [*complete(tmp_path / "b"), *STEPS, "--profile-target", "rollout"]
     external += ["--rollout-external-engine-addrs", "h:1"]
-    assert "ask them by their route /start_profile" in refused(external)
+    assert "use their route /start_profile" in refused(external)
 
 
 REFUSED = [
     ("--use-pytorch-profiler --profile-step-start 2 --profile-step-end 2", "so no step is traced"),
-    ("--use-pytorch-profiler --profile-step-start 1 --profile-ranks 1", "they are counted from 0"),
+    ("--use-pytorch-profiler --profile-step-start 1 --profile-ranks 1", "give ranks from 0 to 0"),
     ("--use-pytorch-profiler --profile-target everything", "train_overall, train_actor, train_log_probs, rollout"),
     ("--record-memory-history --device cpu", "keeps no history; drop it, or run on CUDA"),
     ("--record-memory-history --memory-recorder memray", "attach memray"),
