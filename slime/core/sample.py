@@ -73,7 +73,7 @@ class Sample:
     response: str = ""
     """The response as text, for graders and people; never encoded."""
     response_length: int = 0
-    """R: number of tokens behind the first prompt, tool results included."""
+    """R: number of tokens after the first prompt, tool results included."""
     loss_mask: list[int] | None = None
     """[R] 1 where the token is trained; None means all ones."""
     rollout_log_probs: list[float] | None = None
@@ -92,6 +92,7 @@ class Sample:
     reward: float | dict[str, Any] | None = None
     """The score, or a dict from which `--reward-key` picks; None while unscored."""
     status: Status = Status.PENDING
+    """How its generation ended."""
     failure: str = ""
     """Why it is FAILED."""
     unscored: str = ""

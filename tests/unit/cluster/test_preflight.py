@@ -87,12 +87,12 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(
     folder = tmp_path / ("t" * 80)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert f"got TMPDIR {folder} of {len(str(folder))} characters" in told(words())
+    assert f"TMPDIR {folder} of {len(str(folder))} characters" in told(words())
     assert check_temporary_folder().state == FAIL
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert told(words()) == "" and check_temporary_folder().state == OK
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    assert f"got RAY_TMPDIR {folder} of" in told(words()) and check_temporary_folder().state == FAIL
+    assert f"RAY_TMPDIR {folder} of" in told(words()) and check_temporary_folder().state == FAIL
     monkeypatch.setenv("RAY_TMPDIR", "/proc/ray")
     assert "/proc/ray/slime-ray-" in told(words()) and "nothing can be written" in told(words())
 
