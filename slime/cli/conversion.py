@@ -28,7 +28,8 @@ from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
 from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import save_rollout
-from slime.training.foreign.confined import Confined, TorchDist, checkpoint_in
+from slime.training.foreign.reader import Rollout
+from slime.training.foreign.torch_dist import TorchDist, checkpoint_in
 from slime.training.state.adapter_files import write_peft
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
 from slime.training.state.shards import MASTER, MODEL, TensorFile, digest_of, open_checkpoint
@@ -170,7 +171,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
 
 def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
     assert hf_checkpoint is not None, "`check_folders` asks for it"
-    opened = TorchDist(stack.enter_context(Confined(folder)), folder, read_hf_config(str(hf_checkpoint)))
+    opened = TorchDist(folder, read_hf_config(str(hf_checkpoint)))
     found = _Source(hf_checkpoint, opened.table, opened.table.hf_names, opened.iter_hf())
     has_weights = any(hf_checkpoint.glob("*.safetensors"))
     return _with_carried(found, to, hf_checkpoint if has_weights else None, stack)
@@ -236,18 +237,18 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     that cannot be replayed.
     """
     check_rollout(source, target, trusted=trusted)
-    with Confined(source) as confined:
-        number, num_samples = confined.content.get("rollout_id"), int(confined.content["num_samples"])
-        if not isinstance(number, int):
-            raise DataError(f"got {source}, which is the evaluation {number!r}; give the rollout of a step")
+    rollout = Rollout(source)
+    number, num_samples = rollout.rollout_id, rollout.num_samples
+    if not isinstance(number, int):
+        raise DataError(f"got {source}, which is the evaluation {number!r}; give the rollout of a step")
 
-        def samples() -> Iterator[Any]:
-            with Progress("convert", total=num_samples, unit="samples") as progress:
-                for i in range(num_samples):
-                    yield confined.sample(i)
-                    progress.advance()
+    def samples() -> Iterator[Any]:
+        with Progress("convert", total=num_samples, unit="samples") as progress:
+            for i in range(num_samples):
+                yield rollout.sample(i)
+                progress.advance()
 
-        found = groups_of(samples(), number)
+    found = groups_of(samples(), number)
     save_rollout(target, number, found.groups)
     told = [f"wrote {target}: {num_samples} samples in {len(found.groups)} groups of step {number}"]
     told += [f"  left out: {name}, of {count} samples" for name, count in sorted(found.left_out.items())]

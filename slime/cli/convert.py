@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="read IN although it holds pickles: only as data, in a confined process",
+        help="read IN although it holds pickles: only as data, so that nothing in it runs",
     )
 
 

@@ -1,8 +1,8 @@
 """Packed causal attention: per sequence in plain PyTorch, or one call of a FlashAttention kernel for the whole row.
 
-Queries [T, heads, d] and keys [K, groups, d] of N sequences lie end to end. Inside a sequence the last query is aligned
-with the last key, so that there may be more keys than queries (context parallelism). A group of heads / groups query
-heads shares a key head: the kernel (FlashAttention-2, Dao 2023, arXiv:2307.08691) takes them as they are.
+Queries [T, heads, d] and keys [K, groups, d] of N sequences are concatenated. In each sequence the last query is
+aligned with the last key, so there may be more keys than queries (context parallelism). Each group of heads / groups
+query heads shares a key head, as the kernel supports (FlashAttention-2, Dao 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask", "scale"),
 )
-"""What `flash` gives to torch's operator, in order; seen in torch 2.11 and 2.13."""
+"""Arguments that `flash` passes to torch's operator, in order; valid for torch 2.11 and 2.13."""
 
 
 def per_sequence(
@@ -36,10 +36,9 @@ def per_sequence(
 ) -> Tensor:
     """query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v]: the reference.
 
-    `masks`: per sequence which keys a query sees, bool [n, n], or None for all that are not behind it. `scale`: None is
-    1 / sqrt(d).
+    `masks`: which keys a query of each sequence sees, bool [n, n], or None for causal. `scale`: None is 1 / sqrt(d).
     """
-    # [1, heads, T, d], the layout of scaled_dot_product_attention; a view, no copy.
+    # Views in the layout of scaled_dot_product_attention, [1, heads, T, d].
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     parts = []
     for a, b, c, mask in zip(
@@ -70,10 +69,10 @@ def flash(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """As `per_sequence`, of equal head sizes in half precision on a GPU; `cu_*` [N + 1] int32 on the device.
+    """As `per_sequence`, for equal head sizes in half precision on a GPU; `cu_*` [N + 1] int32 on the device.
 
-    torch's operator has its gradient. It reads rows and heads by their strides, so only the entries of a head need to
-    lie together: keys and values may be views of a fused projection.
+    torch's operator has its gradient. It reads rows and heads by their strides and only needs the entries of a head to
+    be contiguous: keys and values may be views of a fused projection.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -112,10 +111,10 @@ def varlen(
 
 @functools.cache
 def _varlen_call() -> tuple[Any, dict[str, Any], bool]:
-    """The function, how it is asked for causality, and whether it takes fewer key heads than query heads.
+    """The function, its argument for causality, and whether it supports fewer key heads than query heads.
 
-    torch 2.10 calls causality `is_causal`; later it is a window of (-1, 0). Grouped queries came later still. Both
-    align the last query of a sequence with its last key (FlashAttention since 2.1).
+    torch 2.10 calls causality `is_causal`; later versions use a window of (-1, 0), and still later ones support grouped
+    queries. Both align the last query of a sequence with its last key (FlashAttention since 2.1).
     """
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     names = inspect.signature(attend).parameters
@@ -123,7 +122,6 @@ def _varlen_call() -> tuple[Any, dict[str, Any], bool]:
 
 
 def flash_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why `flash` cannot run; empty if it can."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     names = [argument.name for argument in operator.default._schema.arguments] if operator is not None else []
     known = tuple(names[: len(FLASH_ARGUMENTS)]) == FLASH_ARGUMENTS
@@ -131,7 +129,6 @@ def flash_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def varlen_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why `varlen` cannot run; empty if it can."""
     there = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     return (*_kernel_problems(device, dtype), *(() if there else ("this torch does not have it",)))
 

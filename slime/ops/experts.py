@@ -1,5 +1,19 @@
-"""What a layer of experts computes: rows of tokens in the order of their experts and back, products of groups of rows,
-and SwiGLU times the router's weight.
+"""The ops of a layer of experts: rows of tokens in the order of their experts and back, products of groups of rows, and
+SwiGLU times the router's weight.
+
+Each has two forms. "reference" runs on any device. "fused" is PyTorch's grouped product of bfloat16
+(`torch._grouped_mm`), one kernel for all groups, whose sizes stay on the device; the reference waits for the sizes once
+per layer, and multiplies one group at a time.
+
+Invariants
+1. Rows are ordered by expert, and those of one expert by token. Every row belongs to one group, and is multiplied by
+   the weight of that group only.
+2. The weight gradient of a group without rows is zero.
+3. "reference" is bit for bit what a linear layer per group computes: forward, gradient of rows, gradient of weights.
+4. `gather_rows` and `sum_rows` are each other's gradient. A token's rows are added in the order of its experts: in the
+   dtype of the rows by "reference", which is bit for bit Megatron's, in float32 by "fused".
+5. In both forms SwiGLU (Shazeer 2020, arXiv:2002.05202) rounds each factor to the dtype of the rows: silu(gate), its
+   product with `up`, and the product of that with the weight, which may be float32.
 """
 
 from __future__ import annotations
@@ -15,49 +29,38 @@ from torch.nn import functional
 from slime.ops import swiglu
 from slime.ops.select import FUSED, name_of
 
-# Matrix products of groups of rows, each group with a weight of its own: the routed experts of a layer.
-#
-# Two forms. "reference" multiplies one group after the other, on any device; on a GPU it waits for the sizes of the
-# groups once per layer. "fused" is PyTorch's grouped product of bfloat16 (`torch._grouped_mm`): one kernel for all
-# groups, whose sizes stay on the device.
-#
-# Invariants
-# 1. Rows of a group are products with its weight alone, in the order of the groups; every row belongs to a group.
-# 2. A group without rows has a weight gradient of zeros, not of what was in memory.
-# 3. "reference" is bit for bit what a linear layer per group computes: forward, gradient of rows, gradient of weights.
-
 Form = Literal["reference", "fused"]
 
 _MULTIPLE = 8
-"""A row of bfloat16 has to begin at a multiple of 16 bytes: sizes are padded to this many numbers."""
+"""A bfloat16 row must begin at a multiple of 16 bytes: sizes are padded to this many numbers."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Which rows belong to which group: they stand together, group after group."""
+    """Which rows belong to which group: the rows of a group are adjacent, group after group."""
 
     ends: Tensor
     """int32 [groups], on the device of the rows: where each group ends."""
 
     @classmethod
     def of(cls, sizes: Tensor, device: torch.device) -> RowGroups:
-        """From the number of rows of each group [groups], wherever it is."""
+        """From the number of rows of each group [groups], on any device."""
         return cls(sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The same on the host, which waits for the device once."""
+        """Rows of each group, on the host. Waits for the device once."""
         ends: list[int] = self.ends.tolist()
         return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def form_of(x: Tensor) -> Form:
-    """The form for rows like `x` and weights of their dtype: the chosen one (`select`)."""
+    """The chosen form (`select`) for rows like `x` and weights of their dtype."""
     return "fused" if name_of("experts", x) == FUSED and x.dtype is torch.bfloat16 else "reference"
 
 
 def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the fused form cannot run; empty if it can, which is found out by trying it."""
+    """Why the fused form cannot run; empty if a trial succeeds."""
     reasons = (
         ("its kernels need a GPU", device.type != "cuda"),
         (f"PyTorch's grouped product takes bfloat16, not {dtype}", dtype is not torch.bfloat16),
@@ -67,16 +70,15 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
     if found:
         return found
     try:
-        if torch.cuda.get_device_capability()[0] not in (9, 10):  # elsewhere it is a loop itself, which waits for sizes
+        if torch.cuda.get_device_capability()[0] not in (9, 10):  # elsewhere it is a loop that waits for sizes
             return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
-        return (f"it failed when it was tried: {error}",)
+        return (f"a trial failed: {error}",)
     return ()
 
 
 def _probe() -> None:
-    """Runs the fused form on three groups, one of them empty, and a kernel of Triton. Raises what goes wrong."""
     from slime.ops.kernels.experts import sum_slots
 
     x = torch.ones(24, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -89,13 +91,13 @@ def _probe() -> None:
     right = bool((out == 16).all()) and bool((gradients[0] == 32).all())
     right = right and bool((gradients[1] == want[:, None, None]).all())
     sums = sum_slots(out.detach(), torch.tensor([[0, 23], [5, 5]], dtype=torch.int32, device="cuda"))
-    assert right and bool((sums == 32).all()), "its results are wrong"
+    assert right and bool((sums == 32).all()), "the results are wrong"
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, form: Form) -> Tensor:
     """x [rows, in], weight [groups, out, in] -> [rows, out]: x_g @ weight_g^T for the rows of each group.
 
-    Dtypes of both are the same; bfloat16 on a GPU for the fused form.
+    Both have the same dtype; for the fused form bfloat16 on a GPU.
     """
     match form:
         case "reference":
@@ -110,8 +112,6 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, form: Form) -> 
 
 
 class _OneByOne(torch.autograd.Function):
-    """The products of a linear layer per group."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -132,12 +132,12 @@ class _OneByOne(torch.autograd.Function):
                 torch.mm(part, own, out=result)
         if grad_weight is not None:
             for part, rows, result in zip(grad.split(sizes), x.split(sizes), grad_weight, strict=True):
-                torch.mm(part.t(), rows, out=result)  # of no rows: zeros
+                torch.mm(part.t(), rows, out=result)  # zeros if there are no rows
         return grad_x, grad_weight, None
 
 
 class _Together(torch.autograd.Function):
-    """One kernel for each of the three products. Layouts are those that it takes with groups of any size."""
+    """One kernel for each of the three products, in layouts that it accepts for groups of any size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
@@ -157,7 +157,6 @@ class _Together(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [rows, in], weight [groups, in, out] -> [rows, out]."""
     if not x.size(0):
         return x.new_empty(0, weight.size(2))
     return torch._grouped_mm(x, weight, offs=ends)
@@ -167,48 +166,38 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """grad [rows, out], x [rows, in] -> [groups, out, in]: grad_g^T x_g."""
     out: Tensor = torch._grouped_mm(grad.t(), x, offs=ends)
     if torch.cuda.get_device_capability(x.device) >= (10, 0):
-        # Kernels for these GPUs leave the result of an empty group as it was: github.com/pytorch/pytorch/issues/172439
+        # Kernels for these GPUs do not write the result of an empty group: github.com/pytorch/pytorch/issues/172439
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         out.masked_fill_(empty[:, None, None], 0)
     return out
 
 
-# Rows of tokens in the order of their experts, and back: what stands on both sides of the experts of a layer.
-#
-# Every token has the same number of experts, so that all sizes are known to the host and nothing waits for the device.
-#
-# Invariants
-# 1. Rows are ordered by expert, and those of one expert by token.
-# 2. `gather_rows` and `sum_rows` are each other's gradient. A token's rows are added in the order of its experts: in
-#    the dtype of the rows by "reference", which is bit for bit Megatron's, in float32 by "fused".
-
-
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Which token each row is of, for which expert."""
+    """Token and expert of each row."""
 
     tokens: Tensor
-    """int64 [rows]: the token of a row."""
+    """int64 [rows]"""
     experts: Tensor
-    """int64 [rows]: its expert."""
+    """int64 [rows]"""
     slots: Tensor
     """int32 [tokens, topk]: the rows of a token, in the order of its experts."""
     groups: RowGroups
-    """The rows of each expert."""
 
 
 def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
     """From bool [tokens, experts], true where a token goes to an expert: `topk` times for each token.
 
-    Raises an error, on a GPU at some later wait, for a map with another number of choices.
+    All tokens have equally many experts, so the host knows all sizes and nothing waits for the device. Raises an error,
+    on a GPU at some later wait, for a map with another number of choices.
     """
     num_tokens, num_experts = routing_map.shape
     device, num_rows = routing_map.device, num_tokens * topk
     pairs = routing_map.t().reshape(-1)  # expert after expert
     ranks = pairs.cumsum(0)
     if num_tokens:
-        torch._assert_async(ranks[-1] == num_rows, "a token has another number of experts than all others")
-    # Pairs that were not chosen all go to one place behind the rows.
+        torch._assert_async(ranks[-1] == num_rows, "a token does not have topk experts")
+    # Pairs that were not chosen all go to one place after the rows.
     places = torch.where(pairs, ranks - 1, num_rows).clamp_(max=num_rows)
     chosen = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
     chosen = chosen.scatter_(0, places, torch.arange(pairs.numel(), device=device))[:num_rows]
@@ -274,12 +263,6 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
         return grads[0].index_select(0, tokens), None, None
-
-
-# SwiGLU (Shazeer 2020, arXiv:2002.05202) of the rows of experts, times the router's weight of each row.
-#
-# Invariant: each factor is rounded to the dtype of the rows, in both forms: silu(gate), its product with `up`, and the
-# product of that with the weight, which may be float32.
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor, form: Form) -> Tensor:

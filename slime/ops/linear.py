@@ -1,13 +1,8 @@
 """The weight gradient of a linear layer, summed over micro-batches: total [out, in] += grad [T, out].T @ inputs.
 
-`add_reference` is what autograd and a gradient hook do: the product is rounded to the dtype of the model and then added
-to the float32 sum. `add_fused` adds inside the matrix product: nothing of the size of the weight is allocated, written
-or read besides the sum itself, and the product is never rounded to half precision.
-
-Invariants
-1. `total` changes in its place, and nothing else does.
-2. Both add the same exact product; `add_fused` rounds it less.
-3. `add_fused` never waits for the device.
+`add_reference` does what autograd and a gradient hook do: the product is rounded to the dtype of the model and then
+added to the float32 sum. `add_fused` adds inside the matrix product, so it needs no memory of the size of the weight,
+and never rounds the product to half precision. It changes only `total`, in place, and never waits for the device.
 """
 
 from __future__ import annotations
@@ -17,8 +12,9 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b in their dtype, summed in float32 and rounded once. Without bf16 instructions a CPU is up to 60 times
-    slower in half precision than in float32, so it multiplies in float32 there."""
+    """a @ b in their dtype, summed in float32 and rounded once. Multiplies half precision in float32 on a CPU, which
+    without bf16 instructions is up to 60 times faster.
+    """
     if a.device.type != "cpu" or a.element_size() > 2:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     whole = torch.mm(a.float(), b.float())
@@ -31,7 +27,7 @@ def add_reference(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """As `add_reference`; the product is added in the dtype of `total`, which is theirs or float32. T may be 0."""
+    """As `add_reference`, but the product is added in the dtype of `total`: theirs or float32. T may be 0."""
     if not grad.size(0):
         return
     if total.dtype == grad.dtype:
@@ -43,7 +39,7 @@ def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def fused_problem(device: torch.device) -> str | None:
-    """Why `add_fused` cannot run on a device, found with a tiny bfloat16 product; None if it can."""
+    """Why `add_fused` cannot run on a device, from a trial with a tiny bfloat16 product; None if it can."""
     grad = torch.ones(16, 8, dtype=torch.bfloat16, device=device)
     total = torch.ones(8, 8, dtype=torch.float32, device=device)
     try:

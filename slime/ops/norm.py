@@ -1,7 +1,8 @@
-"""Root mean square norm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), as transformers rounds it.
+"""Root mean square norm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), rounded as in
+transformers.
 
-Statistics are float32. The normed value is rounded to the dtype of the input before the weight multiplies it; where the
-weight is what differs from 1 (Gemma, Qwen3-Next), it multiplies in float32, and the product is rounded.
+Statistics are float32. The normed value is rounded to the dtype of the input before it is multiplied by the weight. A
+zero-centered weight (Gemma, Qwen3-Next), which stores the difference from 1, multiplies in float32 before the rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slime.ops.select import FUSED, name_of, num_processors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """x [..., H], weight [H] -> [..., H]; the chosen implementation. A fused one wants both in one dtype."""
+    """x [..., H], weight [H] -> [..., H]; the chosen implementation. The fused one needs both in one dtype."""
     if name_of("norm", x) == FUSED:
         out: Tensor = FusedNorm.apply(x, weight, eps, zero_centered)
         return out
@@ -24,7 +25,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """The formula in plain PyTorch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if zero_centered:
@@ -33,11 +33,11 @@ def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fa
 
 
 class FusedNorm(torch.autograd.Function):
-    """One kernel forward and one backward, and one that sums the weight's gradient, in float32, over its programs."""
+    """One kernel forward and one backward, and one that sums the weight's gradient in float32 over its programs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        assert x.dtype == weight.dtype, f"an input in {x.dtype} and a weight in {weight.dtype}"
+        assert x.dtype == weight.dtype, f"the input is {x.dtype}, but the weight is {weight.dtype}"
         kernels: Any = importlib.import_module("slime.ops.kernels.norm")
         rows = x.reshape(-1, x.size(-1))
         out, scale = kernels.forward(rows, weight, eps, zero_centered)

@@ -1,9 +1,9 @@
 """From the fused projection of attention to queries, keys and values: split, norm of each head, rotary embedding.
 
-The projection of a token is [q ... q, k, v] for each key head (group): its query heads, its key, its value. Queries and
-keys may be normed (root mean square over a head, see `norm`), and the first entries of a head are rotated by the angles
-of the token's position (RoFormer, Su et al. 2021): pairs are (0, r / 2), (1, r / 2 + 1), ... or, interleaved, (0, 1),
-(2, 3), ... with r rotated entries; the others pass. cos and sin [T, r / 2] float32 are made once for a packed row
+The projection of a token has [q ... q, k, v] for each key head (group): its query heads, its key, its value. Queries
+and keys may be normed (root mean square over a head, see `norm`). The first r entries of a head are rotated by the
+angles of the token's position (RoFormer, Su et al. 2021), in pairs (0, r / 2), (1, r / 2 + 1), ... or, interleaved, (0,
+1), (2, 3), ...; the others are unchanged. cos and sin [T, r / 2] float32 are computed once per packed row
 (`models.common.rotary.cos_sin`).
 
 The reference has the bits of Megatron's own path (`SelfAttention.get_query_key_value_tensors`, `apply_rotary_pos_emb`).
@@ -25,7 +25,7 @@ from slime.ops.select import FUSED, name_of, num_processors
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What is done to the heads of one attention layer."""
+    """The form of the heads of one attention layer."""
 
     groups: int
     """Key heads of this rank."""
@@ -36,7 +36,6 @@ class Heads:
     eps: float = 1e-6
     """Of the norms."""
     zero_centered: bool = False
-    """As in `norm`."""
 
 
 def split_and_rotate(
@@ -56,7 +55,6 @@ def split_and_rotate(
 def reference(
     mixed: Tensor, heads: Heads, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula in plain PyTorch."""
     size, grouped = heads.size, mixed.unflatten(-1, (heads.groups, -1))  # [T, groups, (n + 2) * d]
     query, key, value = grouped.split([grouped.size(-1) - 2 * size, size, size], dim=-1)
     query = query.reshape(query.size(0), query.size(1) * query.size(2) // size, size)
@@ -80,8 +78,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 class FusedHeads(torch.autograd.Function):
     """One kernel forward and one backward, and one that sums the gradients of the norms' weights.
 
-    With norms the projection is kept for the backward pass, and the values are a view of it; without, nothing of it is
-    kept, and the values are written out.
+    With norms the projection is kept for the backward pass, and the values are a view of it. Without norms nothing of
+    it is kept, and the values are written out.
     """
 
     @staticmethod

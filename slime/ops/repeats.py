@@ -1,4 +1,4 @@
-"""Copies of rows, and the sum of their gradients: how keys and values of a shared prefix reach all that attend to them.
+"""Copies of rows, and the sum of their gradients: how all samples with a shared prefix get its keys and values.
 
 A row may be copied any number of times. The reference is `index_select`; its gradient is added in the dtype of the
 rows, on a GPU in any order. The fused form adds in float32, in the order of the copies.
@@ -22,7 +22,7 @@ from slime.ops.select import FUSED, name_of
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which rows are copied: K copies of T rows."""
+    """K copies of T rows."""
 
     rows: Tensor
     """[K] int64 the row of each copy."""
@@ -54,9 +54,7 @@ def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
 
 @contextmanager
 def repeated(rows: Sequence[Tensor], repeats: Repeats) -> Iterator[tuple[Tensor, ...]]:
-    """Copies of each of `rows` for the block. The backward pass of the block makes them again where it wants a whole
-    one, so that no copy is kept between the passes.
-    """
+    """Copies of each of `rows` for the block; its backward pass makes them again instead of keeping them."""
     made = tuple(repeat_rows(x, repeats) for x in rows)
     sources = [x.detach() for x in rows]
     places = [(x.data_ptr(), x.shape, x.stride()) for x in made]

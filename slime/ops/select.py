@@ -1,7 +1,7 @@
-"""Which implementation each op has on a device: chosen once when a trainer starts, printed by `slime doctor`.
+"""The implementation of each op on a device: chosen once when a trainer starts, printed by `slime doctor`.
 
-`--kernels` says what is wished: "auto" takes the fused form of an op where it can run, "reference" none, and "fused" is
-refused where one cannot. The reasons are part of the choice, so that nothing falls back silently.
+`--kernels auto` takes the fused form of an op where it can run, "reference" never, and "fused" is refused if one cannot
+run. The choice includes its reasons, so that nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ REFERENCE, FUSED = "reference", "fused"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation of one op."""
-
     op: str
     name: str
     """"reference", or the name of a fused form."""
     why: str
-    """What speaks for it, or against the fused form."""
+    """Reasons for it, or against the fused form."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} ({self.why})"
@@ -38,16 +36,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A fused form of an op."""
-
     name: str
     what: str
-    """What computes it, in words."""
+    """What computes it."""
     problems: Problems
 
 
 def triton_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why Triton's kernels cannot run."""
     reasons = (
         ("its kernels need a GPU", device.type != "cuda"),
         ("triton is not installed", importlib.util.find_spec("triton") is None),
@@ -57,7 +52,6 @@ def triton_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
 
 
 def expert_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why experts are multiplied one by one; on a GPU that is tried out."""
     from slime.ops.experts import grouped_problems
 
     return triton_problems(device, dtype) or grouped_problems(device, dtype)
@@ -77,13 +71,13 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
 """Op -> its fused forms, the best first."""
 
 _chosen: dict[str, Choice] = {}
-"""Of this process; an op that is not in it is computed by its reference."""
+"""Of this process; the reference computes an op that is not in it."""
 
 
 def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """The implementation of every op on `device` in the training dtype `dtype`, as `kernels` (--kernels) wishes.
+    """The implementation of every op on `device` in the training dtype `dtype`; `kernels` is `--kernels`.
 
-    Raises `ConfigError` where "fused" is asked for and an op has no form that can run.
+    Raises `ConfigError` if "fused" is given and an op has no form that can run.
     """
     assert kernels in ("auto", REFERENCE, FUSED), f"--kernels {kernels}"
     return tuple(_choose(op, device, dtype, kernels) for op in OPS)
@@ -99,12 +93,12 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> 
             return Choice(op, form.name, "; ".join((form.what, *against)))
         against.append(f"not {form.what}: {' and '.join(reasons)}" if len(OPS[op]) > 1 else " and ".join(reasons))
     if kernels == FUSED:
-        raise ConfigError(f"got --kernels fused, but {op} cannot: {'; '.join(against)}; use auto, which says what runs")
+        raise ConfigError(f"--kernels fused cannot run for {op}: {'; '.join(against)}; use auto, which says what runs")
     return Choice(op, REFERENCE, "; ".join(against))
 
 
 def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """Chooses, and lets every op of this process compute so from now on. Raises `ConfigError` as `choose` does."""
+    """Chooses, and uses the choice for every op of this process from now on. Raises `ConfigError` as `choose` does."""
     choices = choose(device, dtype, kernels)
     _chosen.clear()
     _chosen.update((choice.op, choice) for choice in choices)
@@ -112,7 +106,7 @@ def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tupl
 
 
 def name_of(op: str, x: Tensor) -> str:
-    """The implementation that computes `op` of a tensor: the chosen one on a GPU, the reference on a CPU."""
+    """The implementation that computes `op` for a tensor: the chosen one on a GPU, the reference on a CPU."""
     choice = _chosen.get(op) if x.is_cuda else None
     return REFERENCE if choice is None else choice.name
 

@@ -12,7 +12,7 @@ from slime.ops.select import FUSED, name_of
 
 
 def swiglu(mixed: Tensor) -> Tensor:
-    """mixed [..., 2 F], gates ahead of values -> [..., F]; the chosen implementation."""
+    """mixed [..., 2 F], gates before values -> [..., F]; the chosen implementation."""
     if name_of("swiglu", mixed) == FUSED:
         out: Tensor = FusedSwiGLU.apply(mixed)
         return out
@@ -20,7 +20,6 @@ def swiglu(mixed: Tensor) -> Tensor:
 
 
 def reference(mixed: Tensor) -> Tensor:
-    """The formula in plain PyTorch."""
     gate, up = mixed.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 

@@ -1,5 +1,5 @@
-"""Training: the Megatron-core backend. Model build, packed attention, log-probs, step, checkpoint.
+"""Training, the Megatron-core backend: model build, packed attention, log-probs, step, checkpoint.
 
-The only room that imports megatron (`compat` helps it). `backend.MegatronBackend` is what the train actors hold.
-Nothing heavy happens on importing this package; its modules import torch and megatron.
+The only room that imports megatron, besides `compat`. `backend.MegatronBackend` is what the train actors hold.
+Importing this package is cheap; its modules import torch and megatron.
 """

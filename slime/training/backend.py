@@ -1,7 +1,7 @@
-"""`MegatronBackend`: one rank of the trainer. Every method that says "collective" is called on all ranks in one order.
+"""`MegatronBackend`: one rank of the trainer. All ranks call a method that says "collective", in the same order.
 
 Invariants
-1. The whole batch goes to every rank; nothing a rank computes from it depends on how it is split.
+1. Every rank gets the whole batch; no result depends on how it is split.
 2. `weight_version` names the weights that this rank holds; the weight sync increases it, a checkpoint carries it.
 3. On a CPU the same state and the same batch give the same bits.
 """
@@ -72,13 +72,10 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
-    """Model, optimizer and step of one rank."""
-
     weight_version: int
     model: ShardedModel
-    """The record of the policy's parameters."""
     sight: Sight
-    """What it sees images with."""
+    """Encodes images."""
 
     def __init__(
         self,
@@ -94,8 +91,8 @@ class MegatronBackend:
         """Joins the process group, builds the models and loads their checkpoints. Collective.
 
         Ranks meet at `master_address`, where rank 0 listens: on `listener` (`slime.weights.rendezvous.listen_on`) if
-        it holds `master_port` already.
-        Raises `ConfigError` for what cannot be trained, `CheckpointError` for a checkpoint that does not fit.
+        given, else on `master_port`. Raises `ConfigError` for what cannot be trained, `CheckpointError` for a
+        checkpoint that does not fit.
         """
         activate(args.device)
         self.args = args
@@ -143,8 +140,8 @@ class MegatronBackend:
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one batch; the same metrics on every rank. Collective.
 
-        Raises `NumericsError` on every rank, with the weights unchanged by the step at fault, for a non-finite loss or
-        gradient and for a train-inference mismatch beyond the limit; `DataError` or `ConfigError` for a batch that
+        Raises `NumericsError` on every rank for a non-finite loss or gradient (the failed step leaves the weights
+        unchanged) and for a train-inference mismatch beyond the limit; `DataError` or `ConfigError` for a batch that
         does not fit.
         """
         self._require_awake("train")
@@ -159,7 +156,7 @@ class MegatronBackend:
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         if prepared.shared is not None:
             metrics["train/shared_tokens"] = prepared.shared_fraction
-        # The policy goes first, in steps of the critic alone, too: what its checks refuse leaves the critic alone.
+        # The policy goes first, even if only the critic is trained: where its checks refuse, the critic is unchanged.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
             objective = trained_objective(self.args, self._algorithm)
             with self._profiles.part("train_actor", batch.rollout_id):
@@ -176,15 +173,15 @@ class MegatronBackend:
         return metrics
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
-        """10^12 floating-point operations per second and rank of training the policy on a batch in `time_s`."""
+        """TFLOP/s per rank of training the policy on a batch in `time_s`."""
         flops = sum(self._flops.forward(s.num_tokens, num_logits=s.response_length) for s in batch.samples)
         return tflops_per_gpu(flops, time_s=time_s, num_gpus=self.parallel_info.world_size)
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
 
-        The metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` over the
-        limit. Collective.
+        Returns the metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError`
+        over the limit. Collective.
         """
         self._require_awake("measure_mismatch")
         prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args)
@@ -193,8 +190,8 @@ class MegatronBackend:
     def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
         """`loss`, the mean negative log-prob of the trained tokens, and `num_tokens`, their number; trains nothing.
 
-        The same on every rank, whatever the layout; neither gradients nor optimizer nor random numbers are touched.
-        Raises `NumericsError` for a log-prob that is not finite. Collective.
+        The same on every rank and in every layout; gradients, optimizer and random numbers are not touched. Raises
+        `NumericsError` for a log-prob that is not finite. Collective.
         """
         self._require_awake("measure_loss")
         prepared = self._prepare(batch, one_step=True, sampled=False)
@@ -217,7 +214,7 @@ class MegatronBackend:
         return dataclasses.replace(prepared, routing=routing, images=self.sight.of_batch(batch))
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
-        """Adds what the loss needs of forward passes before the update, and the advantages made from it."""
+        """Runs the forward passes that the loss needs before the update, and adds the advantages computed from them."""
         args, context = self.args, self._context
         if fine_tunes(args):
             return with_advantages(prepared, args, self._algorithm, BatchLogProbs())
@@ -236,7 +233,7 @@ class MegatronBackend:
         return with_advantages(prepared, args, self._algorithm, log_probs, values)
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Those of the policy before the update (see `LogProbs`); none where the pass that is trained gives them."""
+        """The policy's log-probs before the update (see `LogProbs`); empty where the trained pass itself gives them."""
         if self.args.keep_old_actor:
             return self._others.old_log_probs(context, prepared)
         if needs_old_pass(self.args, self._algorithm, prepared):
@@ -248,32 +245,32 @@ class MegatronBackend:
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) in table order, on every rank. Collective: exhaust it on all ranks.
 
-        `dtype` converts; None keeps the training dtype. Adapters are merged into what they adapt, one tensor at a time.
-        Tensors may alias parameters: read only.
+        `dtype` converts; None keeps the training dtype. Adapters are merged, one tensor at a time. Tensors may alias
+        parameters: read only.
         """
         self.require_weights()
         return hf_weights.iter_hf_tensors(self.model, dtype=dtype, merged=True)
 
     def outgoing(self, dtype: torch.dtype | None = None) -> TrainerWeights:
-        """The weights of this rank, whatever they are when they are sent, with adapters merged. Collective.
+        """This rank's weights, read when they are sent, with adapters merged. Collective.
 
         `dtype` converts; None keeps the training dtype.
         """
         return TrainerWeights(self.model, dtype)
 
     def require_weights(self) -> None:
-        """Sending is for a trainer that has its weights."""
-        assert self._sleeper.held is not Held.NOTHING, "weights of a sleeping trainer; call wake() first"
+        """Asserts that this rank holds its weights, so that they can be sent."""
+        assert self._sleeper.held is not Held.NOTHING, "a sleeping trainer has no weights; call wake() first"
 
     def note_synced(self) -> None:
-        """The engines serve the weights as they are now."""
+        """The engines now serve the current weights."""
         self._others.note_synced(self.weight_version)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
 
-        Ranks write files in turn, in a folder that all of them see. Adapters are merged, and alone in the folder
-        `adapter` of the export. Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything
+        Ranks write files in turn to a folder that all of them see. Adapters are merged, and also written separately to
+        the subfolder `adapter`. Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything
         else is there.
         """
         info, model, source = self.parallel_info, self.model, Path(self.args.hf_checkpoint)
@@ -285,7 +282,7 @@ class MegatronBackend:
                 write_peft(folder / "adapter", model.table, adapters, scale=scale, base=base)
             if info.rank == 0 and self.args.chat_template is not None:
                 shutil.copyfile(self.args.chat_template, folder / CHAT_TEMPLATE_FILE)
-            for _ in adapters:  # collectives that this rank has not taken part in
+            for _ in adapters:  # the rest of the collectives
                 pass
 
         writers = Writers(info.rank, info.world_size, dist.barrier)
@@ -297,11 +294,11 @@ class MegatronBackend:
     def snapshot(self, *, on_host: bool = True) -> Snapshot:
         """What this rank writes into a checkpoint, as of now. All ranks, no communication.
 
-        `on_host`: a copy, which training may go on from; else it has to be written before anything changes.
+        `on_host`: a copy, so that training may go on; without it, write before anything changes.
         """
         self._require_awake("save")
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # another thread reads what is not copied
+            torch.cuda.synchronize()  # another thread reads the tensors
         with_optimizer = not self.args.no_save_optim
         states = {
             folder: rank_state(kept, weight_version=self.weight_version, with_optimizer=with_optimizer)
@@ -310,7 +307,7 @@ class MegatronBackend:
         return Snapshot({folder: state.on_host() if on_host else state for folder, state in states.items()})
 
     def save(self, directory: Path) -> dict[str, Seal]:
-        """Writes this rank's files into `directory`; their hashes are for `checkpoint.commit`. All ranks."""
+        """Writes this rank's files into `directory`; returns their hashes for `checkpoint.commit`. All ranks."""
         return self.snapshot(on_host=False).write(directory)
 
     def load(self, directory: Path) -> None:
@@ -329,9 +326,9 @@ class MegatronBackend:
     # --- memory and life ----------------------------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """Learns what the largest micro-batch takes of the GPU, for `memory_plan`; see `slime.training.rehearsal`.
+        """Measures what the largest micro-batch takes of the GPU, for `memory_plan`; see `slime.training.rehearsal`.
 
-        Collective; nothing on a CPU. Raises `ConfigError`, with the number that fits, if it cannot.
+        Collective; does nothing on a CPU. Raises `ConfigError`, with the number that fits, if it does not fit.
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
@@ -339,26 +336,25 @@ class MegatronBackend:
             self._sleeper.expect_in_training(peak)
 
     def keep_weights(self) -> dict[str, float]:
-        """Leaves the policy's weights alone on the GPU; peaks of the phase that ends. Nothing on a CPU."""
+        """Leaves only the policy's weights on the GPU; returns the memory peaks of the phase that ends."""
         self.sight.close()
         return self._sleeper.keep_weights()
 
     def sleep(self) -> dict[str, float]:
-        """Leaves nothing on the GPU; peaks of the phase that ends. Nothing on a CPU."""
+        """Leaves nothing on the GPU; returns the memory peaks of the phase that ends."""
         self.sight.close()
         return self._sleeper.sleep()
 
     def wake(self) -> dict[str, float]:
-        """Undoes both, bit for bit; gradients are zeros."""
+        """Undoes `keep_weights` or `sleep`, bit for bit; gradients are zeros."""
         return self._sleeper.wake()
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What the phases of a colocated step take of this rank's GPU, if it is lent."""
+        """What the phases of a colocated step take of this rank's GPU, if it is shared with an engine."""
         return self._sleeper.plan
 
     def close(self) -> None:
-        """Leaves the process group and lets go of the model."""
         self._sleeper.close()
         for trainable in self._trainables.values():
             trainable.let_go()
@@ -373,12 +369,10 @@ class MegatronBackend:
 
     @property
     def _trainables(self) -> dict[str, Trainable]:
-        """By the folder of a checkpoint that holds them."""
         return {"": self._trainable} | ({"critic": self._critic.trainable} if self._critic is not None else {})
 
     @property
     def _kept(self) -> dict[str, Kept]:
-        """By the folder of a checkpoint that holds them."""
         args, info = self.args, self.parallel_info
         kept = {"": Kept(self._trainable, info, Path(args.hf_checkpoint), self._others.lasting)}
         if self._critic is not None:
@@ -389,4 +383,4 @@ class MegatronBackend:
         return Parts.of(self._trainable, self._critic.trainable if self._critic is not None else None)
 
     def _require_awake(self, what: str) -> None:
-        assert self._sleeper.held is Held.ALL, f"{what} of a sleeping trainer; call wake() first"
+        assert self._sleeper.held is Held.ALL, f"cannot {what}: the trainer is asleep; call wake() first"

@@ -1,6 +1,4 @@
-"""Process groups of the trainer: tensor, pipeline, context, expert and data parallel; gloo on a CPU and NCCL on a GPU,
-with a deadline.
-"""
+"""Process groups of the trainer: tensor, pipeline, context, expert and data parallel; gloo on a CPU, NCCL on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from slime.weights.rendezvous import join_store, keep_gloo_on, listen_on, open_s
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How one model is split; what is left of the world is data parallel."""
+    """How one model is split; the rest of the world is data parallel."""
 
     tp: int = 1
     pp: int = 1
@@ -32,11 +30,11 @@ class ParallelSizes:
     """Model chunks of each pipeline rank (interleaved pipelining)."""
     cp: int = 1
     ep: int = 1
-    """Expert-parallel ranks; they are data-, context- and tensor-parallel ranks to everything but experts."""
+    """Expert-parallel ranks, which are data-, context- and tensor-parallel ranks for everything but experts."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
-        """From Megatron's settings. Raises `ConfigError` for sizes that no world can have."""
+        """From Megatron's settings. Raises `ConfigError` for impossible sizes."""
 
         def size(name: str) -> int:
             return int(megatron.get(name) or 1)
@@ -49,10 +47,10 @@ class ParallelSizes:
             ep=size("expert_model_parallel_size"),
         )
         if min(out.tp, out.pp, out.vp, out.cp, out.ep) < 1:
-            raise ConfigError(f"got {out}; each parallel size must be at least 1")
+            raise ConfigError(f"each parallel size must be at least 1, but the settings give {out}")
         if out.vp > 1 and out.pp == 1:
             raise ConfigError(
-                f"got --virtual-pipeline-model-parallel-size {out.vp} without pipeline stages to interleave; set "
+                f"--virtual-pipeline-model-parallel-size {out.vp} needs pipeline stages to interleave; set "
                 "--pipeline-model-parallel-size or leave it out"
             )
         return out
@@ -62,21 +60,21 @@ class ParallelSizes:
         model = self.tp * self.pp * self.cp
         if world_size % model:
             raise ConfigError(
-                f"got {world_size} training ranks with --tensor-model-parallel-size {self.tp}, "
-                f"--pipeline-model-parallel-size {self.pp} and --context-parallel-size {self.cp}; their product "
-                f"{model} must divide the ranks"
+                f"--tensor-model-parallel-size {self.tp}, --pipeline-model-parallel-size {self.pp} and "
+                f"--context-parallel-size {self.cp} do not fit {world_size} training ranks; their product {model} must "
+                "divide the ranks"
             )
         if world_size % (self.ep * self.pp):
             raise ConfigError(
-                f"got {world_size} training ranks with --expert-model-parallel-size {self.ep} and "
-                f"--pipeline-model-parallel-size {self.pp}; their product must divide the ranks"
+                f"--expert-model-parallel-size {self.ep} and --pipeline-model-parallel-size {self.pp} do not fit "
+                f"{world_size} training ranks; their product must divide the ranks"
             )
         return world_size // model
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelInfo:
-    """Where one rank stands."""
+    """Position of one rank."""
 
     rank: int
     world_size: int
@@ -90,12 +88,11 @@ class ParallelInfo:
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share each layer."""
         return self.sizes.tp
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its data-parallel share: one rank of those that compute the same loss does."""
+        """Whether this rank reports for its data-parallel share: one of the ranks that compute the same loss does."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
 
@@ -112,9 +109,8 @@ def init_process_groups(
 ) -> ParallelInfo:
     """Joins the world and splits it. Neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
 
-    Rank 0 opens the store on `master_address` alone: on `listener` if it holds that port already, else on
-    `master_port`. Every collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not
-    fit.
+    Rank 0 opens the store on `master_address` alone: on `listener` if given, else on `master_port`. A collective that
+    waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not fit.
     """
     dp_size = sizes.dp(world_size)
     limit = timedelta(seconds=timeout_s)
@@ -123,8 +119,8 @@ def init_process_groups(
         store = open_store(listener or listen_on(master_address, master_port), world_size=world_size, timeout=limit)
     else:
         store = join_store(master_address, master_port, world_size=world_size, timeout=limit)
-    # No device is bound to the world: torch would split groups that are made later off its communicator, and the group
-    # of the weight sync has members that are not in it.
+    # Do not bind the world to a device: torch would split later groups off its communicator, but the group of the
+    # weight sync has members outside the world.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -141,7 +137,7 @@ def init_process_groups(
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
-    assert dp_size == mpu.get_data_parallel_world_size(), f"Megatron has another data-parallel size than {dp_size}"
+    assert dp_size == mpu.get_data_parallel_world_size(), f"Megatron's data-parallel size is not {dp_size}"
     return ParallelInfo(
         rank=rank,
         world_size=world_size,
@@ -156,7 +152,7 @@ def init_process_groups(
 
 
 def seed_everything(seed: int, dp_rank: int) -> None:
-    """Seeds Python, NumPy, torch and Megatron's tracker. Nothing in a training step draws numbers; hooks may."""
+    """Seeds Python, NumPy, torch and Megatron's tracker. A training step draws no numbers, but hooks may."""
     random.seed(seed + dp_rank)
     np.random.seed((seed + dp_rank) % 2**32)
     torch.manual_seed(seed + dp_rank)
@@ -164,13 +160,13 @@ def seed_everything(seed: int, dp_rank: int) -> None:
 
 
 def be_deterministic() -> None:
-    """`--deterministic-mode`: deterministic kernels wherever PyTorch has them, a warning wherever it has none."""
+    """`--deterministic-mode`: deterministic kernels where PyTorch has them, else a warning."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def destroy_process_groups() -> None:
-    """Leaves the world; safe to call when never joined."""
+    """Leaves the world, if it was joined."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()

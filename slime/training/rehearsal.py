@@ -1,16 +1,15 @@
-"""A rehearsal before the run: small micro-batches, forward and backward, tell what the largest will take of the GPU.
+"""A rehearsal before the run: passes over small micro-batches predict the memory of the largest one.
 
-What passes take grows with their tokens in a straight line, once a chunk of the log-probs is full. Two sizes give the
-line of a model under its settings (layout, recompute, kernels). So a micro-batch that cannot fit is refused with the
-number that can, before a run has sampled anything, and kernels are compiled.
+The memory of a pass grows linearly with its tokens once a chunk of the log-probs is full, so two sizes give the line
+for a model under its settings (layout, recompute, kernels). A micro-batch that cannot fit is refused, with the number
+that fits, before a run has sampled anything. Kernels are compiled on the way.
 
-Not known to it: attention without a kernel, whose masks grow with the square of a sequence; experts that get more
-tokens than others, under expert parallelism; the passes of a critic; samples longer than the settings say; copies of
-the keys of shared prefixes.
+Not predicted: attention without a kernel, whose masks grow with the square of a sequence; uneven experts under expert
+parallelism; the passes of a critic; samples longer than the settings say; copies of keys for shared prefixes.
 
 Invariants
-1. Weights, optimizer, buffers and random numbers are as before; gradients are zeros.
-2. All ranks rehearse the same sizes; each has a line of its own, and all refuse if one does not fit. Collective.
+1. Weights, optimizer, buffers and random numbers are unchanged; gradients are zeros.
+2. All ranks rehearse the same sizes; each has its own line, and all refuse if one does not fit. Collective.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from slime.training.step.train_step import StepContext, micro_batch_multiple, re
 logger = logging.getLogger(__name__)
 
 SMALL_PARTS = (8, 4)
-"""The sizes are these parts of the largest micro-batch, and at least one and two chunks of log-probs."""
+"""The sizes are these fractions of the largest micro-batch, but at least one and two chunks of log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What forward and backward passes take of a GPU beside weights, gradients and optimizer, by tokens of a rank."""
+    """GPU memory of forward and backward passes beside weights, gradients and optimizer, by tokens of a rank."""
 
     at: tuple[int, int]
     """Tokens of two micro-batches, the second not smaller."""
@@ -56,16 +55,16 @@ class Passes:
 
     @property
     def bytes_per_token(self) -> float:
-        """The slope of the line; through the origin where there is one size alone."""
+        """The slope of the line; of a line through the origin if both sizes are equal."""
         (small, large), (low, high) = self.at, self.num_bytes
         return max(0.0, (high - low) / (large - small)) if large > small else high / large
 
     def peak(self, tokens: int) -> int:
-        """Bytes of a micro-batch of `tokens` on a rank."""
+        """Bytes for a micro-batch of `tokens` on a rank."""
         return int(self.num_bytes[1] + self.bytes_per_token * (tokens - self.at[1]))
 
     def fitting(self, num_bytes: int) -> int:
-        """Most tokens whose passes take `num_bytes`; 0 if none do."""
+        """Most tokens whose passes fit in `num_bytes`; 0 if none do."""
         if self.bytes_per_token == 0.0:
             return self.at[1] if num_bytes >= self.num_bytes[1] else 0
         return max(0, self.at[1] + math.floor((num_bytes - self.num_bytes[1]) / self.bytes_per_token))
@@ -82,8 +81,8 @@ class Largest:
 
     @classmethod
     def of(cls, args: Args, cp_size: int) -> Largest:
-        """As far as limits say it; prompts without a limit count for nothing. A sample is never split, so one that is
-        longer than `--max-tokens-per-gpu` counts, too.
+        """A prompt without a limit counts as 0 tokens. A sample is never split, so one that is longer than
+        `--max-tokens-per-gpu` counts, too.
         """
         if args.use_dynamic_batch_size:
             assert args.max_tokens_per_gpu is not None, "the settings derive max_tokens_per_gpu"
@@ -91,13 +90,13 @@ class Largest:
         return cls(-(-args.micro_batch_size * longest_sample(args) // cp_size), args.micro_batch_size)
 
     def sizes(self, chunk_tokens: int) -> tuple[int, int]:
-        """Tokens of the two micro-batches that are rehearsed."""
+        """Tokens of the two micro-batches to rehearse."""
         chunk = max(chunk_tokens, 1)
         small, large = (max(self.tokens // part, chunk * (i + 1)) for i, part in enumerate(SMALL_PARTS))
         return min(small, self.tokens), min(large, self.tokens)
 
     def remedy(self, fitting: int) -> str:
-        """What to do where only `fitting` tokens of a rank fit."""
+        """What to do if only `fitting` tokens of a rank fit."""
         less = "recompute activations (--recompute-granularity full), or split the model over more GPUs"
         if self.samples is None:
             limits = (
@@ -109,22 +108,16 @@ class Largest:
 
 
 def training_peak(
-    args: Args,
-    context: StepContext,
-    objective: Objective,
-    trainable: Trainable,
-    info: ParallelInfo,
-    later_bytes: int,
+    args: Args, context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo, later_bytes: int
 ) -> int:
-    """The most that training the policy with the largest micro-batch will have on this rank's GPU. Rehearses;
-    collective.
+    """Peak memory of training the policy with the largest micro-batch on this rank's GPU. Rehearses; collective.
 
-    `later_bytes`: of what the first optimizer step makes. Raises `ConfigError`, with the number of tokens that fits, on
-    every rank if it is more than there is on one.
+    `later_bytes`: what the first optimizer step adds. Raises `ConfigError` on every rank, with the number of tokens
+    that fits, if the peak exceeds the memory of any.
     """
     passes, largest = rehearse(args, context, objective, trainable, info), Largest.of(args, info.sizes.cp)
     free_bytes, _ = torch.cuda.mem_get_info(context.device)
-    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # what contexts take is not there
+    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # without the memory of contexts
     kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes
     peak = kept_bytes + passes.peak(largest.tokens)
     verdict = torch.tensor(
@@ -144,9 +137,9 @@ def training_peak(
 def rehearse(
     args: Args, context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo
 ) -> Passes:
-    """Runs both sizes and measures. On a GPU; collective. Raises `ConfigError` if even these do not fit.
+    """Runs both sizes and measures them. On a GPU; collective. Raises `ConfigError` if even these do not fit.
 
-    The first pass of all is not measured: what libraries take for themselves then is theirs for good.
+    The first pass is not measured: it includes what libraries allocate once.
     """
     cp_size = info.sizes.cp
     vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
@@ -161,9 +154,9 @@ def rehearse(
 
 
 def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
-    """Micro-batches that fill a pipeline, so that as many are under way as ever, rounded up to a multiple.
+    """Micro-batches that fill the pipeline, rounded up to a multiple.
 
-    One more than Megatron's warm-up of the first stage: in passes of chunks, where it interleaves.
+    One more than Megatron's warm-up of the first stage, which counts passes of chunks where it interleaves.
     """
     if num_chunks == 1:
         return max(2, num_stages)
@@ -172,9 +165,7 @@ def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
 
 
 def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_size: int) -> PreparedBatch:
-    """A sample for each micro-batch of each data-parallel rank, of `tokens` tokens that are all trained but the first,
-    at random. The same on every rank.
-    """
+    """One random sample of `tokens` tokens per micro-batch and data-parallel rank. The same on every rank."""
     rng, response = np.random.default_rng(0), max(tokens - 1, 1)
     samples = tuple(
         TrainSample(
@@ -200,21 +191,18 @@ def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_siz
 
 
 def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, gpu_bytes: int) -> str:
-    """Why the largest micro-batch is refused. `kept_bytes`: what is on the GPU between two passes, in training;
-    `fitting`: the tokens that fit on every rank.
-    """
+    """`kept_bytes`: on the GPU between two passes; `fitting`: the tokens that fit on every rank."""
     peak = passes.peak(largest.tokens)
     return (
-        f"got micro-batches of up to {largest.tokens:,} tokens on a GPU with room for {gpu_bytes / 1e9:.1f} GB, whose "
-        f"passes take {peak / 1e9:.1f} GB beside {kept_bytes / 1e9:.1f} GB of weights, gradients "
-        f"and optimizer states; about {fitting:,} tokens fit: {largest.remedy(fitting)}"
+        f"micro-batches of up to {largest.tokens:,} tokens do not fit the GPU: their passes take {peak / 1e9:.1f} GB "
+        f"beside {kept_bytes / 1e9:.1f} GB of weights, gradients and optimizer states, but the GPU has "
+        f"{gpu_bytes / 1e9:.1f} GB; about {fitting:,} tokens fit: {largest.remedy(fitting)}"
     )
 
 
 def _peak_of(
     context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch, tokens: int
 ) -> int:
-    """What the passes add to what is on the GPU, at the most; collective."""
     device = context.device
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -223,9 +211,8 @@ def _peak_of(
         rehearse_step(context, objective, trainable, prepared)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"got a GPU on which not even a micro-batch of {tokens:,} tokens fits beside {before / 1e9:.1f} GB of "
-            "weights and gradients; split the model over more GPUs, or recompute activations "
-            "(--recompute-granularity full)"
+            f"not even a micro-batch of {tokens:,} tokens fits the GPU beside {before / 1e9:.1f} GB of weights and "
+            "gradients; split the model over more GPUs, or recompute activations (--recompute-granularity full)"
         ) from error
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
@@ -233,7 +220,7 @@ def _peak_of(
 
 @contextmanager
 def _as_before(trainable: Trainable) -> Iterator[None]:
-    """After the block buffers and random numbers are as before, and no memory is cached."""
+    """Restores buffers and random numbers after the block, and empties the memory cache."""
     buffers: Sequence[tuple[Tensor, Tensor]] = [
         (buffer, buffer.clone()) for chunk in trainable.chunks for buffer in chunk.buffers()
     ]

@@ -185,7 +185,7 @@ def test_collecting_mismatch_and_suspects_waits_for_nothing_before_the_end() -> 
         for batch, score, loss in zip(batches, scores, losses, strict=True):
             meter.add(batch, score)
             suspects.add(batch, score, loss)
-        flag = suspects.any()
+        flag = suspects.any_found()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert flag is not None and not bool(flag)

@@ -23,8 +23,8 @@ STEPS: dict[str, Mutation] = {
     "a critic felt by every tensor-parallel rank": Mutation(
         "critic",
         "training/model/policy.py",
-        "_Share.apply(hidden, self.config.tensor_model_parallel_size)",
-        "_Share.apply(hidden, 1)",
+        "lambda grad: grad / self.config.tensor_model_parallel_size",
+        "lambda grad: grad",
     ),
 }
 

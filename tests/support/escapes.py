@@ -1,6 +1,6 @@
-"""Attempts to escape from what holds programs, agents, pickles and graders of texts.
+"""Attempts to escape from what holds programs, agents and graders of texts.
 
-    python -m tests.support.escapes grader|agent|pickle|text
+    python -m tests.support.escapes grader|agent|text
 
 Each is a few lines of Python, and what it must not get. The command runs all of them in such a process and prints as
 JSON: attempt -> "held: why", or "got: what". Attempts are functions without arguments that return what they got, or
@@ -524,29 +524,6 @@ def of_agent(facts: dict[str, object], chosen: list[str]) -> str:
     return asyncio.run(go())
 
 
-PICKLE = """
-import os, sys
-from pathlib import Path
-from slime.training.foreign import reader
-told = os.dup(1)
-program = sys.stdin.read()
-assert reader.shut_in(Path(sys.argv[1])) == [reader.NETWORK, reader.FILES, reader.SYSTEM]
-exec(program)
-"""
-
-
-def of_pickle(facts: dict[str, object], chosen: list[str]) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        done = subprocess.run(
-            [sys.executable, "-c", PICKLE, file.name],
-            input=program({**facts, "NOT_ROOT": os.getuid() != 0, "MEMORY": 32 << 30}, chosen, forks=False),
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )
-    return done.stdout or f"ended: {done.returncode} {done.stderr[-2000:]}"
-
-
 TEXT = """
 import sys
 from slime.rewards.held import shut_in
@@ -588,7 +565,7 @@ def of_nobody(facts: dict[str, object], chosen: list[str]) -> str:
 
 
 NOBODY = 1_234_567
-HOLDERS = {"grader": of_grader, "agent": of_agent, "pickle": of_pickle, "text": of_text, "nobody": of_nobody}
+HOLDERS = {"grader": of_grader, "agent": of_agent, "text": of_text, "nobody": of_nobody}
 
 
 def main() -> None:

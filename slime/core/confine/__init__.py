@@ -1,4 +1,4 @@
-"""Confines processes that run foreign input: programs of a model, commands of an agent, foreign pickles.
+"""Confines processes that run foreign input: programs of a model, commands of an agent, graders of texts.
 
 All three use it. A supervisor leaves the network and the other namespaces and becomes a user that nobody else is
 (`leave`), builds what its children see of the file system (`view.build`), and forks them. Each child takes its limits

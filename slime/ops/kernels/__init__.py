@@ -1,1 +1,1 @@
-"""Triton kernels, one file for each op. Nothing imports them but the op itself, when it is called on a GPU."""
+"""Triton kernels, one file for each op, imported only by that op when it runs on a GPU."""

@@ -1,7 +1,6 @@
-"""Triton kernels around the experts of a layer: the sum of a token's rows, and weighted SwiGLU with its gradient.
+"""Triton kernels of a layer of experts: the sum of a token's rows, and weighted SwiGLU with its gradient.
 
-Imported where a GPU form is used, and nowhere else. Rows are contiguous; offsets are 64 bits wide, because the rows of
-a layer may hold more than 2^31 numbers.
+Rows are contiguous. Offsets are 64 bits wide, because the rows of a layer may hold more than 2^31 numbers.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _block(size: int) -> int:
 
 
 def sum_slots(y: Tensor, slots: Tensor) -> Tensor:
-    """y [rows, H], slots [tokens, topk] -> the sum of the rows that each token names [tokens, H], added in float32."""
+    """y [rows, H], slots [tokens, topk] -> the sum of each token's rows [tokens, H], added in float32."""
     (num_tokens, topk), size = slots.shape, y.size(1)
     if not num_tokens:
         return y.new_zeros(0, size)
@@ -88,7 +87,7 @@ def swiglu_forward(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [rows, F], and what the forward pass took -> gradients of x and of the weights."""
+    """grad [rows, F], and the inputs of the forward pass -> gradients of x and of the weights."""
     size = x.size(1) // 2
     grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
     if x.size(0):

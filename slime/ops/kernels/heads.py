@@ -1,8 +1,8 @@
-"""What kernels do to the heads of one token: norm, rotation, copy, and the gradient. Called by `kernels.qk_rotary`.
+"""Kernels for the heads of one token: norm, rotation, copy, and the gradient. Called by `kernels.qk_rotary`.
 
 A head is held as the first members of its rotated pairs, the second members, and the rest (`places`), `HEADS` heads at
-a time, in float32. The heads of a projection lie in groups of WIDTH heads: head h of COUNT is number h % PER of group
-h // PER. NORM: 0 without norms, 1 with, 2 with weights that are what differs from 1.
+a time, in float32. The heads of a projection are in groups of WIDTH heads: head h of COUNT is number h % PER of group h
+// PER. NORM: 0 without norms, 1 with norms, 2 with zero-centered weights.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import triton
 import triton.language as tl
 
 HEADS = tl.constexpr(8)
-"""Heads that a program works on at one time."""
+"""Heads that a program works on at a time."""
 
 
 @triton.jit
 def places(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
 ):
-    """Where in a head the members of pairs [PAIRS], twice, and the rest [REST] stand; what is not there is at SIZE."""
+    """Entries of the first and second members of a head's pairs [PAIRS] each, and of the rest [REST]; SIZE pads."""
     pair = tl.arange(0, PAIRS)
     first = 2 * pair if INTERLEAVED else pair
     second = first + 1 if INTERLEAVED else first + HALF
-    if PAIRS > HALF:  # else left as they are: the compiler sees that they lie side by side
+    if PAIRS > HALF:  # else unchanged, so that the compiler sees adjacent entries
         first = tl.where(pair < HALF, first, SIZE)
         second = tl.where(pair < HALF, second, SIZE)
     return first, second, 2 * HALF + tl.arange(0, REST)
@@ -39,7 +39,7 @@ def angles(cos, sin, token, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: i
 
 @triton.jit
 def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The parts of the heads that begin at `start` + `place` [HEADS], zero where they are not `kept` [HEADS]."""
+    """The parts of the heads at `start` + `place` [HEADS], zero where not `kept` [HEADS]."""
     head = start + place[:, None]
     kept = kept[:, None]
     a = tl.load(head + first[None, :], mask=kept & (first < SIZE)[None, :], other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  
 
 @triton.jit
 def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The other way round."""
+    """The inverse of `load_heads`."""
     kind = start.dtype.element_ty
     head = start + place[:, None]
     kept = kept[:, None]
@@ -61,7 +61,7 @@ def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.con
 
 @triton.jit
 def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the parts of a normed head are multiplied by, [1, ...] each."""
+    """The factors of the parts of a normed head, [1, ...] each."""
     a = tl.load(weight + first, mask=first < SIZE, other=0.0).to(tl.float32)
     b = tl.load(weight + second, mask=second < SIZE, other=0.0).to(tl.float32)
     c = tl.load(weight + others, mask=others < SIZE, other=0.0).to(tl.float32)
@@ -131,7 +131,7 @@ def heads_backward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The gradient of COUNT heads of one token; returns the sums of the weight's gradient with this token's added."""
+    """The gradient of COUNT heads of one token; returns the sums of the weight's gradient including this token."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         kept = head < COUNT
@@ -160,7 +160,6 @@ def heads_backward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def zero_sums(PAIRS: tl.constexpr, REST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of the weight's gradient before the first token."""
     return (
         tl.zeros([HEADS, PAIRS], dtype=tl.float32),
         tl.zeros([HEADS, PAIRS], dtype=tl.float32),
@@ -170,7 +169,6 @@ def zero_sums(PAIRS: tl.constexpr, REST: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def store_sums(out, sum1, sum2, sum3, first, second, others, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums over the heads, [SIZE]."""
     tl.store(out + first, tl.sum(sum1, 0), mask=first < SIZE)
     tl.store(out + second, tl.sum(sum2, 0), mask=second < SIZE)
     tl.store(out + others, tl.sum(sum3, 0), mask=others < SIZE)

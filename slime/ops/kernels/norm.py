@@ -1,7 +1,7 @@
-"""Kernels of the root mean square norm. A program works on a tile of whole rows, so a row has to fit into registers.
+"""Kernels of the root mean square norm. A program works on a tile of whole rows, so a row must fit into registers.
 
-The backward kernel's programs each go through a share of the rows and keep their part of the weight's gradient, which
-`column_sums` adds up: no atomics, so the same input gives the same bits.
+Each program of the backward kernel works on a share of the rows and keeps its part of the weight's gradient, which
+`column_sums` adds up: without atomics, so that the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 from slime.ops.kernels.sums import column_sums
 
 _TILE = 2048
-"""Entries of a tile where rows are shorter than that."""
+"""Entries of a tile of shorter rows."""
 _LONGEST = 32768
 """Entries of the longest row."""
 
 
 def _tile(size: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps, for rows of `size` entries."""
-    assert 0 < size <= _LONGEST, f"rows of {size} entries; the kernel takes up to {_LONGEST}"
+    assert 0 < size <= _LONGEST, f"rows have {size} entries; the kernel takes up to {_LONGEST}"
     columns = triton.next_power_of_2(size)
     rows = max(1, _TILE // columns)
     return rows, columns, min(16, max(4, rows * columns // 512))
 
 
 def forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """x [T, H] with entries side by side, weight [H] -> out [T, H], and 1 / root mean square [T] float32."""
+    """x [T, H] with contiguous rows, weight [H] -> out [T, H], and 1 / root mean square [T] float32."""
     num_rows, size = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -60,7 +60,7 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    # As many programs as a processor holds at one time: each goes through a share of the rows.
+    # As many programs as run at a time; each works on a share of the rows.
     programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](

@@ -1,9 +1,8 @@
 """Kernels that split a fused projection into heads, norm and rotate queries and keys, and their gradient.
 
-A program works on one token, a few heads at a time, so cos and sin of the token are read once. A head is held as the
-first members of its rotated pairs, the second members, and the rest. The backward kernel reads the gradients of
-queries, keys and values and writes that of the whole projection; where norms are trained its programs each go through
-a share of the tokens and keep their part of the weights' gradients, which `column_sums` adds up.
+A program works on one token, a few heads at a time, so it reads the token's cos and sin once. The backward kernel reads
+the gradients of queries, keys and values and writes that of the whole projection. Where norms are trained, each of its
+programs works on a share of the tokens and keeps its part of the weights' gradients, which `column_sums` adds up.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from slime.ops.kernels.sums import column_sums
 
 
 def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]:
-    """What the kernels know at compile time, of a projection of `width` entries with `half` rotated pairs per head."""
+    """Compile-time constants for a projection of `width` entries with `half` rotated pairs per head."""
     rest = heads.size - 2 * half
     assert rest >= 0 and half > 0, f"{half} pairs in a head of {heads.size}"
     return {
@@ -39,7 +38,7 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
 def forward(
     mixed: Tensor, heads: Any, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `qk_rotary.reference`. The values are a view of `mixed` [T, W], contiguous, where there are norms."""
+    """As `qk_rotary.reference`. With norms the values are a view of `mixed` [T, W], contiguous."""
     num_tokens, width = mixed.shape
     normed = q_weight is not None
     sizes = _sizes(heads, width, cos.size(-1), normed=normed)
@@ -68,7 +67,7 @@ def backward(
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     """Gradients of query, key and value, contiguous -> those of the projection [T, W] and of the two weights.
 
-    `num_programs`: among how many the tokens are shared where gradients of the weights are wanted; 0: they are not.
+    `num_programs`: how many programs share the tokens for the weights' gradients; 0: no such gradients.
     """
     query, num_tokens = grads[0], grads[0].size(0)
     out = query.new_empty(num_tokens, width)

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A kernel that sums the rows of a float32 matrix: the second half of a weight's gradient, in a fixed order.
-
 _COLUMNS, _ROWS = 32, 128
 
 
 def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """partial [P, N] float32, contiguous -> its column sums [N] in `dtype`, added up in float32."""
+    """partial [P, N] float32, contiguous -> its column sums [N] in `dtype`, added in float32."""
     num_rows, size = partial.shape
     out = torch.empty(size, dtype=dtype, device=partial.device)
     _column_sums[(triton.cdiv(size, _COLUMNS),)](partial, out, num_rows, size, _ROWS, _COLUMNS, num_warps=8)
@@ -30,8 +28,6 @@ def _column_sums(partial, out, num_rows, size, ROWS: tl.constexpr, COLUMNS: tl.c
         total += tl.load(partial + rows[:, None] * size + columns[None, :], mask=inside, other=0.0)
     tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < size)
 
-
-# A Triton kernel that sums what belongs to one row, any number of copies of it, in float32 and in a fixed order.
 
 _WIDEST = 1024
 """Numbers of a row that one program works on."""

@@ -1,15 +1,14 @@
 """Pickles that run nothing: they may name a short list of harmless things, and classes are replaced by records.
 
-Used in the confined process alone (`reader`), which is the second wall, not the first. torch and numpy have loaders of
-their own, which choose by the file what to run, and take addresses from it; here neither is asked. Archives are read as
-the zip files that they are, and tensors and arrays are made of plain bytes, whose number and type are checked.
+The loaders of torch and numpy let the file choose what to run, and take addresses from it, so they are not used.
+Archives are read as zip files, and tensors and arrays are made of plain bytes, whose number and type are checked.
 
 Invariants
 1. No module is imported because a pickle names it, and no attribute of one is looked up but the dtypes of torch.
-2. An object of a class of `RECORDED` is a `Record`: what its constructor was given, and its state. No code of the class
-   runs, not even its import.
-3. What is neither recorded nor listed is refused, by name. What is listed is a container, or code of this module that a
-   pickle cannot change.
+2. An object of a class in `RECORDED` becomes a `Record`: its constructor's arguments and its state. The class is not
+   imported.
+3. Any other name is refused, unless it is in `_ALLOWED`: containers, and code of this module that a pickle cannot
+   change.
 4. A tensor or an array is made of numbers alone, and of no more bytes than the file has for it.
 """
 
@@ -44,7 +43,7 @@ RECORDED = frozenset(
 
 
 class Record:
-    """In place of an object: data alone."""
+    """Stands for an object: data alone."""
 
     def __init__(self, *given: Any) -> None:
         self.given, self.state = given, None
@@ -54,26 +53,24 @@ class Record:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """By name, of an object whose state is its fields."""
         state = self.state[1] if isinstance(self.state, tuple) and len(self.state) == 2 else self.state
         return state if isinstance(state, dict) else {}
 
 
 @functools.cache
 def record_class(module: str, name: str) -> type[Record]:
-    """A class of records, for one class of a pickle."""
     return type(name, (Record,), {"__module__": module})
 
 
 def _nested(owner: Any, name: Any) -> type[Record]:
-    """In place of `getattr`, by which older pickles name a class within a class."""
+    """Stands for `getattr`, with which older pickles name a nested class."""
     if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(name, str)):
-        raise pickle.UnpicklingError("it asks for an attribute of what is not a class of records")
+        raise pickle.UnpicklingError("it asks for an attribute of something that is not a recorded class")
     return record_class(owner.__module__, f"{owner.__name__}.{name}")
 
 
 class _Function:
-    """A function of this module, under the name of another; nothing can be set on it."""
+    """A function of this module under another name; a pickle cannot set anything on it."""
 
     __slots__ = ("_function",)
 
@@ -84,16 +81,16 @@ class _Function:
         return self._function(*given)
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it sets what is not its own")
+        raise pickle.UnpicklingError("it sets an attribute that is not its own")
 
 
-# --- numbers of numpy -------------------------------------------------------------------------------------------------
+# --- numpy ------------------------------------------------------------------------------------------------------------
 
 _NUMBERS = re.compile(r"[<>=|]?([fiu][1248]|b1|\?)")
 
 
 class _Dtype:
-    """In place of `numpy.dtype`: a type of plain numbers."""
+    """Stands for `numpy.dtype`, for plain numbers only."""
 
     __slots__ = ("_code", "_order")
 
@@ -104,16 +101,15 @@ class _Dtype:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
-            raise pickle.UnpicklingError("it holds an array of an unknown order of bytes")
+            raise pickle.UnpicklingError("it holds an array of an unknown byte order")
         self._order = state[1]
 
     def made(self) -> numpy.dtype[Any]:
-        """numpy's own."""
         return numpy.dtype(self._code).newbyteorder(self._order)  # type: ignore[arg-type]
 
 
 class Array:
-    """In place of `numpy.ndarray`, which takes its memory from a pickle."""
+    """Stands for `numpy.ndarray`, which would take its memory from the pickle."""
 
     __slots__ = ("_array",)
 
@@ -125,18 +121,17 @@ class Array:
         self._array = _numbers(dtype, content).reshape(shape, order="F" if by_columns else "C")
 
     def tolist(self) -> Any:
-        """Plain numbers, in lists."""
         return self._array.tolist()
 
 
 def _numbers(dtype: Any, content: Any) -> Any:
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
-        raise pickle.UnpicklingError("it holds an array that is not of plain numbers")
+        raise pickle.UnpicklingError("it holds an array of something other than plain numbers")
     return numpy.frombuffer(content, dtype.made())
 
 
 def _number(dtype: Any, content: Any) -> Any:
-    """In place of `numpy.core.multiarray.scalar`."""
+    """Stands for `numpy.core.multiarray.scalar`."""
     return _numbers(dtype, content).reshape(()).tolist()
 
 
@@ -154,7 +149,6 @@ _STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-_UNTYPED = torch.uint8
 
 
 class _Storage:
@@ -167,12 +161,12 @@ class _Storage:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    """In place of `torch._utils._rebuild_tensor_v2`, and of `_v3`, which also says the type."""
+    """Stands for `torch._utils._rebuild_tensor_v2`, and for `_v3`, which also gives the type."""
     dtype = next((kind for kind in rest if isinstance(kind, torch.dtype)), None)
     if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
-        raise pickle.UnpicklingError("it holds a tensor that is not one")
+        raise pickle.UnpicklingError("it holds a malformed tensor")
     dtype = dtype or storage.dtype
-    if 0 in size:  # of no bytes, from which torch makes no tensor
+    if 0 in size:  # torch.frombuffer refuses an empty buffer
         return torch.empty(tuple(size), dtype=dtype)
     return torch.frombuffer(storage.content, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
 
@@ -194,14 +188,14 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(place, "getattr"): _Function(_nested) for place in ("builtins", "__builtin__")},
     **{(place, name): kind for place in ("builtins", "__builtin__") for name, kind in (("set", set), ("list", list))},
     **{("torch", name): kind for name, kind in _STORAGES.items()},
-    ("torch", "UntypedStorage"): _UNTYPED,
-    ("torch.storage", "UntypedStorage"): _UNTYPED,
+    ("torch", "UntypedStorage"): torch.uint8,
+    ("torch.storage", "UntypedStorage"): torch.uint8,
 }
-"""(module, name) -> what it is here."""
+"""(module, name) -> what stands for it."""
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle as data. Raises `pickle.UnpicklingError` that says what it must not name."""
+    """Reads a pickle as data. Raises `pickle.UnpicklingError` that says which name is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -214,7 +208,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class _Archive(Unpickler):
-    """What `torch.save` wrote since 1.6: a zip file with a pickle, and the bytes of each storage beside it."""
+    """A file of `torch.save` since 1.6: a zip file with a pickle, and the bytes of each storage beside it."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(archive.read(f"{folder}/data.pkl")))
@@ -222,22 +216,21 @@ class _Archive(Unpickler):
         self._storages: dict[str, bytearray] = {}
 
     def persistent_load(self, named: Any) -> _Storage:
-        """A storage, by the name of its bytes."""
         kind, dtype, key = named[:3]
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdecimal():
-            raise pickle.UnpicklingError("it names bytes that torch.save would not")
+            raise pickle.UnpicklingError("it names bytes in a way that torch.save does not")
         if key not in self._storages:
             self._storages[key] = bytearray(self._archive.read(f"{self._folder}/data/{key}"))
         return _Storage(dtype, self._storages[key])
 
 
 def load(file: BinaryIO) -> Any:
-    """A pickle that is a file by itself."""
+    """Reads a plain pickle."""
     return Unpickler(file).load()
 
 
 def load_archive(file: BinaryIO) -> Any:
-    """What `torch.save` wrote: objects with tensors. Raises `pickle.UnpicklingError` for another kind of file."""
+    """Reads a file of `torch.save`. Raises `pickle.UnpicklingError` for another kind of file."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
@@ -246,14 +239,14 @@ def load_archive(file: BinaryIO) -> Any:
                 raise pickle.UnpicklingError("it is a program of TorchScript, not a file of torch.save")
             order = f"{folders[0]}/byteorder"
             if order in names and archive.read(order) != b"little":
-                raise pickle.UnpicklingError("its bytes are in the order of another kind of machine")
+                raise pickle.UnpicklingError("its byte order is not little-endian")
             return _Archive(archive, folders[0]).load()
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         raise pickle.UnpicklingError(f"it is not a whole file of torch.save since 1.6 ({error})") from None
 
 
 def tensor_of(content: bytes) -> torch.Tensor:
-    """One tensor that `torch.save` wrote. Raises `pickle.UnpicklingError` for anything else."""
+    """The single tensor in a file of `torch.save`. Raises `pickle.UnpicklingError` for anything else."""
     loaded = load_archive(io.BytesIO(content))
     if not isinstance(loaded, torch.Tensor):
         raise pickle.UnpicklingError(f"it holds a {type(loaded).__name__}, not a plain tensor")

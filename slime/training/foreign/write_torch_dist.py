@@ -1,8 +1,8 @@
-"""Weights to a `torch_dist` folder, by Megatron-core's own `dist_checkpointing`: one rank, no GPU, no model.
+"""Writes weights to a `torch_dist` folder with Megatron-core's own `dist_checkpointing`: one rank, no GPU, no model.
 
-Layers are written by themselves (what Megatron calls non-homogeneous layers), which the folder says, and which a loader
-asks it (`dist_checkpointing.load_content_metadata`). All weights are in memory, or mapped, while they are written:
-`dist_checkpointing.save` takes them at once.
+Each layer is written separately (in Megatron's words, non-homogeneous layers), which the folder tells its loader
+(`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights at once, so all are in memory,
+or mapped.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import torch.distributed as dist
 
 from slime.compat.megatron_cpu import activate
 from slime.models.common.table import EMBEDDING, HEAD, FamilyTable
-from slime.training.foreign.confined import RELEASE, TRACKER, Places
+from slime.training.foreign.torch_dist import RELEASE, TRACKER, Places
 from slime.weights.hf_shards import ReadHF, load_shard
 from slime.weights.rendezvous import keep_gloo_on
 
 CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
-"""What a loader has to know of the form: every layer by itself, the experts of a layer stacked."""
+"""What a loader must know: layers are separate, the experts of a layer are stacked."""
 LIMIT = timedelta(minutes=10)
 
 
 def write_torch_dist(
     folder: Path, table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes all parameters of a model to `folder`, which is empty, as a release: `release/` and the tracker.
+    """Writes all parameters of a model to the empty `folder`, as a release: `release/` and the tracker.
 
-    `read_hf`: HF name -> the full tensor, in the type that is to be written; asked once for each, in table order.
-    `advance` is called for each parameter that was read.
+    `read_hf`: HF name -> the full tensor, in the type to write; called once for each, in table order. `advance` is
+    called after each parameter.
     """
-    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (before the patches of what is loaded)
+    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (before `activate` patches what is loaded)
     from megatron.core import dist_checkpointing
 
     activate("cpu")
@@ -52,7 +52,7 @@ def write_torch_dist(
 
 
 def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -> dict[str, Any]:
-    """Parameter -> its tensor, with its place in the folder; and what a loader wants for each linear layer."""
+    """Parameter -> its tensor and place in the folder; and each linear layer's extra state, which a loader expects."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -78,9 +78,9 @@ def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -
 
 
 def _modules_with_state(key: str) -> list[str]:
-    """The modules of Transformer Engine, seen from a weight, that keep more than weights: of FP8, and here nothing.
+    """Modules of Transformer Engine that have extra state (for FP8, empty here), by their weight.
 
-    A loader refuses a folder that does not name it.
+    A loader refuses a folder that does not name them.
     """
     module, _, kind = key.rpartition(".")
     found = [module] if kind == "weight" and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) else []
@@ -89,7 +89,7 @@ def _modules_with_state(key: str) -> list[str]:
 
 
 def _arguments(table: FamilyTable) -> argparse.Namespace:
-    """What Megatron's training script compares with its own arguments, or asks of the run that wrote a folder."""
+    """What Megatron's training script compares with its own arguments, or reads of the run that wrote a folder."""
     return argparse.Namespace(
         num_layers=table.sizes.num_layers,
         hidden_size=table.sizes.hidden_size,
@@ -118,7 +118,6 @@ def writers_ended() -> Iterator[None]:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """A process group of this process alone, for the block."""
     before = dict(os.environ)
     keep_gloo_on("127.0.0.1")
     store = dist.HashStore()  # type: ignore[attr-defined]

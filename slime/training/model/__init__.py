@@ -1,1 +1,1 @@
-"""Megatron's decoder of a family's layers, log-probs in place of logits, every way to split it."""
+"""Megatron's decoder with a family's layers, log-probs in place of logits, and every way to split it."""

@@ -34,11 +34,9 @@ from slime.training.model.log_probs import VocabShard
 from slime.training.model.megatron_config import transformer_config
 from slime.training.model.policy import PolicyModel
 
-# Megatron's decoder of a family's modules: its local layer specification with our norms, layer by layer.
-
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
-    """One specification per layer: pre-norm, with the attention and the MLP or experts that the family names."""
+    """One specification per layer: pre-norm, with the attention and the MLP or experts of the family."""
 
     def layer(number: int) -> ModuleSpec:
         spec = _layer(family, config, hf_config, number)
@@ -51,15 +49,15 @@ def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig)
 
 
 def mtp_layer_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> ModuleSpec:
-    """The layer of multi-token prediction, whose router chooses by itself: engines record no choice of their draft.
+    """The layer of multi-token prediction. Its router is not replayed: engines record no routing of their draft.
 
-    Raises `ConfigError` where the checkpoint has none that is trained.
+    Raises `ConfigError` if the checkpoint has no such layer that can be trained.
     """
     mtp = family.mtp_config(hf_config)
     if mtp is None:
         raise ConfigError(
-            f"got --enable-mtp-training for a {hf_config.get('model_type')} without a layer of multi-token prediction "
-            "that is trained; leave the flag out"
+            f"--enable-mtp-training needs a layer of multi-token prediction that can be trained, which this "
+            f"{hf_config.get('model_type')} does not have; drop the flag"
         )
     return _layer(family, config, mtp, 0)
 
@@ -77,19 +75,16 @@ def _layer(family: Family, config: TransformerConfig, hf_config: HfConfig, numbe
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """The smallest multiple of the tensor-parallel size that holds the vocabulary; added rows never enter a softmax."""
+    """The smallest multiple of the tensor-parallel size that holds the vocabulary; padding never enters a softmax."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def build_model(
-    args: Args,
-    hf_config: HfConfig,
-    device: torch.device,
-    kind: type[PolicyModel] = PolicyModel,
+    args: Args, hf_config: HfConfig, device: torch.device, kind: type[PolicyModel] = PolicyModel
 ) -> list[PolicyModel]:
-    """Builds this rank's chunks of a model of `kind` with undefined weights; `hf_weights.load_weights` fills them.
+    """Builds this rank's chunks of a model of `kind`, with undefined weights until `hf_weights.load_weights`.
 
-    One chunk, or as many as virtual pipeline stages, first to last. Needs an initialised `parallel_state`. Raises
+    One chunk, or one per virtual pipeline stage, first to last. Needs an initialised `parallel_state`. Raises
     `ConfigError` for models or settings that cannot be trained.
     """
     family = family_of(hf_config, args)
@@ -111,12 +106,12 @@ def _check_split(config: TransformerConfig) -> None:
     tp_size, pp_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     for what, count in (("attention heads", config.num_attention_heads), ("key-value heads", config.num_query_groups)):
         if count % tp_size:
-            raise ConfigError(f"got --tensor-model-parallel-size {tp_size} and {count} {what}; it must divide them")
+            raise ConfigError(f"--tensor-model-parallel-size {tp_size} must divide the {count} {what}; change it")
     round_size = config.microbatch_group_size_per_vp_stage
     if config.virtual_pipeline_model_parallel_size and round_size < pp_size:
         raise ConfigError(
-            f"got --microbatch-group-size-per-vp-stage {round_size} with --pipeline-model-parallel-size {pp_size}; "
-            "a round of interleaving has at least as many micro-batches as stages: raise it or leave it out"
+            f"--microbatch-group-size-per-vp-stage {round_size} is below --pipeline-model-parallel-size {pp_size}; "
+            "a round of interleaving needs as many micro-batches as stages: raise it or leave it out"
         )
     try:
         for pp_rank in range(pp_size):
@@ -124,10 +119,10 @@ def _check_split(config: TransformerConfig) -> None:
                 get_num_layers_to_build(config, vp_stage, pp_rank)
     except AssertionError as error:
         raise ConfigError(
-            f"got {config.num_layers} layers for --pipeline-model-parallel-size {pp_size} and "
-            f"--virtual-pipeline-model-parallel-size {config.virtual_pipeline_model_parallel_size}, because they do "
-            f"not divide ({' '.join(str(error).split())}); choose divisors, or give "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            f"--pipeline-model-parallel-size {pp_size} and --virtual-pipeline-model-parallel-size "
+            f"{config.virtual_pipeline_model_parallel_size} do not divide the {config.num_layers} layers "
+            f"({' '.join(str(error).split())}); choose divisors, or give --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers"
         ) from None
 
 
@@ -185,10 +180,10 @@ def _build_chunk(
 
 
 def _mark_sharded_parameters(model: PolicyModel) -> None:
-    """Tells the optimizer which parameters each tensor-parallel rank holds a part of.
+    """Tells the optimizer which parameters tensor parallelism splits.
 
-    Megatron sets these marks while it initialises weights, which we skip. Without them the gradient norm counts only
-    the first rank's part, and clipping is wrong under tensor parallelism.
+    Megatron sets these marks while it initialises weights, which slime skips. Without them the gradient norm counts
+    only the first rank's part, so clipping would be wrong.
     """
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):

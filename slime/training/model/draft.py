@@ -1,10 +1,10 @@
 """The embedding for multi-token prediction, on the pipeline stage that has the output layer.
 
-With several stages the first one has the embedding, and training changes it: `lent_embedding` brings the last stage a
-copy for a step. A tied embedding is there already.
+With several stages the first one has the embedding, and training changes it, so `lent_embedding` gives the last stage a
+copy for each step. A tied embedding is on the last stage already.
 
 Invariants
-1. The copy lives as long as the step: nothing of it is kept, saved or synced.
+1. The copy exists only during the step; it is not saved or synced.
 2. No gradient flows into the embedding from here.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def embedded_tokens(chunk: PolicyModel, tokens: Tensor) -> Tensor:
-    """tokens [T], the same on all tensor-parallel ranks -> their embeddings [T, H], whole on each."""
+    """tokens [T], the same on all tensor-parallel ranks -> their embeddings [T, H], whole on each rank."""
     weight, shard = _weight(chunk), chunk.shard
     local, held = shard.local(tokens)
     rows = weight.index_select(0, local).masked_fill_(~held.unsqueeze(1), 0)
@@ -33,22 +33,22 @@ def embedded_tokens(chunk: PolicyModel, tokens: Tensor) -> Tensor:
 
 
 def _weight(chunk: PolicyModel) -> Tensor:
-    """[V_local, H]: this rank's rows of the embedding."""
     if chunk.pre_process:
         weight: Tensor = chunk.embedding.word_embeddings.weight
     elif chunk.share_embeddings_and_output_weights:
         weight = chunk.output_weight()
     else:
-        assert chunk.lent_embedding is not None, "the embedding of another stage is lent for a step"
+        assert chunk.lent_embedding is not None, "the first stage lends its embedding for a step"
         weight = chunk.lent_embedding
     return weight.detach()
 
 
 @contextmanager
 def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
-    """Gives the last stage the embedding of the first for a block, where it has none. Collective over a pipeline.
+    """Lends the first stage's embedding to the last stage, where that has none, for a block. Collective over a
+    pipeline.
 
-    `chunks`: of this rank, in Megatron's data-parallel wrapper. Nothing where no stage trains multi-token prediction.
+    `chunks`: this rank's, in Megatron's data-parallel wrapper.
     """
     models: list[PolicyModel] = [chunk.module for chunk in chunks]
     if not models[-1].borrows_embedding:

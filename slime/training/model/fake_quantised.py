@@ -1,9 +1,9 @@
-"""Linear layers that compute with what engines will make of their weights: quantised and dequantised in each pass.
+"""Linear layers that compute with the weights that engines will have: quantised and dequantised in each pass.
 
 Invariants
-1. Parameters, their names, gradients and optimizer states are those of a model without it: its weight is another tensor
-   within a layer's forward pass alone, whose gradient goes to the parameter as it is.
-2. What it is does not depend on the layout of the trainer (`slime.weights.quantised.fake`).
+1. Parameters, their names, gradients and optimizer states do not change: only a layer's forward pass sees another
+   weight, whose gradient goes to the parameter unchanged.
+2. The quantised weight does not depend on the layout of the trainer (`slime.weights.quantised.fake`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
     """With `--trainer-weights fake-quantised`, makes this rank's layers compute with what engines quantise them to.
 
-    Raises `ConfigError` where a block would have entries on two ranks.
+    Raises `ConfigError` if a block would span two ranks.
     """
     quantised = format_of_folder(args.hf_checkpoint) if args.trainer_weights != "plain" else None
     if quantised is None:
@@ -41,21 +41,21 @@ def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable)
 
 
 class _Swap:
-    """Puts the quantised weight in the place of a layer's parameter before its forward pass, and back behind it."""
+    """Replaces a layer's weight by its quantised form for the duration of the forward pass."""
 
     def __init__(self, row: Row, num_shards: int, quantised: QuantisedFormat) -> None:
         self._of = row, num_shards, quantised
         self._kept: list[Any] = []
 
     def attach(self, module: Module) -> None:
-        if hasattr(module, "gradient_accumulation_fusion"):  # it would look for the sum of a parameter's gradients
+        if hasattr(module, "gradient_accumulation_fusion"):  # it needs a parameter's main_grad
             vars(module)["gradient_accumulation_fusion"] = False
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)
 
     def _before(self, module: Module, _inputs: Any) -> None:
         weight = module._parameters["weight"]
-        assert isinstance(weight, Parameter), "a layer ran within itself"
+        assert isinstance(weight, Parameter), "a layer's forward pass ran within itself"
         self._kept.append(weight)
         module._parameters["weight"] = fake_quantised(weight, *self._of)  # type: ignore[assignment]
 

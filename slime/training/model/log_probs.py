@@ -1,21 +1,20 @@
 """Log-probs and entropy of chosen tokens from hidden states, without a full-vocabulary matrix for the whole batch.
 
-The logits of `chunk_tokens` rows exist at a time, in the dtype of the model; in the backward pass they are computed
-again and turned in place into their own gradient, which the two matrix products then read. Between the products,
-float32 works on a few rows at a time (`WORK_BYTES`), so nothing of the size of a chunk is held in float32, except one
-buffer under top-p or top-k.
-The vocabulary may be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
+The logits of `chunk_tokens` rows exist at a time, in the dtype of the model. The backward pass computes them again and
+overwrites them with their own gradient, which the two matrix products then read. Between the products, float32 work
+covers a few rows at a time (`WORK_BYTES`), so that no float32 buffer is as large as a chunk, except one under top-p or
+top-k. The vocabulary may be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
 
 Invariants
 1. Rows of the output weight beyond the real vocabulary never enter a product, so even NaN in them cannot matter; their
    gradient is zero.
 2. The result does not depend on `chunk_tokens`, and on the number of vocabulary shards only by rounding.
 3. The gradient with respect to `hidden` is this rank's part; the caller sums it over the tensor-parallel group.
-4. Float64 in, float64 throughout; any other dtype: products in that dtype, everything else in float32.
-5. Under top-p or top-k the kept set is a constant for the gradient, and the target is in it. Entropy and
-   `full_log_probs` stay those of the whole distribution.
-6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `main_grad`), and nothing
-   of its size is allocated in float32.
+4. Float64 input is computed in float64. For any other dtype, products are in that dtype and everything else in float32.
+5. Under top-p or top-k the kept set is constant for the gradient, and contains the target. Entropy and `full_log_probs`
+   are of the whole distribution.
+6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `placeholder`), and
+   nothing of its size is allocated in float32.
 """
 
 from __future__ import annotations
@@ -34,51 +33,42 @@ from torch.utils._triton import has_triton
 
 from slime.ops.linear import add_fused, add_reference, product
 
-# Gradients that are added to Megatron's float32 sums where they are computed, not by the hook behind autograd.
+# Gradients added to Megatron's float32 sums where they are computed, not by the hook of autograd.
 #
 # Megatron's data-parallel wrapper gives a trained parameter its sum (`main_grad`) and a mark
-# (`grad_added_to_main_grad`). The mark tells its hook that what autograd delivers must not be added. Where autograd
-# delivers more than one gradient of a parameter (the embedding, tied to an output layer of the same chunk:
-# `zero_out_wgrad`) the hook adds it all the same.
-
-
-def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """The float32 sum of gradients of a parameter, of its shape; None for one that no wrapper trains."""
-    return vars(parameter).get("main_grad")
+# (`grad_added_to_main_grad`), which tells its hook not to add what autograd delivers. Where autograd delivers more than
+# one gradient of a parameter (an embedding that is tied to an output layer of the same chunk: `zero_out_wgrad`), the
+# hook adds it all the same.
 
 
 def placeholder(parameter: Tensor) -> Tensor | None:
     """What a backward pass returns for `parameter` after adding its gradient to `main_grad`; marks it.
 
-    Uninitialised, of its shape, and read by nobody: with `--overlap-grad-reduce` the hook wants to see some gradient.
-    None where the embedding delivers one to the same parameter, which is then all that the hook adds.
+    Uninitialised and never read: with `--overlap-grad-reduce` the hook expects some gradient. None for a tied
+    embedding, whose own gradient autograd delivers.
     """
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if vars(parameter).get("zero_out_wgrad") else torch.empty_like(parameter)
 
 
-# `VocabShard`: which rows of the vocabulary a tensor-parallel rank holds, and reductions over the other ranks.
-
-
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which rows of the vocabulary this rank holds."""
+    """The rows of the vocabulary that this tensor-parallel rank holds."""
 
     start: int
     """Global id of the first local row; grows with the rank."""
     num_valid: int
-    """Local rows that are real tokens; those after them are padding."""
+    """Local rows that are real tokens; the rest is padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None when the vocabulary is whole."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`x` reduced in place over the group."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(x, op=op, group=self.group)
         return x
 
     def sum_of_lower_ranks(self, x: Tensor) -> Tensor:
-        """What the ranks that hold smaller ids have in `x`, summed. A collective."""
+        """The sum of `x` over the ranks with smaller token ids. A collective."""
         if self.group is None or self.group.size() == 1:
             return torch.zeros_like(x)
         parts = x.new_zeros((self.group.size(), *x.shape))
@@ -86,26 +76,22 @@ class VocabShard:
         return self.all_reduce(parts)[: self.group.rank()].sum(dim=0).to(x.dtype)
 
     def local(self, target_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Local row of each global id [T] (0 where another rank holds it) and bool [T]: whether it is local."""
+        """Local row of each global id [T] (0 where another rank holds it), and whether it is local, bool [T]."""
         local = target_tokens - self.start
         held = (local >= 0) & (local < self.num_valid)
         return torch.where(held, local, torch.zeros_like(local)), held
 
 
-# Logits of a whole packed row, for losses that are written over them (`--custom-loss-logits`).
-#
-# Everything else asks for log-probs, chunk by chunk (`log_probs`). Here [T, V] logits exist at once, in the dtype of
-# the model, and their gradient with them; on every tensor-parallel rank, since the vocabulary's shards are gathered.
+# Logits of a whole packed row, for `--custom-loss-logits`: [T, V] logits and their gradient exist at once, in the dtype
+# of the model, on every tensor-parallel rank.
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogits:
-    """What the model says of every position of a row."""
-
     logits: Tensor
     """[T, V] in the dtype of the model, before temperature; prompts and padding of the row included."""
     log_probs: Tensor
-    """[U] float32 of the tokens that were asked for, without temperature and without a gradient."""
+    """[U] float32 of the target tokens, without temperature and without a gradient."""
 
 
 def row_logits(
@@ -119,10 +105,10 @@ def row_logits(
     chunk_tokens: int,
 ) -> RowLogits:
     """hidden [T, H], the same on all tensor-parallel ranks; weight [V_local, H]; `target_tokens` [U] are predicted at
-    `positions` [U]. Collective over these ranks.
+    `positions` [U].
 
-    Every rank makes the same loss of the result, so each one's gradient is its own shard's; the caller sums that of
-    `hidden`. Rows of the weight beyond the vocabulary never enter a product.
+    A collective of these ranks. Every rank computes the same loss from the result, so each gets the gradient of its own
+    shard; the caller sums that of `hidden`.
     """
     logits = F.linear(hidden, weight[: shard.num_valid])
     if shard.group is not None:
@@ -139,17 +125,17 @@ def row_logits(
 
 # The set of tokens that top-k and top-p leave to the sampler, found without sorting or gathering the vocabulary.
 #
-# The rule is that of SGLang's samplers ("joint" order): with tokens in descending order of probability, token i is kept
-# if i < top_k and the mass of the tokens before it, under the whole distribution, is <= top_p. So the first token whose
-# cumulated mass passes top_p is kept, and top-k does not renormalise what top-p sees.
+# As in SGLang's samplers ("joint" order): with tokens in descending order of probability, token i is kept if i < top_k
+# and the mass of the tokens before it, under the whole distribution, is <= top_p. So the first token whose cumulated
+# mass passes top_p is kept, and top-k does not renormalise what top-p sees.
 #
-# The mass above a value falls as the value grows, so the least kept logit of a row is found by bisection over the bit
-# patterns of the logits' own dtype: 16 rounds in half precision, 32 in float32, each one reduction of [n] numbers over
-# the tensor-parallel group. Logits computed in half precision tie often; of the ties at the edge the lowest ids are
-# kept, as a stable sort would (the engine's sort leaves their order open).
+# The mass above a value falls as the value grows, so bisection over the bit patterns of the logits' dtype finds the
+# least kept logit of a row: 16 rounds in half precision, 32 in float32, each with one reduction of [n] numbers over the
+# tensor-parallel group. Half-precision logits often tie; of the ties at the edge the lowest ids are kept, as in a
+# stable sort (the engine's sort leaves their order open).
 #
 # Invariants
-# 1. Every rank of the group finds the same set: decisions are made on reduced numbers only.
+# 1. Every rank of the group finds the same set: decisions use reduced numbers only.
 # 2. The most probable token is always kept.
 
 _INTEGERS = {
@@ -165,7 +151,7 @@ class TopPSet:
     """The kept set of `n` rows, as two numbers per row."""
 
     edge: Tensor
-    """[n] dtype of the logits: the least kept logit; larger ones are all kept."""
+    """[n] in the dtype of the logits: the least kept logit."""
     last_tie: Tensor
     """[n] int64: last local column kept among those equal to `edge`; -1: none on this rank."""
 
@@ -177,17 +163,12 @@ class TopPSet:
 
 
 def find_top_p_set(
-    raw: Tensor,
-    exp: Tensor,
-    total: Tensor,
-    shard: VocabShard,
-    *,
-    top_p: float,
-    top_k: int,
-    slices: Sequence[slice],
+    raw: Tensor, exp: Tensor, total: Tensor, shard: VocabShard, *, top_p: float, top_k: int, slices: Sequence[slice]
 ) -> TopPSet:
     """The kept set of each row. raw [n, V_local] logits; exp [n, V_local] their unnormalised probabilities; total [n]
-    the global sum of them. `top_p` >= 1 and `top_k` < 1 keep all. `slices` of the n rows bound temporaries. Collective.
+    the global sum of them.
+
+    `top_p` >= 1 and `top_k` < 1 keep all. `slices` of the n rows bound temporaries. A collective.
     """
     limit = total * top_p if top_p < 1.0 else torch.full_like(total, float("inf"))
     most = top_k if top_k > 0 else 1 << 30
@@ -211,7 +192,7 @@ def find_top_p_set(
         high = torch.where(enough, middle, high)
         low = torch.where(enough, low, middle + 1)
     edge = _value(high, raw.dtype)
-    if raw.size(1):  # the least logit that exists, up to here only a bound for it
+    if raw.size(1):  # so far a bound; now the least logit that exists
         floors = [torch.where(raw[r] >= edge[r].unsqueeze(1), raw[r], float("inf")).amin(dim=1) for r in slices]
         edge = torch.cat(floors)
     edge = shard.all_reduce(edge.to(total.dtype), dist.ReduceOp.MIN).to(raw.dtype)
@@ -222,14 +203,14 @@ def find_top_p_set(
 def _last_ties(
     raw: Tensor, exp: Tensor, edge: Tensor, room: tuple[Tensor, Tensor], shard: VocabShard, slices: Sequence[slice]
 ) -> Tensor:
-    """int64 [n]: the last local column kept of those equal to `edge`. room: mass and number that are left [n]."""
+    """int64 [n]: last local column kept among those equal to `edge`. room: mass and number that are left [n]."""
     ties, each = torch.zeros_like(room[0]), torch.zeros_like(room[0])
     for rows in slices if raw.size(1) else ():
         tie = raw[rows] == edge[rows].unsqueeze(1)
         ties[rows] = tie.sum(dim=1).to(ties.dtype)
         each[rows] = torch.where(tie, exp[rows], 0.0).amax(dim=1)
     shard.all_reduce(each, dist.ReduceOp.MAX)
-    # The j-th tie, counted from 0, is kept if mass + j * each <= limit. Where `each` underflowed to 0 all of them fit.
+    # The j-th tie (from 0) is kept if mass + j * each <= limit. Where `each` underflowed to 0, all fit.
     by_mass = torch.where(each > 0, torch.floor(room[0] / each) + 1, float("inf"))
     allowed = torch.minimum(by_mass, room[1]) - shard.sum_of_lower_ranks(ties)
     last = torch.full(edge.shape, -1, dtype=torch.int64, device=edge.device)
@@ -242,7 +223,7 @@ def _last_ties(
 
 
 def _bounds(raw: Tensor, wide: torch.dtype, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Keys [n] of the least and the greatest logit of each row over all ranks."""
+    """Keys [n] of the least and the greatest logit of each row, over all ranks."""
     if raw.size(1):
         ends = torch.stack([-raw.amin(dim=1), raw.amax(dim=1)]).to(wide)
     else:
@@ -252,31 +233,28 @@ def _bounds(raw: Tensor, wide: torch.dtype, shard: VocabShard) -> tuple[Tensor, 
 
 
 def _key(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """int64 keys in the order of the values, which `dtype` holds exactly: the bit pattern, with negatives reversed."""
+    """int64 keys in the order of the values: their bit pattern in `dtype`, with negatives reversed."""
     integer, bits = _INTEGERS[dtype]
     pattern = value.to(dtype).view(integer).to(torch.int64)
     return torch.where(pattern < 0, pattern ^ ((1 << (bits - 1)) - 1), pattern)
 
 
 def _value(key: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_key`."""
     integer, bits = _INTEGERS[dtype]
     pattern = torch.where(key < 0, key ^ ((1 << (bits - 1)) - 1), key)
     return pattern.to(integer).view(dtype)
 
 
-__all__ = ["DEFAULT_CHUNK_TOKENS", "TokenScores", "VocabShard", "score_tokens", "token_log_probs", "token_values"]
+# --- scores -----------------------------------------------------------------------------------------------------------
 
 DEFAULT_CHUNK_TOKENS = 1024
 """Rows of logits at a time: 1024 x 152k x 2 bytes = 0.3 GB in bf16."""
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Device type -> bytes of one float32 work buffer between the matrix products; two of them are alive at a time. On a
-CPU it should fit a core's cache; on a GPU large ones cost few launches, and fused kernels need none."""
+"""Device type -> bytes of a float32 work buffer; two are alive at a time. On a CPU it should fit a core's cache; on a
+GPU a large one costs few launches, and fused kernels need none."""
 
 
 class ScoreOptions(TypedDict, total=False):
-    """The keyword options of `score_tokens`."""
-
     temperature: float
     with_entropy: bool
     entropy_grad: bool
@@ -287,7 +265,7 @@ class ScoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What `score_tokens` knows of `T` target tokens; float32, or float64 for float64 hidden states."""
+    """Scores of T target tokens; float32, or float64 for float64 hidden states."""
 
     log_probs: Tensor
     """[T] nats, under the distribution that tokens are sampled from: temperature, then top-k and top-p."""
@@ -301,7 +279,7 @@ class TokenScores:
     """[T] nats, by multi-token prediction, which sees one token less; None if not asked for."""
 
     def at(self, answers: Tensor | None) -> TokenScores:
-        """The scores that `answers` [R] int64 name, each perhaps several times; None: all, in order."""
+        """The scores at indices `answers` [R] int64, which may repeat; None: all, in order."""
         if answers is None:
             return self
         entropy = None if self.entropy is None else self.entropy.index_select(0, answers)
@@ -323,7 +301,6 @@ class _Settings:
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens can never be sampled."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
@@ -343,9 +320,9 @@ def score_tokens(
 ) -> TokenScores:
     """Scores `target_tokens` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature) and top-k, top-p.
 
-    hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` if `entropy_grad`. `chunk_tokens`
-    0: all rows at once. `top_p`, `top_k` as SGLang reads them (see `top_p`). `into_main_grad`: the gradient of a weight
-    that Megatron trains goes straight into its sum. Collective over `shard.group`.
+    hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` only with `entropy_grad`.
+    `chunk_tokens` 0: all rows at once. `into_main_grad`: the gradient of a weight that Megatron trains goes straight
+    into its sum. A collective of `shard.group`.
     """
     rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
     entropy_grad = with_entropy and entropy_grad
@@ -359,7 +336,7 @@ def score_tokens(
 def token_log_probs(
     hidden: Tensor, weight: Tensor, target_tokens: Tensor, shard: VocabShard, **options: Unpack[ScoreOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`log_probs` and `entropy` of `score_tokens`, whose options it takes."""
+    """`log_probs` and `entropy` of `score_tokens`."""
     scores = score_tokens(hidden, weight, target_tokens, shard, **options)
     return scores.log_probs, scores.entropy
 
@@ -367,7 +344,7 @@ def token_log_probs(
 def token_values(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Scalar value head: hidden [R, H], weight [1, H], bias [1] -> float32 [R] (float64 for float64 hidden states).
 
-    Computed in float32, because a bf16 result would round a value of 1 to 1/256.
+    Computed in float32, because bf16 would round a value of 1 to 1/256.
     """
     dtype = _wide(hidden)
     values = torch.mv(hidden.to(dtype), weight.squeeze(0).to(dtype))
@@ -379,14 +356,13 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _row_slices(raw: Tensor) -> list[slice]:
-    """Splits the rows of a chunk so that one wide buffer of a slice has about `WORK_BYTES`."""
+    """Splits the rows of a chunk so that a wide buffer of one slice has about `WORK_BYTES`."""
     size = WORK_BYTES.get(raw.device.type, WORK_BYTES["cuda"])
     step = max(1, size // (4 * max(raw.size(1), 1)))
     return [slice(start, min(start + step, raw.size(0))) for start in range(0, raw.size(0), step)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """hidden [n, H] @ weight.T into the first n rows of `buffer`, before temperature."""
     return product(hidden, weight.t(), buffer[: hidden.size(0)])
 
 
@@ -396,15 +372,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """On a GPU with Triton the elementwise work between two products is compiled into single passes over the logits:
-    2.5 times faster than one kernel for each operation. `TORCHDYNAMO_DISABLE=1` switches it off."""
+    """Whether the elementwise work between two products is compiled into single passes over the logits, which is 2.5
+    times faster than one kernel per operation. `TORCHDYNAMO_DISABLE=1` switches it off.
+    """
     return x.is_cuda and has_triton()
-
-
-def _add_weight_grad(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total [V, H] wide += grad.T @ hidden."""
-    add = add_fused if grad.is_cuda or total.dtype == grad.dtype else add_reference
-    add(total, grad, hidden)
 
 
 def _sums(raw: Tensor, top: Tensor, inverse_temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -421,8 +392,7 @@ def _sums(raw: Tensor, top: Tensor, inverse_temperature: float, with_entropy: bo
 
 @dataclass(frozen=True, slots=True)
 class _RowFactors:
-    """What the gradient of each of `n` rows is made of: p * (slope + curve * log p + [kept] * kept_slope) + own at the
-    target."""
+    """Factors of the gradient of n rows: p * (slope + curve * log p + [kept] * kept_slope) + own at the target."""
 
     slope: Tensor
     curve: Tensor | None
@@ -443,7 +413,7 @@ class _RowFactors:
 def _write_gradient(
     raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, inverse_temperature: float, kept: Tensor | None
 ) -> None:
-    """Replaces logits raw [n, V] by the gradient with respect to them. top, log_total [n]; kept: bool [n, V]."""
+    """Replaces logits raw [n, V] by their gradient. top, log_total [n]; kept: bool [n, V]."""
     slope, at = factors.slope.unsqueeze(1), factors.local.unsqueeze(1)
     if factors.kept_slope is not None and kept is not None:
         kept.scatter_(1, at, kept.gather(1, at) | (factors.own != 0).unsqueeze(1))
@@ -455,7 +425,7 @@ def _write_gradient(
     else:
         p = log_p.exp()
         factor = torch.addcmul(slope, log_p, factors.curve.unsqueeze(1), out=log_p)
-    # Before rounding to half precision: p - 1 of a sure token would lose its digits.
+    # Added before rounding to half precision: p - 1 of a near-certain token would lose its digits.
     picked = p.gather(1, at) * factor.expand_as(p).gather(1, at) + factors.own.unsqueeze(1)
     torch.mul(p, factor, out=raw)
     raw.scatter_(1, at, picked.to(raw.dtype))
@@ -463,17 +433,17 @@ def _write_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The forward results of some rows, equal on every rank: [n] each, wide."""
+    """Forward results of some rows, equal on every rank: [n] each, wide."""
 
     top: Tensor
-    """The largest logit, before temperature."""
+    """Largest logit, before temperature."""
     log_total: Tensor
     """log sum exp((logit - top) / temperature)."""
     target: Tensor
     """(logit of the target - top) / temperature."""
     entropy: Tensor
     log_kept: Tensor
-    """As `log_total`, over the kept set."""
+    """`log_total` of the kept set."""
     outside: Tensor
     """bool: the target had to be added to the kept set."""
     top_p_set: TopPSet | None
@@ -553,7 +523,7 @@ class _TokenScores(torch.autograd.Function):
         factors = _row_factors(ctx, grads[0], grads[1])
         top, log_total = ctx.saved_tensors[3:5]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        main_grad = main_grad_of(ctx.parameter) if wants_weight and settings.into_main_grad else None
+        main_grad = vars(ctx.parameter).get("main_grad") if wants_weight and settings.into_main_grad else None
         grad_weight: Tensor | None = None
         buffer = hidden.new_empty(min(step, num_tokens), weight.size(0))
         for index, start in enumerate(range(0, num_tokens, step)):
@@ -569,7 +539,8 @@ class _TokenScores(torch.autograd.Function):
             elif wants_weight:
                 if grad_weight is None:
                     grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
-                _add_weight_grad(grad_weight, raw, hidden[part])
+                add = add_fused if raw.is_cuda or grad_weight.dtype == raw.dtype else add_reference
+                add(grad_weight, raw, hidden[part])
         if main_grad is not None:
             grad_weight = placeholder(ctx.parameter)
         elif wants_weight:
@@ -578,7 +549,6 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _with_padding(grad: Tensor | None, weight: Tensor, num_rows: int) -> Tensor:
-    """The gradient of a weight [num_rows, H] of which `weight` holds the valid rows, in its dtype."""
     if grad is not None and weight.size(0) == num_rows:
         return grad.to(weight.dtype)
     whole = weight.new_zeros(num_rows, weight.size(1))
@@ -588,7 +558,6 @@ def _with_padding(grad: Tensor | None, weight: Tensor, num_rows: int) -> Tensor:
 
 
 def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _RowFactors:
-    """The factors of all rows, from the gradients with respect to the outputs [T]."""
     _, _, target_tokens, _, log_total, entropy, log_kept = ctx.saved_tensors
     settings: _Settings = ctx.settings
     scale = settings.inverse_temperature
@@ -605,7 +574,7 @@ def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _Row
 def _chunk_gradient(
     raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, top_p_set: TopPSet | None
 ) -> None:
-    """`_write_gradient` for all rows of a chunk, some at a time."""
+    """`_write_gradient` for all rows of a chunk, a few at a time."""
     if not raw.size(1):
         return
     fused = _is_fused(raw)

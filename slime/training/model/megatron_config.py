@@ -1,8 +1,8 @@
-"""From resolved settings to Megatron's configuration objects: the model, data parallelism, the optimizer.
+"""From resolved settings to Megatron's configuration objects: model, data parallelism, optimizer.
 
-`args.megatron` maps Megatron's field names to values, defaults and derivations resolved. What this trainer cannot do
-otherwise is listed in `slime.settings.megatron.FIXED`, where flags are checked against it, and read
-from there.
+`args.megatron` maps Megatron's field names to values, with defaults and derivations resolved.
+`slime.settings.megatron.FIXED` lists the values that this trainer cannot change; flags are checked against it, and it
+is read here.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _HELD = (
     *("optimizer_cpu_offload", "use_precision_aware_optimizer"),
     *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"),
 )
-"""What `held_adam` reads in the place of Megatron's optimizers."""
+"""Settings that `held_adam` reads instead of Megatron's optimizers."""
 
 
 def fixed(config: type) -> dict[str, Any]:
-    """What the trainer fixes of a Megatron config class; `slime.settings` refuses flags that say otherwise."""
+    """The fields of a Megatron config class that the trainer fixes."""
     names = {field.name for field in dataclasses.fields(config)}
     return {name: value for name, (value, _) in FIXED.items() if name in names}
 
 
 def trained_config(args: Args) -> dict[str, Any]:
-    """The checkpoint's `config.json`, for a model with multi-token prediction if that is trained."""
+    """The checkpoint's `config.json`, with the layer of multi-token prediction if that is trained."""
     hf_config = read_hf_config(args.hf_checkpoint)
     return dict(with_mtp(hf_config)) if args.enable_mtp_training else hf_config
 
 
 def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
-    """float16 with `fp16`, float32 with neither flag, else bfloat16."""
+    """float16 with `fp16`, bfloat16 with `bf16`, else float32."""
     if megatron.get("fp16"):
         return torch.float16
     return torch.bfloat16 if megatron.get("bf16") else torch.float32
 
 
 def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, Any]) -> TransformerConfig:
-    """The model's configuration: `architecture` as its family has it, everything else from the settings."""
+    """The model's configuration: `architecture` from its family, everything else from the settings."""
     sizes = ParallelSizes.of(megatron)
     dtype = training_dtype(megatron)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -61,26 +61,26 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
     values.update(fixed(TransformerConfig))
     values.update(
         activation_func=torch.nn.functional.silu,
-        # Experts and the order of their rows are slime's own (`models.common.moe`), whatever the flags say.
+        # slime has its own experts and orders their rows itself (`models.common.moe`).
         moe_grouped_gemm=False,
         moe_permute_fusion=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
-        # Megatron divides gradients by the data-parallel size unless this is set; our losses already carry the
-        # denominators of the whole step, so the sum over ranks is the gradient. The user's flag of this name is ours.
+        # Unless this is set, Megatron divides gradients by the data-parallel size. Our losses already carry the
+        # denominators of the whole step, so the sum over ranks is the gradient. The flag of this name is slime's.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
         mtp_num_layers=None,  # multi-token prediction is slime's own
-        experimental_attention_variant=None,  # layers are the families' own; Megatron's would refuse a split context
+        experimental_attention_variant=None,  # families bring their layers; Megatron's refuse context parallelism
     )
     if sizes.vp > 1:
-        # Batched exchanges of two stages that are each other's predecessor and successor mix up the two directions.
+        # With two stages, each is the other's predecessor and successor; batched exchanges mix up the directions.
         values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     config = TransformerConfig(**values)
-    # Micro-batches are packed rows of any length: pipeline stages tell each other the shape first. Set afterwards,
-    # because Megatron's own all-gather dispatcher refuses it; ours takes rows of different lengths.
+    # Packed rows have any length, so pipeline stages send the shape first. Set afterwards because Megatron's own
+    # all-gather dispatcher refuses it; ours takes rows of different lengths.
     config.variable_seq_lengths = sizes.pp > 1
     return config
 
@@ -95,8 +95,8 @@ def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Adam with decoupled weight decay, sharded over the data-parallel ranks; master weights and moments in float32.
 
-    With `--optimizer-cpu-offload` and `--use-precision-aware-optimizer` the optimizer gets the parameters themselves
-    and holds the rest (`slime.training.step.held_adam`). Megatron's own ways need Transformer Engine.
+    With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters
+    themselves, and `slime.training.step.held_adam` holds the rest, because Megatron's own way needs Transformer Engine.
     """
     dtype = training_dtype(megatron)
     values = config_kwargs(OptimizerConfig, megatron)
@@ -116,10 +116,10 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
 
 
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a Megatron config class out of `args.megatron`: dtypes and enums restored.
+    """Constructor arguments of a Megatron config class from `args.megatron`, with dtypes and enums restored.
 
-    Settings equal to a default are left out: what is computed upstream stays computed, and a field that two classes
-    share with different defaults keeps each class's own.
+    Settings equal to a default are left out, so that upstream still computes what it computes, and a field that two
+    classes share with different defaults keeps the default of each class.
     """
     hints = typing.get_type_hints(cls)
     stored = {flag.dest: flag for flag in flags_of_owner("megatron")}

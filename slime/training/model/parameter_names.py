@@ -1,7 +1,7 @@
 """Names of parameters in the whole model, from their names in one rank's chunk of it.
 
-A chunk counts its own layers and experts from zero; weight tables, checkpoints and gradients speak of the whole model.
-Experts that are stacked in one parameter have a name each, as if they stood alone: `Held` says where.
+A chunk counts its own layers and experts from zero; weight tables, checkpoints and gradients use names of the whole
+model. Experts that are stacked in one parameter have a name each; `Held` says where they are.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 _STACK = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]\.)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
-"""Ends of the names of buffers that belong to the model as parameters do, but are not trained."""
+"""Name endings of buffers that belong to the model but are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Where this rank has one parameter of the whole model."""
+    """Where this rank holds one parameter of the whole model."""
 
     parameter: Tensor
-    """As optimizer and gradient buffers know it: a stack of experts, or the parameter itself."""
+    """The parameter, or the stack of experts that holds it."""
     number: int | None
-    """Of the expert in its stack."""
+    """Index of the expert in its stack."""
 
     def of(self, like: Tensor) -> Tensor:
-        """Its part of a tensor that is laid out as `parameter` is, such as a gradient: a view."""
+        """Its part of a tensor with the layout of `parameter`, such as a gradient: a view."""
         return like if self.number is None else like.detach()[self.number]
 
     @property
     def start(self) -> int:
-        """Where it begins in the flattened `parameter`."""
+        """Its offset in the flattened `parameter`."""
         return 0 if self.number is None else self.number * self.parameter[0].numel()
 
 
 def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
-    """Of everything that a chunk's parameter holds: of a stack its experts in order, else one name."""
+    """The names in a chunk's parameter: those of its experts in order for a stack, else one."""
     if not _STACK.search(local_name):
         return (global_name(chunk, local_name),)
     count = int(chunk.config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()
@@ -53,7 +53,7 @@ def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
-    """The name in the whole model. The last stage's copy of a tied embedding has the embedding's name."""
+    """Its name in the whole model. The last stage's copy of a tied embedding has the embedding's name."""
     if local_name == OUTPUT and chunk.share_embeddings_and_output_weights:
         return EMBEDDING
     name = _LAYER.sub(lambda m: str(int(m[0]) + chunk.layer_offset), local_name)
@@ -65,18 +65,18 @@ def global_name(chunk: PolicyModel, local_name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to one routed expert: on one expert-parallel rank, whole there."""
+    """Whether it belongs to a routed expert, which is whole on one expert-parallel rank."""
     return _EXPERT.search(name) is not None
 
 
 def held_by(chunks: Sequence[PolicyModel]) -> dict[str, Held]:
-    """Global name -> where it is, of all chunks of this rank; with the buffers of a model's weights."""
+    """Global name -> where it is, for all chunks of this rank; includes the `BUFFERS`."""
     out: dict[str, Held] = {}
     for chunk in chunks:
         buffers = (pair for pair in chunk.named_buffers() if pair[0].endswith(BUFFERS))
         for local_name, parameter in itertools.chain(chunk.named_parameters(), buffers):
             for name, held in _parts(chunk, local_name, parameter):
-                assert name not in out, f"two parameters of one rank are called {name}"
+                assert name not in out, f"two parameters of one rank have the name {name}"
                 out[name] = held
     return out
 

@@ -1,8 +1,6 @@
-"""`PolicyModel`: Megatron's GPT model that answers with log-probs of response tokens instead of logits; `ValueModel`,
-the critic, with values.
+"""`PolicyModel`, Megatron's GPT model with log-probs of response tokens as output, and `ValueModel`, the critic.
 
-The output layer is applied inside a loop over tokens (`log_probs`), and only to positions that predict a response
-token.
+The output layer is applied in chunks (`log_probs`), and only to positions that predict a response token.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ from typing import Any, Unpack
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from slime.models.common.mtp_layer import MultiTokenHead, following
@@ -41,22 +36,22 @@ class PolicyModel(GPTModel):
 
     shard: VocabShard
     num_tokens: int
-    """Of the vocabulary, whose rows may be padded."""
+    """Size of the vocabulary without padding."""
     layer_offset: int
-    """Number of the first layer of this chunk in the whole model."""
+    """Number of this chunk's first layer in the whole model."""
     rotary: Rotary | None = None
-    """Of all layers; None where each makes its own."""
+    """For all layers; None where each makes its own."""
     mtp: MultiTokenHead
-    """On the last chunk, where multi-token prediction is trained; else there is none."""
+    """Only on the last chunk, and only where multi-token prediction is trained."""
     borrows_embedding: bool
-    """Whether multi-token prediction is trained, and the last stage has no embedding."""
+    """Whether multi-token prediction is trained and the last stage has no embedding."""
     lent_embedding: Tensor | None
-    """[V_local, H] on that stage, during a step; see `draft`."""
+    """[V_local, H] on that stage during a step; see `draft`."""
     tower: VisionTower | None = None
-    """Sees the images of a row. No module of this one: it is not trained, sent or saved."""
+    """Encodes the images of a row. Not a submodule: it is not trained, sent or saved."""
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Marks parameters for Megatron as its own method does, without the exchange of weights, which come later.
+        """Marks parameters as Megatron's own method does, but exchanges no weights, which are loaded later.
 
         The last stage has a copy of a tied embedding: its gradient is summed with the first stage's, and the norm
         counts only one of them.
@@ -85,30 +80,26 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def states(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """tokens, position_ids [T] -> what the chunk's last layer gives, [T_local, 1, H], of this rank's part."""
+        """tokens, position_ids [T] -> the output of the chunk's last layer for this rank's tokens, [T_local, 1, H]."""
         if self.rotary is not None and packed.rotary is None:
             positions = packed.positions if packed.images is None else packed.images.positions
-            assert positions is not None, "a packed row knows the positions of its tokens"
+            assert positions is not None, "a packed row has the positions of its tokens"
             packed.rotary = self.rotary.of(positions)
         if packed.shard is not None:
             tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
         ids, positions, embedded = tokens.unsqueeze(0), position_ids.unsqueeze(0), None
         if packed.images is not None:
-            assert self.tower is not None, "a row with images is for a model that sees"
+            assert self.tower is not None, "a row with images needs a model that sees"
             embedded = packed.images.into(self.embedding(input_ids=ids, position_ids=positions), self.tower)
         out: Tensor = super().forward(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None,
-            decoder_input=embedded,
-            packed_seq_params=packed,
+            input_ids=ids, position_ids=positions, attention_mask=None, decoder_input=embedded, packed_seq_params=packed
         )
         return out
 
     def gathered(self, states: Tensor) -> Tensor:
         """states [T_local, 1, H] of the last chunk -> [T, H], the whole row also under sequence parallelism.
 
-        The backward pass of the returned tensor sums what the tensor-parallel ranks add to it.
+        Its backward pass sums the gradients of the tensor-parallel ranks.
         """
         if self.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True)
@@ -119,8 +110,8 @@ class PolicyModel(GPTModel):
     def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
         """tokens, position_ids [T] -> last hidden states [T, H] (whole row, also under sequence parallelism).
 
-        Under context parallelism the states are those of this rank's part, [T / cp, H]; `packed.shard` knows which.
-        Of a chunk that is not the last: what goes to the next, [T_local, 1, H].
+        Under context parallelism only this rank's part, [T / cp, H]; `packed.shard` knows which. A chunk that is not
+        the last returns what goes to the next, [T_local, 1, H].
         """
         out = self.states(tokens, position_ids, packed)
         return self.gathered(out) if self.post_process else out
@@ -137,18 +128,17 @@ class PolicyModel(GPTModel):
         with_logits: bool = False,
         **options: Unpack[ScoreOptions],
     ) -> Tensor | TokenScores | RowLogits:
-        """Scores float32 [U] of `target_tokens` [U] predicted at `positions` [U] of a row; see `score_tokens`. With
-        `answers` those of them that it names, [R]. `draft`: with `draft_log_probs`. `with_logits`: instead of
-        them the logits of the whole row.
+        """Scores float32 [U] of `target_tokens` [U] predicted at `positions` [U] of a row; see `score_tokens`.
 
-        Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
-        is not the last returns the hidden states for the next.
+        `answers` [R] selects some of them. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the
+        whole row instead. Each context-parallel rank evaluates its own positions, and all of them get all results. A
+        chunk that is not the last returns the hidden states for the next.
         """
         states = self.states(tokens, position_ids, packed)
         if not self.post_process:
             return states
         if with_logits:
-            assert packed.shard is None and answers is None, "logits are of whole rows, which no samples share"
+            assert packed.shard is None and answers is None, "logits need whole rows without shared prefixes"
             return row_logits(
                 self.gathered(states),
                 self.output_weight(),
@@ -176,7 +166,7 @@ class PolicyModel(GPTModel):
     ) -> Tensor:
         """Log-probs [U] of `target_tokens` [U] by multi-token prediction, one token before `positions` [U].
 
-        states [T_local, 1, H]: the model's, detached. Without meaning where a sequence has no token before that one.
+        states [T_local, 1, H]: the model's, detached. Undefined where a sequence has no token before that one.
         """
         next_tokens = following(tokens, packed.cu_seqlens_q)
         if packed.shard is not None:
@@ -196,27 +186,21 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         options: ScoreOptions,
     ) -> TokenScores:
-        """hidden [T, H], of this rank's part under context parallelism; weight [V_local, H] -> scores [U] of the whole
-        row."""
-        shard, size = packed.shard, positions.size(0)
-        if shard is None:
-            return score_tokens(
-                _picked(hidden, packed, positions),
-                weight,
-                target_tokens,
-                self.shard,
-                into_main_grad=self.config.gradient_accumulation_fusion,
-                **options,
-            )
-        which, positions = shard.owned(positions)
+        """hidden [T, H], only this rank's part under context parallelism -> scores [U] of the whole row."""
+        shard, which, size = packed.shard, None, positions.size(0)
+        if shard is not None:
+            which, positions = shard.owned(positions)
+            target_tokens = target_tokens.index_select(0, which)
         scores = score_tokens(
             _picked(hidden, packed, positions),
             weight,
-            target_tokens.index_select(0, which),
+            target_tokens,
             self.shard,
             into_main_grad=self.config.gradient_accumulation_fusion,
             **options,
         )
+        if shard is None or which is None:
+            return scores
         return TokenScores(
             log_probs=shard.whole(scores.log_probs, which, size),
             entropy=None if scores.entropy is None else shard.whole(scores.entropy, which, size),
@@ -226,10 +210,10 @@ class PolicyModel(GPTModel):
 
 
 class ValueModel(PolicyModel):
-    """A decoder that answers with one number per response token instead of a log-prob: the critic."""
+    """The critic: a decoder that returns one value per response token."""
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Puts a value head, zero at first, in place of the output layer. Every tensor-parallel rank has all of it."""
+        """Replaces the output layer by a value head that starts at zero, whole on every tensor-parallel rank."""
         if self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(
@@ -249,9 +233,9 @@ class ValueModel(PolicyModel):
         answers: Tensor | None = None,
     ) -> Tensor:
         """Values float32 [U] before the response tokens that are predicted at `positions` [U] of a row of T tokens.
-        With `answers` those of them that it names, [R].
 
-        Context-parallel ranks and chunks that are not the last as in `PolicyModel.forward`.
+        `answers` [R] selects some of them. Context-parallel ranks and chunks that are not the last: as in
+        `PolicyModel.forward`.
         """
         hidden = self.hidden(tokens, position_ids, packed)
         if not self.post_process:
@@ -259,29 +243,16 @@ class ValueModel(PolicyModel):
         shard, size = packed.shard, positions.size(0)
         if shard is not None:
             which, positions = shard.owned(positions)
-        # Every tensor-parallel rank computes the whole value, and the gradients of all of them are summed.
-        hidden = _Share.apply(hidden, self.config.tensor_model_parallel_size)
+        if hidden.requires_grad:  # every tensor-parallel rank computes the whole value, and their gradients are summed
+            hidden.register_hook(lambda grad: grad / self.config.tensor_model_parallel_size)
         values = token_values(_picked(hidden, packed, positions), self.value_head.weight, self.value_head.bias)
         values = values if shard is None else shard.whole(values, which, size)
         return values if answers is None else values.index_select(0, answers)
 
 
 def _picked(hidden: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:
-    """hidden [T, H] of this rank -> [U, H] at `positions` [U], the micro-batch's own where samples share."""
+    """hidden [T, H] of this rank -> [U, H] at `positions` [U]."""
     if packed.asked is None:
         return hidden.index_select(0, positions)
-    assert packed.asked.rows.numel() == positions.numel(), "a row with shared tokens answers its own questions"
+    assert packed.asked.rows.numel() == positions.numel(), "a row with shared prefixes has its own positions"
     return repeat_rows(hidden, packed.asked)
-
-
-class _Share(torch.autograd.Function):
-    """The same value; 1 / n of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
-        ctx.n = n
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.n, None

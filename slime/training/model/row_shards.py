@@ -1,15 +1,15 @@
 """Packed rows on the device, and context parallelism: a rank's shard of a row, keys of the whole row, whole results.
 
-Only `PolicyModel` and the attention know of it: every rank is given the whole row, and every rank gets the results of
-all response tokens, so that losses and metrics are computed alike on all of them. Softmax attention gathers keys and
-values. A recurrence wants whole sequences, but its heads know nothing of each other: before it the ranks exchange
-their tokens of all heads for all tokens of their heads, and after it back (as DeepSpeed Ulysses does for attention,
+Only `PolicyModel` and the attention see context parallelism: every rank gets the whole row, and every rank gets the
+results of all response tokens, so that all of them compute the same losses and metrics. Softmax attention gathers keys
+and values. A recurrence needs whole sequences, but its heads are independent: before it, the ranks exchange their
+tokens of all heads for all tokens of their heads, and after it back (as DeepSpeed Ulysses does for attention,
 arXiv:2309.14509).
 
 Invariants
 1. A gradient that flows into a whole result is the gradient of the one loss that every rank computes: each rank takes
-   the part of what it owns, and nothing is summed twice.
-2. All ranks run the same collectives in the same order, also one that owns no response token.
+   the part that it owns, and nothing is summed twice.
+2. All ranks run the same collectives in the same order, even a rank that owns no response token.
 3. A parameter of heads gets the gradient of all tokens on the rank that computes them, and zero on the others: as for
    other parameters, the sum over ranks is the gradient.
 """
@@ -25,7 +25,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
 from slime.data.context_split import split_context
@@ -33,9 +36,9 @@ from slime.models.common.packed_attention import PackedSequences
 from slime.ops.repeats import Repeats, repeat_rows
 
 ASKED = "asked_positions"
-"""Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
+"""Key in the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
 _INDICES = ("positions", "local_index", "order", "place")
-"""What goes to the device of `slime.data.context_split.ContextSplit`."""
+"""Fields of `slime.data.context_split.ContextSplit` that go to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,6 @@ class ContextShard:
     """This rank's part of a row of T tokens and N sequences; see `slime.data.context_split`."""
 
     group: dist.ProcessGroup
-    """The context-parallel group."""
     positions: Tensor
     """[T / cp] int64 row positions of the tokens held here."""
     local_index: Tensor
@@ -53,19 +55,19 @@ class ContextShard:
     order: Tensor
     """[T] int64 row positions of all ranks' tokens, rank by rank."""
     place: Tensor
-    """[T] int64, its inverse."""
+    """[T] int64, the inverse of `order`."""
     cu_lengths: Tensor
-    """[N + 1] int32 where each whole sequence begins."""
+    """[N + 1] int32, where each whole sequence begins."""
     lengths: tuple[int, ...]
     """[N] tokens of each whole sequence."""
     responses: tuple[Tensor, Tensor, Tensor] | None = None
-    """Row positions [R] that are asked for in each pass, and what `owned` answers: counted on the host, for the device
-    would have to be waited for."""
+    """Row positions [R] of each pass, and `owned` of them, computed on the host so that nothing waits for the
+    device."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk end to end, [K, g, d].
+        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk concatenated, [K, g, d].
 
-        The backward pass sums what all ranks' queries add to a key, and gives it to the rank that holds the key.
+        The backward pass sums the gradients from the queries of all ranks, on the rank that holds the key.
         """
         both = torch.cat([key, value], dim=-1)
         gathered = gather_from_sequence_parallel_region(both.contiguous(), group=self.group)
@@ -74,24 +76,24 @@ class ContextShard:
         return keys, values
 
     def by_heads(self, part: Tensor) -> Tensor:
-        """part [T / cp, h, d] of this rank's tokens -> [T, h / cp, d], the whole row of this rank's share of heads.
+        """part [T / cp, h, d] of this rank's tokens -> [T, h / cp, d], the whole row for this rank's share of heads.
 
-        The row is in its order, so that each sequence is whole. The size must divide h.
+        The row is in order, so each sequence is whole. The group size must divide h.
         """
         share: Tensor = _Exchange.apply(part, self, True)
         return share
 
     def by_tokens(self, share: Tensor) -> Tensor:
-        """share [T, h / cp, d] of this rank's share of heads -> [T / cp, h, d], this rank's tokens of all heads."""
+        """share [T, h / cp, d] of this rank's heads -> [T / cp, h, d], this rank's tokens of all heads."""
         part: Tensor = _Exchange.apply(share, self, False)
         return part
 
     def own_heads(self, parameter: Tensor) -> Tensor:
-        """[n, ...], all heads along the first dimension -> [n / cp, ...], those of this rank's share."""
+        """[n, ...] with all heads along the first dimension -> [n / cp, ...], this rank's share."""
         return parameter.chunk(self.group.size())[self.group.rank()]
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of row positions [R]: which are held here [R_own], and their index among this rank's tokens [R_own]."""
+        """Which of the row positions [R] this rank holds [R_own], and their index among its tokens [R_own]."""
         if self.responses is not None and positions is self.responses[0]:
             return self.responses[1:]
         local = self.local_index.index_select(0, positions)
@@ -99,14 +101,17 @@ class ContextShard:
         return which, local.index_select(0, which)
 
     def whole(self, part: Tensor, which: Tensor, size: int) -> Tensor:
-        """Results of this rank [R_own, ...] at `which` [R_own] -> those of all ranks [R, ...], R = `size`."""
+        """This rank's results [R_own, ...] at `which` [R_own] -> those of all ranks [R, ...], R = `size`.
+
+        The gradient passes unchanged, because every rank computes the same whole loss.
+        """
         row = part.new_zeros(size, *part.shape[1:]).index_copy(0, which, part)
-        result: Tensor = _SumForward.apply(row, self.group)
+        result: Tensor = reduce_from_tensor_model_parallel_region(row, group=self.group)
         return result
 
 
 class _Exchange(torch.autograd.Function):
-    """From a split by tokens to one by heads, or back. Numbers only move, and their gradients move the other way."""
+    """Between a split by tokens and one by heads. Numbers only move, and their gradients move the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
@@ -119,7 +124,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
-    """[T / cp, h, d] -> [T, h / cp, d] with `to_heads`, and the other way without."""
+    """[T / cp, h, d] -> [T, h / cp, d] with `to_heads`, else the other way."""
     size = shard.group.size()
     if to_heads:
         sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # to each rank its heads
@@ -130,23 +135,9 @@ def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
     return got.flatten(0, 1).index_select(0, shard.place) if to_heads else got.transpose(0, 1).flatten(1, 2)
 
 
-class _SumForward(torch.autograd.Function):
-    """Sum over the group; the gradient passes unchanged, for every rank computes the same whole loss."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """A packed row on the host: what goes to the device with the micro-batch, and what stays."""
+    """A packed row on the host: what the device needs, and what stays."""
 
     cu_seqlens: npt.NDArray[np.int32]
     """[N + 1], from 0 to T, of the whole row (also under context parallelism)."""
@@ -156,7 +147,7 @@ class RowPlan:
     arrays: dict[str, npt.NDArray[Any]]
     """What the device needs, by name."""
     group: dist.ProcessGroup | None
-    """The context-parallel group; None without context parallelism."""
+    """Context-parallel group; None without context parallelism."""
 
     @classmethod
     def of(
@@ -167,9 +158,7 @@ class RowPlan:
         asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """The plan of this rank. `asked`: positions [U] that results are for, `ASKED` on the device.
-        `prefixes`: see `PackedBatch.prefixes`.
-        """
+        """This rank's plan. `asked`: positions [U] that results are for. `prefixes`: see `PackedBatch.prefixes`."""
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
         before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
@@ -199,7 +188,7 @@ class RowPlan:
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
 
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
-        """`tensors`: those of `arrays` on the device, among others."""
+        """`tensors` must hold `arrays` on the device; it may hold more."""
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
             indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}
@@ -223,12 +212,6 @@ class RowPlan:
             repeats=Repeats.of(tensors, "repeats/") if "repeats/rows" in self.arrays else None,
             asked=Repeats.of(tensors, "asked/") if "asked/rows" in self.arrays else None,
         )
-
-
-def packed_sequences(cu_seqlens: Tensor, *, max_seqlen: int, device: torch.device) -> PackedSequences:
-    """`cu_seqlens`: [N + 1] int32 on the host, from 0 to T, of the whole row (also under context parallelism)."""
-    plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max_seqlen)
-    return plan.packed({name: torch.from_numpy(array).to(device) for name, array in plan.arrays.items()})
 
 
 def _cumulative(lengths: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -1,4 +1,19 @@
-"""What of a model is trained: adapters (LoRA), or the parameters that the settings leave; all else is frozen."""
+"""What of a model is trained: its adapters (LoRA), or the parameters that the settings choose; all else is frozen.
+
+A parameter is frozen before Megatron wraps the model, so it has neither gradient nor optimizer state. The experts of a
+layer are one parameter, and are trained or frozen together.
+
+Adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen. `a` [rank, in] and `b` [out, rank] are
+parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split the one that shares the split dimension
+with the weight: `b` of a column-parallel layer, `a` of a row-parallel one. The other is whole on each rank. Adapters of
+experts are stacked as the experts are.
+
+Invariants of adapters
+1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
+2. The low-rank activation crosses ranks where the layer itself communicates: gradients of split parts are complete, and
+   whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
+3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +44,11 @@ from slime.training.state.adapter_files import A, B, with_adapters
 from slime.training.state.sharded_model import ShardedModel, split_of
 from slime.weights.hf_shards import load_shard
 
-# Which parameters are trained: the patterns of `--only-train-params-name-list` and `--freeze-params-name-list`.
-#
-# A parameter is frozen before Megatron wraps the model, so that it has neither gradient nor optimizer state. The
-# experts of a layer are one parameter, and are trained or frozen together.
-
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
-    """Global names of the parameters of all ranks that are trained; `only` and `freeze` are not both given.
+    """Global names of the trained parameters of all ranks; `only` and `freeze` are not both given.
 
-    Raises `ConfigError` for a pattern that matches no parameter, for some of the experts of a layer, and if nothing is
+    Raises `ConfigError` for a pattern that matches no parameter or only some experts of a layer, and if nothing is
     left.
     """
     trainable = {e.megatron for e in table.entries if e.row.trained}
@@ -49,13 +59,13 @@ def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequen
         found = {e.megatron for e in table.entries if any(map(search, (e.megatron, *e.hf)))}
         if not found:
             raise ConfigError(
-                f"got {flag} {pattern!r}, which matches no parameter of the model; names look like "
+                f"{flag} {pattern!r} matches no parameter of the model; names look like "
                 f"{table.entries[len(table.entries) // 2].megatron} or {table.hf_names[len(table.hf_names) // 2]}"
             )
         chosen |= found
     left = trainable & chosen if only else trainable - chosen
     if not left:
-        raise ConfigError(f"got {flag} {' '.join(only or freeze or ())}, which leaves nothing to train; narrow it")
+        raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves nothing to train; narrow it")
     _require_whole_stacks(table, left, f"{flag} {' '.join(only or freeze or ())}")
     return frozenset(left)
 
@@ -65,13 +75,13 @@ def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: st
         odd = next((e for e in run if (e.megatron in trained) != (run[0].megatron in trained)), None)
         if odd is not None:
             raise ConfigError(
-                f"got {given}, which tells {odd.megatron} from other experts of its layer, because all experts of a "
-                "layer are one parameter; name all of them or none"
+                f"{given} separates {odd.megatron} from other experts of its layer, but all experts of a layer are one "
+                "parameter; name all of them or none"
             )
 
 
 def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
-    """Leaves gradients to the parameters that the record of `chunks` says are trained."""
+    """Leaves gradients only to the parameters that are trained."""
     for own in model.own:
         own.here.parameter.requires_grad_(own.trained)
     for chunk in chunks:
@@ -81,36 +91,22 @@ def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
 
 
 def _with_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Megatron's recomputation gives the parameters of a block no gradient unless its input has one."""
+    """Megatron's recomputation gives a block's parameters no gradient unless the block's input has one."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
-# Low-rank adapters on linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen.
-#
-# `a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split
-# the one that shares the split dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a`
-# of a row-parallel one. The other one is whole on each rank. Adapters of experts are stacked as these are.
-#
-# Invariants
-# 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
-# 2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of split
-#    parts are complete, and whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
-# 3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
-
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
-"""Weights of linear layers, by their Megatron name: neither router, gate, embedding nor output layer."""
+"""Weights of linear layers, by their Megatron name: no router, gate, embedding or output layer."""
 
 
 class Adapters:
-    """The adapters of this rank."""
-
     table: FamilyTable
-    """The model's rows and those of the adapters, whose HF names are their Megatron names."""
+    """The model's rows and the adapters' rows, whose HF names are their Megatron names."""
 
     def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> None:
-        """Puts adapters on the layers of `chunks`. Raises `ConfigError` for idle patterns."""
+        """Adds adapters to layers of `chunks`. Raises `ConfigError` for a pattern that matches nothing."""
         rank = args.lora_rank
-        assert rank is not None, "adapters are made where --lora-rank is given"
+        assert rank is not None, "adapters need --lora-rank"
         self.scale = float(args.lora_alpha or 2.0 * rank) / rank
         adapted = _adapted(table, args.lora_target_modules)
         self.table = with_adapters(table, adapted, rank)
@@ -123,7 +119,7 @@ class Adapters:
                     self._attach(names, module, int(args.seed))
 
     def _attach(self, names: Sequence[str], layer: Module, seed: int) -> None:
-        """`names`: of the layer's weight, or of those that it stacks."""
+        """`names`: the layer's weight, or the weights that it stacks."""
         weight = layer.weight
         assert isinstance(weight, Parameter), f"{names[0]} is not a parameter"
         is_stack = isinstance(layer, StackedLinear)
@@ -137,14 +133,13 @@ class Adapters:
         layer.register_forward_hook(self._add)
 
     def _start(self, name: str, part: str, seed: int) -> Tensor:
-        """This rank's shard of one part of a weight's adapter, as it is at first."""
         entry = self.table.entry(name.removesuffix("weight") + part)
         own, shape, (rank, size) = entry.megatron, entry.row.shapes[0], split_of(entry)
         whole = _uniform(shape, f"{seed} {own}") if part == A else torch.zeros(shape)
         return load_shard(self.table, own, {own: whole}.__getitem__, tp_rank=rank, tp_size=size)
 
     def _add(self, layer: Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """The forward hook of a layer; inputs[0]: [..., in]."""
+        """Forward hook of a layer; inputs[0]: [..., in]."""
         if isinstance(layer, StackedLinear):
             low = layer.product(inputs[0], getattr(layer, A), inputs[1]) * self.scale
             return output + layer.product(low, getattr(layer, B), inputs[1])
@@ -169,7 +164,7 @@ class Adapters:
 
 
 def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
-    """Tells Megatron which gradients it sums over which ranks, and which of them count once in the norm."""
+    """Tells Megatron over which ranks it sums a gradient, and which gradients count once in the norm."""
     parameter.allreduce = getattr(weight, "allreduce", True)
     split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
     held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
@@ -181,14 +176,13 @@ def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
 
 
 def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
-    """float32, within 1 / sqrt(in): as `torch.nn.Linear` starts, and PEFT's adapters."""
+    """float32 within 1 / sqrt(in), the start of `torch.nn.Linear` and of PEFT's adapters."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
 
 
 def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[str]:
-    """Names of the weights that get an adapter, of all ranks; the experts of a layer together."""
     linears = [run for run in table.runs if LINEAR.search(run[0].megatron) and run[0].row.trained]
     chosen: set[str] = set()
     for pattern in patterns or ("",):
@@ -196,18 +190,15 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
         found = [run for run in linears if any(search(name) for e in run for name in (e.megatron, *e.hf))]
         if not found:
             raise ConfigError(
-                f"got --lora-target-modules {pattern!r}, which matches no linear layer of the model; names look like "
+                f"--lora-target-modules {pattern!r} matches no linear layer of the model; names look like "
                 f"{linears[0][0].megatron} or {linears[0][0].hf[0]}"
             )
         chosen |= {e.megatron for run in found for e in run}
     return frozenset(chosen)
 
 
-# What of a model is trained: its adapters, or the parameters that the settings leave.
-
-
 def choose_trained(chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> ShardedModel:
-    """Adds adapters, finds out which rank holds what, and freezes the rest. Collective."""
+    """Adds adapters, finds which rank holds what, and freezes the rest. Collective."""
     if args.lora_rank:
         adapters = Adapters(chunks, table, args)
         model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)

@@ -1,7 +1,7 @@
 """Adapters in files: their rows beside those of the model, and the folder that PEFT reads.
 
-A fused layer has one adapter here and several modules there: each gets the shared `a` and its own rows of `b`, so that
-`scale * b a` of every module is what a merged export adds to its weight.
+A fused layer has one adapter here but several modules in PEFT: each gets the shared `a` and its own rows of `b`, so
+that `scale * b a` of every module is what a merged export adds to its weight.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from slime.models.common.table import EXPERT, Entry, FamilyTable, Row
 
 A, B = "lora_a", "lora_b"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""File names of PEFT."""
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
+"""PEFT puts it before the name of a module."""
 
 
 def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
-    """The table with the rows of adapters of `rank` behind those that they adapt, whose HF names are their own."""
+    """The table with adapter rows of `rank` after the rows that they adapt. Their HF names are their own names."""
 
     def more(row: Row, layer: int) -> tuple[Row, ...]:
-        # The experts of a layer have adapters together.
+        # The experts of a layer are adapted together.
         return adapter_rows(row, rank) if Entry.of(row, layer, expert=0).megatron in adapted else ()
 
     layers = tuple(rows + tuple(r for row in rows for r in more(row, i)) for i, rows in enumerate(table.layers))
@@ -38,13 +37,13 @@ def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> Fa
 
 
 def adapters_alone(table: FamilyTable) -> FamilyTable:
-    """Of a table with adapters, their rows."""
+    """Only the adapter rows of a table."""
     layers = tuple(tuple(row for row in rows if row.megatron.endswith((A, B))) for rows in table.layers)
     return dataclasses.replace(table, before=(), layers=layers, after=())
 
 
 def without_adapters(table: FamilyTable) -> FamilyTable:
-    """Of a table with adapters, all other rows."""
+    """All other rows of a table with adapters."""
     layers = tuple(tuple(row for row in rows if not row.megatron.endswith((A, B))) for rows in table.layers)
     return dataclasses.replace(table, layers=layers)
 
@@ -55,7 +54,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
-    """The rows of `a` and `b` of a linear layer: each is a HF tensor, split along the dimension that it shares."""
+    """The rows of `a` and `b` of a linear layer: each is an HF tensor, split along the dimension that it shares."""
     sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
 
     def part(name: str, shape: tuple[int, int], dim: int) -> Row:
@@ -68,22 +67,22 @@ def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
 
 
 def peft_knows(table: FamilyTable) -> bool:
-    """Whether all adapters of a table with them stand on modules: routed experts have none in transformers."""
+    """Whether PEFT can hold all adapters of a table: routed experts are not modules in transformers."""
     return not any(EXPERT in row.megatron for rows in adapters_alone(table).layers for row in rows)
 
 
 def write_peft(
     directory: Path, table: FamilyTable, tensors: Iterable[tuple[str, Tensor]], *, scale: float, base: str | None
 ) -> None:
-    """Writes `directory`, which is made, as PEFT's `PeftModel.from_pretrained` reads it.
+    """Writes `directory` as PEFT's `PeftModel.from_pretrained` reads it.
 
-    `table`: of the model, adapters among its rows. `tensors`: (name, full tensor) of the adapters. `base`: what to name
-    as the model that they belong to. Raises `CheckpointError` for adapters of routed experts.
+    `table`: of the model, with adapter rows. `tensors`: (name, full tensor) of the adapters. `base`: the name of their
+    model. Raises `CheckpointError` for adapters of routed experts.
     """
     if not peft_knows(table):
         raise CheckpointError(
-            f"got adapters of the routed experts of {table.family}, because those are not modules, PEFT cannot put "
-            "adapters on them; do: export the merged model"
+            f"PEFT cannot hold adapters of the routed experts of {table.family}, which are no modules in transformers; "
+            "export the merged model"
         )
     found = {name: tensor.detach().cpu() for name, tensor in tensors}
     written = dict(_modules(table, found))
@@ -108,14 +107,13 @@ def write_peft(
 
 
 def _modules(table: FamilyTable, found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, tensor), two for each module."""
     for entry in table.entries:
         linear = entry.megatron.removesuffix("weight")
         if linear + A not in found:
             continue
         a, b = found[linear + A], found[linear + B]
         sizes = [shape[0] for shape in entry.row.shapes]
-        assert sum(sizes) == len(b), f"{entry.megatron}: rows {sizes} of a b of {len(b)}"
+        assert sum(sizes) == len(b), f"{entry.megatron}: b has {len(b)} rows, not {sizes}"
         for name, rows in zip(entry.hf, torch.split(b, sizes), strict=True):
             module = PREFIX + name.removesuffix(".weight")
             yield f"{module}.lora_A.weight", a.clone(memory_format=torch.contiguous_format)
@@ -123,7 +121,7 @@ def _modules(table: FamilyTable, found: dict[str, Tensor]) -> Iterator[tuple[str
 
 
 def _module_names(table: FamilyTable, modules: set[str]) -> list[str]:
-    """The ends of the names where they mean these modules and no other, else the names."""
+    """The last parts of the names if they match no other modules, else the whole names."""
     ends = {name.rpartition(".")[2] for name in modules}
     named = {name.removesuffix(".weight") for name in table.hf_names if name.endswith(".weight")}
     return sorted(ends if {n for n in named if n.rpartition(".")[2] in ends} == modules else modules)

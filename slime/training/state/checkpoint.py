@@ -3,16 +3,13 @@
     parts = begin(root, rollout_id)          an empty folder, invisible to `latest`
     ... every rank and the Data Buffer write their files into `parts`; the caller waits for all of them ...
     path = commit(parts, rollout_id, seals)  manifest with hashes, flush to disk, rename, then the name in `latest`
-    prune(root, keep_last=3)                 what retention lets go of; never `latest`
-
-Consumes: the files that ranks and the Data Buffer wrote, once the caller has waited for all of them. Produces: a folder
-with a manifest, and its name in `latest`. Waits for: the disk alone; nobody wakes it.
+    prune(root, keep_last=3)                 retention; never removes `latest`
 
 Invariants
 1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous
    one, or this one.
 2. `verify` finds every missing, added, shortened or altered file.
-3. A folder loses its name before the first of its files: what has a name is whole.
+3. A folder loses its name before the first of its files: a folder with a name is whole.
 """
 
 from __future__ import annotations
@@ -48,15 +45,13 @@ Seal = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint."""
-
     path: Path
     rollout_id: int
     """The last step that it contains."""
 
 
 class HashedFile:
-    """A file whose hash is made while it is written, and which is on disk when the `with` block ends."""
+    """A file that is hashed while it is written, and is on disk when the `with` block ends."""
 
     seal: Seal
 
@@ -65,7 +60,7 @@ class HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends. Both calls let other threads run meanwhile."""
+        """Appends. Other threads run meanwhile."""
         self._sha256.update(content)
         self._file.write(content)
 
@@ -82,7 +77,7 @@ class HashedFile:
 
 
 def begin(root: Path, rollout_id: int) -> Path:
-    """An empty folder for the parts of step `rollout_id`; what crashes left in `root` is removed or put back.
+    """An empty folder for the parts of step `rollout_id`. Removes or restores what crashes left in `root`.
 
     Raises `CheckpointError` if a folder with the name of the step is not a checkpoint, or if another run has taken
     `root` (`slime.core.lease`).
@@ -96,7 +91,7 @@ def begin(root: Path, rollout_id: int) -> Path:
             shutil.rmtree(remains)
     final = root / f"step_{rollout_id:06d}"
     if final.exists() and not (final / MANIFEST).is_file():
-        raise CheckpointError(f"got {final} without {MANIFEST} where a checkpoint is to go; move it away")
+        raise CheckpointError(f"{final} is in the way of a checkpoint but has no {MANIFEST}; move it away")
     parts = root / f"{_WRITING}{final.name}"
     parts.mkdir(parents=True)
     return parts
@@ -105,14 +100,14 @@ def begin(root: Path, rollout_id: int) -> Path:
 def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None) -> Path:
     """Makes the parts a checkpoint: hashes, manifest, rename, `latest`. Called once, when every part is written.
 
-    `seals`: of the files, by path below `parts`, that were hashed and flushed as they were written; the others are
-    read once. Raises `CheckpointError` if there is no part, or not the one that was sealed, or if another run has
-    taken the folder.
+    `seals`: of the files, by path below `parts`, that were hashed and flushed as they were written; the others are read
+    once. Raises `CheckpointError` if there are no parts or not those that were sealed, or if another run has taken the
+    folder.
     """
     lease.check(parts.parent)
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
     if not files:
-        raise CheckpointError(f"got no file in {parts}; write the parts before committing")
+        raise CheckpointError(f"there is no file in {parts}; write the parts before committing")
     entries = dict(seals or {})
     for name, file in files.items():
         if name not in entries:
@@ -120,7 +115,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
             sync_to_disk(file)
     odd = sorted(n for n, seal in entries.items() if n not in files or files[n].stat().st_size != seal["bytes"])
     if odd:
-        raise CheckpointError(f"got {odd} in {parts} missing or of another size than written; is the disk full?")
+        raise CheckpointError(f"{odd} in {parts} are missing or of another size than written; is the disk full?")
     manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
     write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)}, indent=1)
     for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):
@@ -128,7 +123,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     root = parts.parent
     final = root / f"step_{rollout_id:06d}"
     stale = root / f"{_REPLACED}{final.name}"
-    if final.exists():  # a repeated step after a resume; the old one stays whole until the new one has its name
+    if final.exists():  # a step is repeated after a resume; the old one stays whole until the new one has its name
         shutil.rmtree(stale, ignore_errors=True)
         final.rename(stale)
     parts.rename(final)
@@ -189,32 +184,30 @@ def latest(root: Path) -> Checkpoint | None:
     if (root / MANIFEST).is_file():
         return Checkpoint(root, int(read_checkpoint_json(root / MANIFEST)["rollout_id"]))
     named = root / LATEST
-    if not named.is_file():  # the first commit was killed before it wrote the name: the folder speaks for itself
+    if not named.is_file():  # the first commit was killed before it wrote the name
         return next(iter(_complete(root)), None)
     record = read_checkpoint_json(named)
     for name in (record["path"], _REPLACED + record["path"]):  # killed between the two renames of a repeated step
         if (root / name / MANIFEST).is_file():
             return Checkpoint(root / name, int(record["rollout_id"]))
-    raise CheckpointError(
-        f"got {named} naming {record['path']}, which does not exist or has no {MANIFEST}{_offer(root)}"
-    )
+    raise CheckpointError(f"{named} names {record['path']}, which does not exist or has no {MANIFEST}{_offer(root)}")
 
 
 def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
-    """The checkpoint of a step, or `latest`. Raises `CheckpointError` if the step has none, naming those that have."""
+    """The checkpoint of a step, or `latest`. Raises `CheckpointError` that lists the steps if this one is missing."""
     if rollout_id is None:
         return latest(root)
     there = [one] if (root / MANIFEST).is_file() and (one := latest(root)) else _complete(root)
     found = next((c for c in there if c.rollout_id == rollout_id), None)
     if found is None:
         raise CheckpointError(
-            f"got --ckpt-step {rollout_id}, which {root} does not hold; it has {sorted(c.rollout_id for c in there)}"
+            f"{root} does not hold --ckpt-step {rollout_id}; it has {sorted(c.rollout_id for c in there)}"
         )
     return found
 
 
 def _complete(root: Path) -> list[Checkpoint]:
-    """All that have a name and a manifest that can be read, last committed first."""
+    """All that have a name and a readable manifest, last committed first."""
     there = []
     for path in root.iterdir() if root.is_dir() else ():
         with suppress(CheckpointError):
@@ -232,17 +225,16 @@ def _offer(root: Path, damaged: Path | None = None) -> str:
 
 
 def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Compares every file with the manifest; of (i, n), the hashes of the i-th of n parts.
+    """Compares every file with the manifest; hashes the i-th of n parts for `share` (i, n).
 
     Raises `CheckpointError` that names the files that differ, and the newest other checkpoint that is whole.
     """
     wrong = _damage(path, share)
     if wrong:
-        raise CheckpointError(f"got a damaged checkpoint {path}: {'; '.join(wrong)}{_offer(path.parent, path)}")
+        raise CheckpointError(f"the checkpoint {path} is damaged: {'; '.join(wrong)}{_offer(path.parent, path)}")
 
 
 def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with each file of a checkpoint; files are read side by side."""
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing, so it is not a committed checkpoint"]
     try:
@@ -279,43 +271,37 @@ def _json_sha256(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-# Saving in the background: one thread writes and commits a checkpoint while training goes on.
+# Saving in the background: a daemon thread writes and commits a checkpoint while training goes on. The driver polls
+# after each step, or waits with a limit and is woken by the thread's end.
 #
-# Consumes a function that writes: the driver starts it when every rank has copied what it will write. Produces what the
-# save reports of itself, or its error. A thread of its own does the writing; the driver looks at it after each step, or
-# waits for it with a limit, and is then woken by its end. Nobody else is.
-#
-# Invariants
-# 1. At most one save is under way: `start` asks for `finish` of the one before.
-# 2. An error in the background is raised by the next `poll` or `finish`, once, and never lost.
+# 1. At most one save is under way: call `finish` before `start`.
+# 2. An error in the background is raised by the next `poll` or `finish`, once.
 
 Facts = Mapping[str, float]
-"""What a save reports of itself, as metrics."""
+"""Metrics that a save reports."""
 
 
 class BackgroundSave:
-    """The save under way, if any."""
-
     def __init__(self) -> None:
         self._future: Future[Facts] | None = None
         self._what = ""
 
     def start(self, write: Callable[[], Facts], *, what: str) -> None:
-        """Runs `write` in a thread that does not keep the process alive; `what` names it in errors."""
+        """Runs `write` in a daemon thread; `what` names it in errors."""
         assert self._future is None, f"{self._what} is still under way; finish it first"
         future: Future[Facts] = Future()
 
         def run() -> None:
             try:
                 future.set_result(write())
-            except BaseException as error:  # raised for whoever asks
+            except BaseException as error:  # raised by `finish`
                 future.set_exception(error)
 
         self._future, self._what = future, what
         threading.Thread(target=run, name=what, daemon=True).start()
 
     def poll(self) -> Facts:
-        """What a save that has ended reports; nothing if none has. Raises its error."""
+        """The metrics of a save that has ended, else {}. Raises its error."""
         return self.finish(limit_s=0) if self._future is not None and self._future.done() else {}
 
     def finish(self, *, limit_s: float) -> Facts:

@@ -1,9 +1,9 @@
 """Hugging Face checkpoints, read and written directly: safetensors one tensor at a time, JSON, and copied assets.
 
 Invariants
-1. No whole checkpoint is ever in memory. A tensor that is read is a view of its file: what is touched of it takes
-   memory, until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
-2. No folder is removed that does not hold `EXPORT_MARKER`, the file that an export is begun with.
+1. No whole checkpoint is ever in memory. A tensor that is read is a view of its file: the touched parts take memory,
+   until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
+2. A folder is removed only if it holds `EXPORT_MARKER`, the file that every export begins with.
 3. A damaged file is refused by name before a tensor of it is read.
 """
 
@@ -32,14 +32,14 @@ MAX_SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file that `write_hf` makes."""
 
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
-"""What belongs to a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
+"""Files of a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""The template of a tokenizer that is read from the same folder, whatever else says one."""
+"""Overrides every other template of a tokenizer in the same folder."""
 
 AGAIN = "fetch or export it again"
 EXPORT_MARKER = ".slime_export.json"
-"""In every folder that an export made: what may be replaced by the next one."""
+"""Marks a folder that an export made, and that the next one may replace."""
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Codes that mean nothing without their scales."""
@@ -48,8 +48,8 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class HfReader:
     """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
 
-    Quantised weights come dequantised, under their own names; their codes and scales have none.
-    Raises `CheckpointError` that names the damaged file, `ConfigError` for a quantisation that slime does not read.
+    Quantised weights come dequantised, under their own names; their codes and scales are not listed. Raises
+    `CheckpointError` that names the damaged file, `ConfigError` for a quantisation that slime does not read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,13 +72,13 @@ class HfReader:
         return tuple(dict.fromkeys(of_part.get(n, n) for n in self._location if n not in hidden))
 
     def is_quantised(self, name: str) -> bool:
-        """Whether the file holds codes and scales."""
+        """Whether the file holds codes and scales for it."""
         return self._format is not None and name in self._format.names
 
     def __call__(self, name: str) -> Tensor:
         """The full tensor, on the host, in the dtype of the file; float32 if it is quantised. Do not write to it.
 
-        Raises `CheckpointError` if there is none, or if its scales are missing or have another shape.
+        Raises `CheckpointError` if it is missing, or if its scales are missing or have another shape.
         """
         if self._format is not None and name in self._format.names:
             parts = self._format.parts_of(name)
@@ -90,18 +90,19 @@ class HfReader:
         tensor = self._read(name)
         if tensor.dtype in _CODES:
             raise CheckpointError(
-                f"{self._directory / self._location[name]}, {name}: got {tensor.dtype}, but no scales beside it or no "
-                "quantization_config in config.json; without them these codes cannot be read as weights"
+                f"{self._directory / self._location[name]}, {name}: {tensor.dtype} codes without scales beside them or "
+                "quantization_config in config.json cannot be read as weights; fetch the missing part"
             )
         return tensor
 
     def plain(self, name: str) -> Tensor:
-        """Like a call, but a quantised tensor comes in the dtype of config.json (bfloat16 if that names none)."""
+        """As a call, but a quantised tensor comes in the dtype of config.json (bfloat16 by default)."""
         tensor = self(name)
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Gives back the memory of what was read since the last release. Tensors stay valid and are read again.
+        """Frees the memory of what was read since the last release. Tensors stay valid and are read from the file
+        again.
 
         May be called again while they are used: only the next read begins a new set of them.
         """
@@ -120,7 +121,7 @@ class HfReader:
 
     def _read(self, name: str) -> Tensor:
         if name not in self._location:
-            raise CheckpointError(f"got no tensor {name!r} in {self._directory}; it holds {len(self._location)} others")
+            raise CheckpointError(f"{self._directory} has no tensor {name!r} among its {len(self._location)}; {AGAIN}")
         file = self._location[name]
         opened = self._open(file)
         if self._released:
@@ -134,30 +135,27 @@ class HfReader:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> file name, from the index or from the headers."""
         index = self._directory / "model.safetensors.index.json"
         if index.exists():
             weight_map = read_checkpoint_json(index, or_else=AGAIN).get("weight_map")
             if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
-                raise CheckpointError(f"got {index} without a weight_map of plain file names; fetch or export it again")
+                raise CheckpointError(f"{index} has no weight_map of plain file names; {AGAIN}")
             return weight_map
         files = sorted(self._directory.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(
-                f"got no *.safetensors in {self._directory}; convert the checkpoint to safetensors first"
-            )
+            raise CheckpointError(f"{self._directory} has no *.safetensors; convert the checkpoint to safetensors")
         return {name: file.name for file in files for name in self._open(file.name).names}
 
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """Who writes one export: every file is written by one of them, in turn."""
+    """The ranks that write one export, file by file in turn."""
 
     rank: int = 0
-    """The first one also writes what there is once: index, config, assets."""
+    """Rank 0 also writes index, config and assets."""
     size: int = 1
     meet: Callable[[], None] = lambda: None
-    """Returns when all of them have called it."""
+    """A barrier."""
 
 
 def write_hf(
@@ -171,10 +169,10 @@ def write_hf(
 ) -> None:
     """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
-    `tensors`: (HF name, tensor) in any order, written as they are; consumes the iterable once, and holds at most one
-    file. `carried`: which tensors of `assets_from` are copied behind them. `config.json` gets the dtype of most bytes
-    and `quantization`, or loses what it said about it. With several `writers` each calls it with the same tensors, for
-    a folder that exists and that all of them see; weights are on disk when it returns.
+    `tensors`: (HF name, tensor) in any order, written as they are; consumed once, at most one file of them in memory.
+    `carried`: which tensors of `assets_from` are copied after them. `config.json` gets the dtype of most bytes, and
+    `quantization` in place of its own. With several `writers` each calls this with the same tensors and an existing
+    folder that all of them see; weights are on disk when it returns.
     """
     if writers.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -199,7 +197,7 @@ def write_hf(
             pending_bytes = 0
         files[-1].append(name)
         if (len(files) - 1) % writers.size == writers.rank:
-            # A copy: what is sent may be a view of a parameter or of a file, and shares memory with others.
+            # A copy, because a tensor may be a view of a parameter or of a file.
             pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         pending_bytes += tensor.nbytes
         written_bytes[tensor.dtype] += tensor.nbytes
@@ -215,7 +213,7 @@ def write_hf(
 def with_duplicates(
     tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """`tensors`, each with its duplicates in files (`FamilyTable.duplicates`) behind it, if they are `wanted`."""
+    """`tensors`, each followed by its duplicates in files (`FamilyTable.duplicates`) that are `wanted`."""
     for name, tensor in tensors:
         yield name, tensor
         yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
@@ -224,7 +222,7 @@ def with_duplicates(
 def with_duplicates_of(
     source: Path, tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """The same with those duplicates that the checkpoint `source` has."""
+    """The same with the duplicates that the checkpoint `source` has."""
     if not duplicates:
         return tensors
     with HfReader(source) as read:
@@ -243,23 +241,23 @@ def _chained(
 
 
 def require_replaceable(directory: Path) -> None:
-    """Raises `CheckpointError` unless an export may take the place of `directory`: nothing, empty, or an export."""
+    """Raises `CheckpointError` unless an export may replace `directory`: it is missing, empty, or an export."""
     if not directory.exists() and not directory.is_symlink():
         return
     if directory.is_dir() and not directory.is_symlink():
         if (directory / EXPORT_MARKER).is_file() or not any(directory.iterdir()):
             return
-        found = "which is not empty and is not an export made by slime"
+        found = "is not empty and not an export made by slime"
     else:
-        found = "which is not a folder"
+        found = "is not a folder"
     raise CheckpointError(
-        f"got {directory} to write a Hugging Face export to, {found} ({EXPORT_MARKER} is missing), because replacing "
-        "it would delete what is there; name another folder with --save-hf, or move this one away"
+        f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; name another "
+        "folder with --save-hf, or move this one away"
     )
 
 
 def begin_export(directory: Path) -> Path:
-    """An empty, marked folder beside `directory` to write its next content to; what a crash left in it is removed.
+    """An empty, marked folder beside `directory` to write its next content to; remains of a crash are removed.
 
     Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
     """
@@ -273,9 +271,7 @@ def begin_export(directory: Path) -> Path:
 
 
 def require_room(directory: Path) -> None:
-    """Raises `CheckpointError` unless an export may be written: to `directory`, and to the folders beside it that it
-    needs on the way.
-    """
+    """Raises `CheckpointError` unless an export may write to `directory` and the folders that it needs beside it."""
     for folder in (directory, being_written(directory), _replaced(directory)):
         require_replaceable(folder)
 
@@ -286,9 +282,10 @@ def being_written(directory: Path) -> Path:
 
 
 def commit_export(partial: Path, directory: Path) -> None:
-    """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`.
+    """Gives the written folder its name and removes an earlier export there. Raises `CheckpointError` like
+    `begin_export`.
 
-    An earlier one loses its name before its first file: what has the name is whole, and on disk.
+    The earlier one loses its name before its first file: a folder with the name is whole, and on disk.
     """
     old = _replaced(directory)
     for folder in (directory, old):
@@ -316,7 +313,6 @@ def copy_assets(source: Path, target: Path) -> None:
 
 
 def _name_files(directory: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Gives the parts the names that loaders look for; the number of parts is known only now."""
     weight_map: dict[str, str] = {}
     for i, names in enumerate(files):
         final = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
@@ -348,9 +344,6 @@ def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
-# An export in Hugging Face format by all ranks of a run: files in turn, named only when all of it is there.
-
-
 def export(
     directory: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -362,11 +355,11 @@ def export(
 ) -> None:
     """Writes `tensors` and the assets of the checkpoint `source`, in place of an earlier export. Collective.
 
-    All writers see one folder. `rest`: called on each with the folder in which the export grows, when its weights are
-    there. Raises `CheckpointError`, and touches nothing, if anything but an export is in the way.
+    All writers see one folder. `rest`: called on each with the growing folder, when its weights are there. Raises
+    `CheckpointError`, and touches nothing, if anything but an export is in the way.
     """
-    require_room(directory)  # on every rank: the others would wait for one that has given up
-    writers.meet()  # or a slow one would look at a folder that is half made
+    require_room(directory)  # on every rank, so that all of them fail together
+    writers.meet()  # before a rank makes the folder
     if writers.rank == 0:
         begin_export(directory)
     writers.meet()  # the folder is there

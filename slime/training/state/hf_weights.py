@@ -1,8 +1,8 @@
 """Weights of a sharded model and full HF tensors: load on start, export for weight sync and `--save-hf`.
 
 A parameter lives on one pipeline stage, an expert on one expert-parallel rank of it, and everything else is split over
-the tensor-parallel ranks. On export its holder sends it over the expert group, then over the pipeline, so that every
-rank has this tensor-parallel shard; then the shards are gathered.
+the tensor-parallel ranks. For an export its holder broadcasts it over the expert group, then over the pipeline, so that
+every rank has this tensor-parallel shard; then the shards are gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.training.state.shards import iter_full
 from slime.weights.hf_shards import load_shard
 
 COPY_BYTES = 32 * 2**20
-"""How much of a file is in memory at once while it is copied to a parameter."""
+"""Part of a file that is in memory at once while it is copied to a parameter."""
 
 
 @torch.no_grad()
@@ -38,9 +38,9 @@ def load_weights(model: ShardedModel, directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: ShardedModel, read: HfReader) -> None:
-    """What one rank loads, without asking which one it is.
+    """Loads the shards of any rank's `model`.
 
-    Rows of at most `COPY_BYTES` are copied at a time: of a shard that is a view of a file no more is in memory.
+    Copies at most `COPY_BYTES` at a time: a shard that is a view of a file takes no more memory.
     """
     for own in model.own:
         shard = load_shard(model.table, own.name, read, tp_rank=own.tp_rank, tp_size=own.tp_size)
@@ -55,14 +55,11 @@ def fill(model: ShardedModel, read: HfReader) -> None:
 
 
 def iter_hf_tensors(
-    model: ShardedModel,
-    *,
-    dtype: torch.dtype | None = None,
-    merged: bool = False,
+    model: ShardedModel, *, dtype: torch.dtype | None = None, merged: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, full tensor) in table order, on every rank. A collective: all ranks must exhaust it.
 
-    `merged`: adapters are in the weights and not by themselves. Rows that stay float32 are not converted. On one rank
+    `merged`: adapters are merged into the weights and not listed. Rows that stay float32 are not converted. On one rank
     and without conversion the tensors may share memory with the parameters: do not write to them.
     """
     alone = mpu.get_expert_model_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 1
@@ -80,7 +77,7 @@ def iter_hf_tensors(
         return [shard] if tensor.tp_size == 1 else _gather(shard)
 
     def stack(first: Entry) -> Tensor | None:
-        """Of experts that are all here and leave as they are."""
+        """Experts that this rank holds together and that need no conversion."""
         tensor = model.tensors[first.megatron]
         if not alone or wanted(tensor) != tensor.dtype or (merged and model.adapter_of(tensor)):
             return None

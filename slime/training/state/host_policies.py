@@ -1,10 +1,10 @@
-"""Other policies on the host, by name, lent to the trained policy's model for a forward pass.
+"""Other policies in host memory, by name, lent to the trained policy's model for a forward pass.
 
-Which there are (a reference, a teacher, the old policy) and when they change is the caller's to say.
+The caller decides which there are (a reference, a teacher, the old policy) and when they change.
 
 Invariants
-1. While one is lent nothing else may run; afterwards the trained policy has its own bits again.
-2. One that was taken from the trained policy holds all of it, but with adapters only these, so that it is small. (What
+1. Nothing else may run while one is lent; afterwards the trained policy has its own bits again.
+2. A policy taken from the trained one holds all of it, or with adapters only the adapters, so that it is small. (What
    is frozen by name does not differ within a run, but a checkpoint may bring other weights of it than were taken.)
 """
 
@@ -30,52 +30,51 @@ class HostPolicies:
     """This rank's shards of each policy, by name."""
 
     def __init__(self, model: ShardedModel) -> None:
-        """`model`: the trained policy's, whose memory does not move any more."""
+        """`model`: the trained policy, whose memory must not move any more."""
         self._model, self._parameters = model, model.shards
         self._taken = model.adapters if model.adapters.tensors else model
         self._policies: dict[str, dict[str, Tensor]] = {}
         self._arenas: list[HostArena] = []
-        """Of what is pinned; it stays so as long as they are there."""
+        """They keep the memory pinned as long as they exist."""
         self._kept: dict[str, Tensor] = {}
-        """The trained policy's own weights while another one is lent."""
+        """The trained policy's weights while another one is lent."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._policies
 
     def take(self, name: str) -> None:
-        """The trained policy as it is now, as a new one or in place of an old one."""
+        """Copies the trained policy, as it is now, to `name`."""
         if name not in self._policies:
             self._policies[name] = self._rooms([own.name for own in self._taken.own])
         _copy(self._policies[name], self._parameters, self._policies[name])
 
     def read(self, name: str, directory: Path, flag: str) -> None:
-        """An HF checkpoint, cast to the trained policy's dtypes; adapters are zero.
+        """Reads an HF checkpoint, cast to the trained policy's dtypes; adapters are zero.
 
         Raises `ConfigError` for another architecture.
         """
         table, other = self._model.table, table_for(read_hf_config(str(directory)))
         if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
             raise ConfigError(
-                f"got {flag} {directory} of another family or architecture than the policy; use a model of the same "
-                "size"
+                f"{flag} {directory} is of another family or architecture than the policy; use a model of the same size"
             )
-        # Without multi-token prediction, of which nobody asks another policy.
+        # Other policies never need multi-token prediction.
         policy = self._rooms(name for name in self._parameters if not name.startswith(PREFIX))
         load_weights(self._model.base.within(other).at(policy), directory)
         self._policies[name] = policy
 
     def shift(self, newer: str, older: str) -> None:
-        """`newer` becomes `older`, and is the policy as it is now."""
+        """`newer` becomes `older`, and the trained policy as it is now becomes `newer`."""
         self._policies[newer], self._policies[older] = self._policies[older], self._policies[newer]
         self.take(newer)
 
     def lasting(self, names: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Those of `names` that exist, to be written into a checkpoint, or filled from one in place."""
+        """Those of `names` that exist, to be written to a checkpoint, or filled from one in place."""
         return {name: self._policies[name] for name in names if name in self._policies}
 
     @contextmanager
     def lent(self, name: str) -> Iterator[None]:
-        """Puts one into the trained policy's parameters, and afterwards its own weights back, bit for bit."""
+        """Puts a policy into the trained policy's parameters for the block, then restores those, bit for bit."""
         policy = self._policies[name]
         self._kept |= self._rooms([n for n in policy if n not in self._kept])
         with torch.no_grad():
@@ -87,7 +86,7 @@ class HostPolicies:
                 _copy(policy, self._kept, self._parameters)
 
     def _rooms(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Zeros in host memory for these parameters, which a GPU can reach by itself: all in one range."""
+        """Zeros for these parameters in host memory, pinned in one range for a GPU."""
         like = {name: self._parameters[name] for name in names}
         on_gpu = {n: p for n, p in like.items() if p.is_cuda}
         rooms = {n: torch.zeros_like(p, device="cpu", requires_grad=False) for n, p in like.items() if not p.is_cuda}

@@ -1,18 +1,16 @@
 """The trainer's weights on their way to engines: each rank gives what it holds to the rank whose turn it is to send.
 
-A parameter lives on one pipeline stage, whose ranks send it. Shards of tensor-parallel ranks are gathered by the
-sender; experts are sent to it by the expert-parallel rank that has them. Many small parameters travel in one message.
-
-Consumes: the record of the sharded model. Produces: full HF tensors on the sender, one after the other. Waits for: the
-ranks of its tensor-parallel and expert-parallel group, in the collectives of those groups; nobody wakes it.
+A parameter lives on one pipeline stage, whose ranks send it. The sender gathers the shards of tensor-parallel ranks;
+the expert-parallel rank that holds experts sends them to it. Many small parameters travel in one message. A rank waits
+for its tensor-parallel and expert-parallel group, in their collectives.
 
 Invariants
-1. Every rank walks through all turns and takes part in those of its groups' ranks, in the same order as they do.
-2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes and what it is made of
-   and into: no more than four times that. A parameter that is larger by itself is its own message, there two and a half
-   times. If layers have such, buckets are smaller by that much, down to `LEAST_BUCKET` of the limit; what still finds
-   no room is reported (`beside`), and is gathered while no other bucket is there.
-3. What is wrong with a tensor is raised when all parts of its turn were given.
+1. Every rank walks through all turns and joins those of its groups' ranks, in the same order as they do.
+2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes, with its inputs and
+   results at most four times that. A larger parameter is its own message, at most two and a half times its size. If
+   layers have such parameters, buckets are smaller by that much, down to `LEAST_BUCKET` of the limit; a parameter that
+   still has no room is reported (`beside`), and gathered while there is no other bucket.
+3. An error in a tensor is raised when all parts of its turn were given.
 """
 
 from __future__ import annotations
@@ -34,25 +32,24 @@ from slime.weights.hf_shards import export, export_stack
 from slime.weights.turns import Portion, Spec, Turn, turns_of
 
 MESSAGES = 16
-"""Of a bucket's bytes, at least."""
+"""Least number of messages in a bucket."""
 MESSAGE_TIMES = 4
-"""How often a message of several parameters is there at a time, at most."""
+"""Most copies of a message of several parameters at a time."""
 PARAMETER_TIMES = 2.5
-"""How often one that is larger is there: gathered, as it leaves, and this rank's shard where it is cast."""
+"""Most copies of a larger parameter: gathered, as it leaves, and this rank's shard where it is cast."""
 LEAST_BUCKET = 0.5
-"""Of the limit. What more than this would leave no room for is gathered by itself."""
+"""Least part of the limit that is left for a bucket; a parameter that needs more is gathered by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Parameters that travel together between training ranks: of one dtype, and experts of one row and holder."""
+    """Parameters that travel together between training ranks: of one dtype, and for experts of one row and holder."""
 
     tensors: tuple[ShardedTensor, ...]
     dtype: torch.dtype
 
     @property
     def expert(self) -> bool:
-        """Whether it is of experts."""
         return self.tensors[0].entry.expert is not None
 
 
@@ -64,21 +61,21 @@ class TrainerWeights:
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
-        # On GPUs several senders of a stage were never seen: broadcasts would run beside gathers of other ranks' turns.
+        # Not tested on GPUs, where broadcasts would run beside gathers of other ranks' turns.
         takes_turns = self.table.sizes.num_experts > 0 and self.device.type == "cpu"
         self._senders = _senders(takes_turns=takes_turns)
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
         self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
         self._rank = dist.get_rank()
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
-        """Of a limit in bytes."""
+        """The limit in bytes that they are for, and the turns."""
         self._room = 0
-        """Bytes that each of two buckets leaves for what is gathered."""
+        """Bytes that each of two buckets leaves for gathering."""
         self._wrong: Exception | None = None
-        """What was the first to be wrong with a tensor of the turn."""
+        """First error of the turn."""
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Buckets leave room for what is gathered, so that a sender never has more than two times `limit_bytes`."""
+        """Buckets leave room for gathering, so that a sender never has more than twice `limit_bytes`."""
         if self._turns[0] != limit_bytes:
             portions, message = list(self._portions()), max(1, limit_bytes // MESSAGES)
             in_layers = [_bytes_of(p, message) for p in portions if p.entries[0].layer is not None]
@@ -90,7 +87,7 @@ class TrainerWeights:
         return self._turns[1]
 
     def beside(self, turn: Turn) -> int:
-        """More than nothing for a parameter that is larger than half of a bucket or so."""
+        """Bytes beyond that room; above 0 for a parameter that is larger than about half a bucket."""
         return max(0, *(_bytes_of(portion, self._message_bytes) - self._room for portion in turn.portions))
 
     def _portions(self) -> Iterator[Portion]:
@@ -124,10 +121,10 @@ class TrainerWeights:
         if isinstance(wrong, SlimeError):
             raise wrong
         if wrong is not None:
-            raise WeightSyncError(f"got {type(wrong).__name__} while weights were put together: {wrong}") from wrong
+            raise WeightSyncError(f"{type(wrong).__name__} while weights were put together: {wrong}") from wrong
 
     def _kept(self, make: Callable[..., Iterable[tuple[str, Tensor]]], *given: Any) -> Iterator[tuple[str, Tensor]]:
-        """As many as can be made; what ends them waits for the end of the turn."""
+        """Yields until an error, which is kept for the end of the turn."""
         try:
             yield from make(*given)
         except Exception as error:
@@ -164,7 +161,6 @@ class TrainerWeights:
             yield from self._kept(export, self.table, tensor.name, shards.pop(0))
 
     def _stacked(self, portion: Portion, sender: int) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors that hold all experts of a layer."""
         whole: dict[str, Tensor] = {}
         for message in self._messages(portion.entries):
             stack = self._stack_at(message, sender)
@@ -181,7 +177,6 @@ class TrainerWeights:
     # --- what ranks give ----------------------------------------------------------------------------------------------
 
     def _own(self, tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
-        """This rank's shard, with its adapter, as it leaves."""
         return self._model.merged(tensor).detach().to(dtype)
 
     def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]]:
@@ -198,11 +193,10 @@ class TrainerWeights:
         ]
 
     def _gather(self, shards: Sequence[Tensor], sender: int) -> list[list[Tensor]]:
-        """On the sender, of each tensor-parallel rank its shards."""
         group = mpu.get_tensor_model_parallel_group()
         mine = _end_to_end(shards)
         of_ranks = None
-        if self._rank == sender:  # end to end, so that shards of a parameter that is alone are one view
+        if self._rank == sender:  # contiguous, so that the shards of a single parameter are one view
             of_ranks = list(mine.new_empty(group.size() * mine.numel()).split(mine.numel()))
         dist.gather(mine, of_ranks, dst=sender, group=group)
         return [_apart(flat, shards) for flat in of_ranks or ()]
@@ -225,7 +219,7 @@ class TrainerWeights:
         return None
 
     def _own_stack(self, message: _Message) -> Tensor:
-        """A view of this rank's stack, where nothing changes on the way."""
+        """A view of this rank's stack, if nothing changes on the way."""
         first, last = message.tensors[0], message.tensors[-1]
         adapted = any(self._model.adapter_of(tensor) is not None for tensor in message.tensors)
         if first.here.number is not None and not adapted and first.dtype == message.dtype:
@@ -240,7 +234,7 @@ class TrainerWeights:
 
 
 def _senders(*, takes_turns: bool) -> list[list[int]]:
-    """Of each pipeline stage the ranks that send: its first, or in turns all that share experts with it. Collective."""
+    """The ranks of each pipeline stage that send: the first, or in turns all that share experts with it. Collective."""
     experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
@@ -251,7 +245,7 @@ def _senders(*, takes_turns: bool) -> list[list[int]]:
 
 
 def _bytes_of(portion: Portion, message_bytes: int) -> int:
-    """Bytes that are there for it while it is gathered, at most."""
+    """Most bytes that exist for it while it is gathered."""
     if portion.entries[0].row.stacked:  # all experts of a layer, put together message by message
         return portion.num_bytes + MESSAGE_TIMES * message_bytes
     return max(MESSAGE_TIMES * message_bytes, int(PARAMETER_TIMES * portion.num_bytes))
@@ -260,9 +254,9 @@ def _bytes_of(portion: Portion, message_bytes: int) -> int:
 def _placed(
     whole: dict[str, Tensor], stack: Tensor, portion: Portion, entries: Sequence[Entry]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Puts the parts of some experts where they belong in `whole`, which has all of the portion."""
+    """Writes the parts of some experts into `whole`, which has all experts of the portion."""
     first = entries[0].expert
-    assert first is not None, f"{entries[0].megatron} has no number of an expert"
+    assert first is not None, f"{entries[0].megatron} has no expert number"
     for name, part in export_stack(entries, stack):
         if name not in whole:
             whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))
@@ -276,6 +270,5 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `_end_to_end`."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -4,15 +4,15 @@ A rank writes what it owns, without asking another: the optimizer's ranges of ma
 of the model's weights, which all ranks that hold a shard divide among themselves.
 
 Invariants
-1. Loading what was saved, at the same parallel layout and settings, restores every bit; under another layout, every
-   bit of weights and optimizer. Generators then get new seeds.
+1. Loading at the same parallel layout and settings restores every bit; under another layout, every bit of weights and
+   optimizer, and generators get new seeds.
 2. Another model or a missing tensor is a `CheckpointError`, never a partial load: everything is looked up before
-   anything is changed.
-3. What was computed comes from the checkpoint, what was set (learning rate, weight decay, betas) from this run's
-   settings. Python's `random` is not kept: training draws nothing from it, but libraries do, at times of their own.
-4. Beside the model no more is in memory than one parameter.
-5. Experts that are stacked in one parameter are written and read under their own names, one by one: what was written
-   before they were stacked, or with other experts on a rank, is read as well.
+   anything changes.
+3. Computed state comes from the checkpoint, settings (learning rate, weight decay, betas) from this run. Python's
+   `random` is not kept: training draws nothing from it, but libraries do, at any time.
+4. Beside the model at most one parameter is in memory.
+5. Stacked experts are written and read one by one under their own names, so a checkpoint does not depend on how they
+   are stacked or distributed.
 """
 
 from __future__ import annotations
@@ -54,32 +54,30 @@ from slime.training.state.shards import (
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
-# Which part of a rank's optimizer belongs to one parameter of the whole model.
-#
 # Megatron's distributed optimizer gives each rank a range of a flattened parameter. A stack of experts is one parameter
-# there, so that a range may hold the end of one expert, some whole ones and the beginning of another.
+# there, so a range may hold the end of one expert, some whole ones and the beginning of another.
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What this rank's optimizer has of one shard."""
+    """This rank's optimizer state for one shard."""
 
     optimizer: Any
-    """torch's."""
+    """A torch optimizer."""
     main: Tensor
-    """The main parameter that it is in."""
+    """The main parameter that holds it."""
     within: slice
-    """Of the flattened main parameter."""
+    """Its range of the flattened main parameter."""
     start: int
     """Where that range starts in the flattened shard."""
 
     def part(self, like: Tensor) -> Tensor:
-        """Its part of a tensor that is laid out as the main parameter is: a flat view."""
+        """Its part of a tensor with the layout of the main parameter: a flat view."""
         return like.view(-1)[self.within]
 
 
 def owned_part(trainable: Trainable, held: Held) -> Owned | None:
-    """What this rank's optimizer has of a shard; None for nothing: it is frozen, or in the range of another rank."""
+    """This rank's optimizer state for a shard; None if it is frozen or in the range of another rank."""
     for inner in trainable.inner:
         if inner.optimizer is None:  # trains nothing here
             continue
@@ -90,21 +88,20 @@ def owned_part(trainable: Trainable, held: Held) -> Owned | None:
             start = int(inner._get_model_param_range_map(held.parameter)["param"].start)
             size = held.of(held.parameter).numel()
             first, end = max(start, held.start), min(start + main.numel(), held.start + size)
-            if first >= end:  # other ranks have it: this one's range is of other experts
+            if first >= end:  # this rank's range has other experts
                 return None
             return Owned(inner.optimizer, main, slice(first - start, end - start), first - held.start)
     return None
 
 
-# States of the random generators that training draws from, kept with a rank's part of a checkpoint: torch's on each
-# device, NumPy's, Megatron's tracked ones. Python's `random` is not among them (see `rank_state`).
+# The random generators of training: torch's on each device, NumPy's and Megatron's tracked ones.
 
 RNG = "rng/"
-"""Begins the names of their tensors in a file."""
+"""Prefix of their tensors in a file."""
 
 
 def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, and the rest as JSON, of the generators as they are."""
+    """(tensors by name, the rest as JSON) of the generators."""
     kind, keys, pos, has_gauss, cached = np.random.get_state()
     tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
     if torch.cuda.is_available():
@@ -115,7 +112,7 @@ def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """As they were when `generator_state` gave both."""
+    """Restores what `generator_state` returned."""
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
     torch.set_rng_state(tensors[RNG + "torch"])
@@ -130,28 +127,27 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A model that checkpoints keep: the policy or the critic."""
+    """A model in checkpoints: the policy or the critic."""
 
     trainable: Trainable
     info: ParallelInfo
     hf_checkpoint: Path
-    """Where its config.json and tokenizer are."""
+    """Folder of its config.json and tokenizer."""
     other_policies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
-    """Policies that a new run would not have, such as a reference that has moved: by name, filled in place."""
+    """Policies that a new run could not make, such as a reference that has moved: by name, filled in place."""
 
     @property
     def model(self) -> ShardedModel:
-        """The record of its parameters."""
         return self.trainable.model
 
     def of_others(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(role, shard) that the other policies have of a parameter."""
+        """(role, shard) of a parameter in the other policies."""
         return ((OTHER_POLICY + p, held[name]) for p, held in self.other_policies.items() if name in held)
 
     def state(self, held: Held) -> Iterator[tuple[str, Tensor, int]]:
-        """(role, tensor, where its range of the flattened shard starts) of what this rank's optimizer has of a shard.
+        """(role, tensor, where its range of the flattened shard starts) of this rank's optimizer state for a shard.
 
-        Master weights that are a view of the parameter, or have all its bits, are left out.
+        Without master weights that are a view of the parameter, or have the same bits.
         """
         owned = owned_part(self.trainable, held)
         if owned is not None:
@@ -171,7 +167,7 @@ class RankState:
     """By name in the file. On the trainer's device and, unless `on_host` was called, the trainer's own."""
     meta: Mapping[str, Any]
     assets_from: Path | None
-    """Copied beside the files; on one rank."""
+    """Copied beside the files, by one rank."""
 
     def on_host(self) -> RankState:
         """A copy in host memory, which training does not change."""
@@ -184,7 +180,7 @@ class RankState:
         return dataclasses.replace(self, tensors=tensors)
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes `rank_NNNNN.safetensors` and `.json` and flushes them; size and hash of each by its name."""
+        """Writes and flushes `rank_NNNNN.safetensors` and `.json`; returns the seal of each by name."""
         directory.mkdir(parents=True, exist_ok=True)
         stem = f"rank_{self.rank:05d}"
         seals = {f"{stem}.safetensors": write_tensors(directory / f"{stem}.safetensors", self.tensors)}
@@ -196,13 +192,13 @@ class RankState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes of all models that are kept."""
+    """What one rank writes of all models in a checkpoint."""
 
     states: Mapping[str, RankState]
     """By folder below the checkpoint's."""
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes every file; size and hash of each by its path below `directory`."""
+        """Writes every file; returns the seal of each by its path below `directory`."""
         return {
             f"{folder}/{name}".lstrip("/"): seal
             for folder, state in self.states.items()
@@ -211,7 +207,7 @@ class Snapshot:
 
 
 def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) -> RankState:
-    """This rank's part of a checkpoint, not copied. Every rank calls it, each for itself."""
+    """This rank's part of a checkpoint, not copied. No communication."""
     tensors: dict[str, Tensor] = {}
     shards: list[CheckpointShard] = []
 
@@ -251,10 +247,9 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
 
 @torch.no_grad()
 def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
-    """Restores what all ranks wrote and returns the weight version; `seed` is that of the run.
+    """Restores what all ranks wrote, including `kept.other_policies`, and returns the weight version.
 
-    What `kept.other_policies` names is filled, too.
-    Raises `CheckpointError` if the checkpoint does not fit, before anything is changed.
+    `seed`: the run's. Raises `CheckpointError` if the checkpoint does not fit, before anything changes.
     """
     reader = ShardReader(directory)
     meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
@@ -262,12 +257,12 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     _check(reader, meta, kept, with_optimizer)
     for to in destinations:
         dtype = to.target.dtype if to.state_of is None and to.role != MASTER else None
-        _check_split(reader.any(to.role, to.own.name), to.own, dtype, directory)
+        _check_split(reader.any_shard(to.role, to.own.name), to.own, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
     for to in destinations:
         own, end = to.own, to.start + to.target.numel()
-        if reader.any(to.role, own.name).tp_size == own.tp_size:
+        if reader.any_shard(to.role, own.name).tp_size == own.tp_size:
             source = reader.flat(to.role, own.name, own.tp_rank, to.start, end)
         else:
             split = {"tp_rank": own.tp_rank, "tp_size": own.tp_size}
@@ -289,7 +284,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
         else:
             if kept.info.rank == 0:
                 logger.info(
-                    "the checkpoint %s was written under another layout (%s): weights and optimizer are its own, "
+                    "the checkpoint %s was written under another layout (%s): it gives weights and optimizer, but "
                     "generators get new seeds from --seed and weight version %d",
                     directory,
                     meta["layout"],
@@ -304,25 +299,20 @@ def _layout(info: ParallelInfo) -> dict[str, int]:
 
 
 def _optimizers(trainable: Trainable) -> list[Any]:
-    """torch's optimizers in Megatron's; one without parameters to train has none."""
     return [inner.optimizer for inner in trainable.inner if inner.optimizer is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Destination:
-    """Something that is restored."""
-
     role: str
     own: ShardedTensor
-    """Whose shard it is."""
     target: Tensor
-    """Filled from element `start` of the flattened shard, unless `state_of` says what is."""
+    """Filled from element `start` of the flattened shard, unless `state_of` is given."""
     start: int = 0
     state_of: Owned | None = None
-    """Whose state called `role` is filled instead."""
+    """The optimizer state whose entry `role` is filled instead."""
 
     def fill(self, source: Tensor) -> None:
-        """`source`: flat, on the host."""
         if self.state_of is None:
             self.target.copy_(source.reshape(self.target.shape))
             return
@@ -334,7 +324,6 @@ class _Destination:
 
 
 def _destinations(kept: Kept, reader: ShardReader, with_optimizer: bool) -> Iterator[_Destination]:
-    """All that is restored."""
     moments = [role for role in reader.roles if role not in (MODEL, MASTER) and not role.startswith(OTHER_POLICY)]
     for own in kept.model.own:
         filled = ((MODEL, own.shard.detach()), *kept.of_others(own.name))
@@ -355,29 +344,28 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
         there, here = architecture(read_hf_config(str(reader.folder / HF))), architecture(hf_config)
         odd = [k for k in sorted(there | here) if there.get(k) != here.get(k)]
         raise CheckpointError(
-            f"got {reader.folder / HF}/config.json of another model than {kept.hf_checkpoint}: "
+            f"{reader.folder / HF}/config.json is of another model than {kept.hf_checkpoint}: "
             f"{', '.join(f'{k} {there.get(k)} instead of {here.get(k)}' for k in odd[:6])}; give the --hf-checkpoint "
             "that the checkpoint was trained from"
         )
     if with_optimizer and not meta["with_optimizer"]:
         raise CheckpointError(
-            f"got {reader.folder} to resume from, which holds no optimizer, schedule and RNG because it was written "
-            "with --no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from "
-            "step 0)"
+            f"{reader.folder} holds no optimizer, schedule and RNG, because it was written with --no-save-optim; pass "
+            "--no-load-optim to go on with its weights and fresh ones (or --finetune, from step 0)"
         )
     others = {role.removeprefix(OTHER_POLICY) for role in reader.roles if role.startswith(OTHER_POLICY)}
     if with_optimizer and others != set(kept.other_policies):
         raise CheckpointError(
-            f"got {reader.folder} with the other policies {sorted(others)} for a run with "
+            f"{reader.folder} holds the other policies {sorted(others)}, but this run needs "
             f"{sorted(kept.other_policies)}; give --ref-update-interval and --keep-old-actor as in the first run, or "
             "--finetune to start with fresh ones"
         )
     held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.model.tensors))
     if held != own or meta["adapter_scale"] != kept.model.adapter_scale:
         raise CheckpointError(
-            f"got {reader.folder} with {len(held)} adapters of scale {meta['adapter_scale']} for a run with "
-            f"{len(own)} of scale {kept.model.adapter_scale}; give the LoRA settings of the first run, or merge them "
-            "with slime convert and start from the result with --hf-checkpoint"
+            f"{reader.folder} holds {len(held)} adapters of scale {meta['adapter_scale']}, but this run has {len(own)} "
+            f"of scale {kept.model.adapter_scale}; give the LoRA settings of the first run, or merge them with slime "
+            "convert and start from the result with --hf-checkpoint"
         )
 
 
@@ -386,23 +374,22 @@ def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype 
     is_other = there.tp_size == own.tp_size and there.shape != own.shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
-            f"got {there.role} of {there.name} as {there.dtype} {list(there.shape)} in {directory}; the model has "
+            f"{there.role} of {there.name} is {there.dtype} {list(there.shape)} in {directory}, but the model has "
             f"{dtype or there.dtype} {list(own.shape)}; resume with the settings of the first run"
         )
 
 
 def _counts(trainable: Trainable) -> set[float]:
-    """Steps that optimizers have made: torch's count for each parameter, fused ones for each group."""
+    """Steps that optimizers have made: torch counts per parameter, fused optimizers per group."""
     optimizers = _optimizers(trainable)
     found = [group["step"] for o in optimizers for group in o.param_groups if "step" in group]
     for optimizer in optimizers:
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
-        found += torch.stack(steps).tolist() if steps else []  # read at once: fused kernels keep them on the device
+        found += torch.stack(steps).tolist() if steps else []  # one copy: fused kernels keep them on the device
     return {float(step) for step in found}
 
 
 def _computed(trainable: Trainable) -> dict[str, Any]:
-    """What optimizers count: the same on all ranks that train something."""
     counts = _counts(trainable)
     assert len(counts) <= 1, f"parameters of one optimizer made different numbers of steps: {counts}"
     scaler = trainable.inner[0].grad_scaler
@@ -411,7 +398,7 @@ def _computed(trainable: Trainable) -> dict[str, Any]:
 
 
 def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> None:
-    """`metas`: what each rank counted; one that trained nothing has no step."""
+    """`metas`: what each rank counted; a rank that trained nothing has no step."""
     meta = next((meta for meta in metas if meta["step"] is not None), metas[0])
     step = meta["step"]
     for optimizer in _optimizers(trainable) if step is not None else ():

@@ -1,12 +1,13 @@
-"""One record of a model that ranks share: each parameter's names, split and holders, and this rank's shard of it.
+"""One record of a model that is sharded over ranks: each parameter's names, split and holders, and this rank's shard of
+it.
 
-Built once, from the family's table and what the ranks have. Loading, export, checkpoints, memory and other policies are
-loops over it, and none of them works out of a name who has what.
+Built once, from the family's table and what the ranks hold. Loading, export, checkpoints, memory and other policies are
+loops over it; none of them derives from a name who holds what.
 
 Invariants
-1. It names every parameter of the table and no other, on each rank the same ones; what it says of "this rank" differs.
-2. It holds parameters and not their memory: a shard is a view that is taken when it is asked for, because Megatron's
-   wrapper moves what is below.
+1. It names exactly the parameters of the table, the same on each rank; only what it says of "this rank" differs.
+2. It holds parameters, not their memory: a shard is a view taken on demand, because Megatron's wrapper moves the memory
+   below.
 """
 
 from __future__ import annotations
@@ -30,38 +31,36 @@ from slime.training.state.adapter_files import A, B, adapters_alone, merge, with
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A parameter of the whole model. Each expert is one, though its rank stacks them."""
+    """A parameter of the whole model. Each expert is one, even if its rank stacks them."""
 
     entry: Entry
     """Its names, and its row: how it is split, and whether it stays float32."""
     shape: tuple[int, ...]
     """Of one shard."""
     dtype: torch.dtype
-    """Of the parameter."""
     tp_rank: int = 0
     tp_size: int = 1
-    """Which shard this tensor-parallel rank has, of how many; 0 of 1 for what is whole where it is."""
+    """This tensor-parallel rank's shard, of how many; 0 of 1 if it is not split."""
     pp_rank: int = 0
-    """The holder's stage, the first that has it: a tied embedding has a copy on the last."""
+    """First stage that holds it: a tied embedding has a copy on the last."""
     ep_rank: int = 0
-    """The holder's expert-parallel rank, the only one that has an expert; the lowest for everything else."""
+    """The expert-parallel rank that holds an expert; 0 for everything else."""
     trained: bool = True
-    """Else it is frozen, or a buffer."""
+    """False if it is frozen, or a buffer."""
     held: Held | None = None
-    """Where this rank has its shard; None if it has none."""
+    """Where this rank holds its shard; None if it holds none."""
     share: tuple[int, int] | None = None
-    """(number, number of them) of the equal parts of its shard that this rank writes, as one of those that hold the
-    same; None if the whole is another's to write."""
+    """(number, count): which of `count` equal parts of its shard this rank writes, as one of the ranks that hold the
+    same; None if another rank writes it."""
 
     @property
     def name(self) -> str:
-        """In the whole model."""
         return self.entry.megatron
 
     @property
     def here(self) -> Held:
-        """Where this rank has its shard, which it must."""
-        assert self.held is not None, f"this rank has no {self.name}"
+        """`held`, which must not be None."""
+        assert self.held is not None, f"this rank does not hold {self.name}"
         return self.held
 
     @property
@@ -72,16 +71,15 @@ class ShardedTensor:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """All parameters of a model, and of them those that this rank has."""
+    """All parameters of a model, and which of them this rank holds."""
 
     table: FamilyTable
-    """Their rows, those of adapters among them."""
+    """Their rows, including those of adapters."""
     tensors: Mapping[str, ShardedTensor]
     """By name; this rank's come first, in the order of its modules."""
     device: torch.device
-    """Of this rank's shards."""
     adapter_scale: float | None = None
-    """Of adapters when they are merged; None without."""
+    """Scale for merging adapters; None without adapters."""
 
     @classmethod
     def of(
@@ -91,7 +89,7 @@ class ShardedModel:
         trained: Container[str],
         adapter_scale: float | None = None,
     ) -> ShardedModel:
-        """The record of the model that the `chunks` of all ranks are. Collective.
+        """The record of the model whose `chunks` all ranks hold. Collective.
 
         `trained`: names of what is trained. Raises `ConfigError` if table and ranks do not name the same parameters.
         """
@@ -118,12 +116,12 @@ class ShardedModel:
 
     @cached_property
     def own(self) -> tuple[ShardedTensor, ...]:
-        """Those that this rank has, in the order of its modules."""
+        """Those that this rank holds, in the order of its modules."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.held is not None)
 
     @cached_property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Those that this rank has as its modules do: of a stack of experts one."""
+        """The parameters of this rank's modules: one for a stack of experts."""
         return tuple({id(own.here.parameter): own.here.parameter for own in self.own}.values())
 
     @property
@@ -133,21 +131,20 @@ class ShardedModel:
 
     @cached_property
     def base(self) -> ShardedModel:
-        """It without adapters: what a checkpoint of the family holds."""
+        """The model without adapters: what a checkpoint of the family holds."""
         return self if self.adapter_scale is None else self.within(without_adapters(self.table))
 
     @cached_property
     def adapters(self) -> ShardedModel:
-        """Its adapters alone, if there are any."""
         return self.within(adapters_alone(self.table))
 
     def within(self, table: FamilyTable) -> ShardedModel:
-        """Its part that another table names."""
+        """The part that another table names."""
         names = set(table.megatron_names)
         return dataclasses.replace(self, table=table, tensors={n: t for n, t in self.tensors.items() if n in names})
 
     def at(self, tensors: Mapping[str, Tensor]) -> ShardedModel:
-        """The same with these shards on this rank, such as those of another policy."""
+        """The same model with these shards on this rank, such as another policy's."""
 
         def moved(tensor: ShardedTensor) -> ShardedTensor:
             here = Held(tensors[tensor.name], None) if tensor.name in tensors else None
@@ -162,7 +159,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def merged(self, own: ShardedTensor) -> Tensor:
-        """The shard of a weight as an export has it: with its adapter, rounded once; others as they are."""
+        """A weight's shard as exported: with its adapter, rounded once."""
         adapter = self.adapter_of(own)
         if adapter is None:
             return own.shard
@@ -172,7 +169,7 @@ class ShardedModel:
 
 
 def split_of(entry: Entry) -> tuple[int, int]:
-    """(this rank's shard, number of shards) of a parameter: ranks that are tensor parallel hold experts whole."""
+    """(this rank's shard, number of shards) of a parameter. Experts are whole on tensor-parallel ranks."""
     if entry.expert is not None or entry.row.dim is None:
         return 0, 1
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -191,8 +188,6 @@ def _share(entry: Entry, pp_rank: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """Who has a parameter, and what its shard looks like there."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     ep_rank: int = 0
@@ -200,7 +195,6 @@ class _Holder:
 
 
 def _find_holders(held: Mapping[str, Held]) -> dict[str, _Holder]:
-    """Name -> its first holder, for the parameters of all ranks."""
     own = {name: here.of(here.parameter) for name, here in held.items()}
     found = {name: _Holder(tuple(shard.shape), shard.dtype) for name, shard in own.items()}
     experts, stages = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
@@ -208,7 +202,7 @@ def _find_holders(held: Mapping[str, Held]) -> dict[str, _Holder]:
 
 
 def _first(found: Mapping[str, _Holder], group: dist.ProcessGroup, rank_name: str) -> dict[str, _Holder]:
-    """What the ranks of a group found, each of the lowest one that has it, which is noted as `rank_name`."""
+    """Merges what the ranks of a group found; the lowest rank wins and is recorded as `rank_name`."""
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, found, group=group)
     holders: dict[str, _Holder] = {}

@@ -1,14 +1,14 @@
-"""Checkpoint shards: what a model's checkpoint is made of on disk, whatever layout wrote it. Needs torch, no ranks.
+"""Checkpoint shards: what a checkpoint of a model consists of on disk, in any layout. Needs torch, no ranks.
 
-A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes those
-that it owns into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds
-configuration and tokenizer of the model, so that the folder says by itself what it is.
+A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes its own
+into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds configuration and
+tokenizer of the model, so that the folder is self-contained.
 
 Invariants
 1. A range that no checkpoint shard covers is a `CheckpointError`, never zeros.
 2. A reader holds one parameter at a time.
-3. Writing neither copies a tensor of the host nor holds the interpreter's lock for long: bytes go out, and through the
-   hash, in chunks.
+3. Writing neither copies a host tensor nor holds the interpreter's lock for long: bytes are written and hashed in
+   chunks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,8 @@ from slime.training.state.adapter_files import A, adapters_alone, merge, with_ad
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.weights.hf_shards import export, export_stack, load_shard
 
-# A safetensors file whose tensors are views of a mapping, and whose memory can be given back while it is open.
-#
-# The library's own reader keeps every page that was read for as long as the file is open.
-
 MAX_HEADER_BYTES = 100 * 1000**2
-"""Of a safetensors file, as its library allows."""
+"""Limit of a safetensors header, as in its library."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,11 +54,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As safetensors files name them."""
+"""By their names in safetensors files."""
 
 
 class TensorFile:
-    """A mapped safetensors file. Raises `CheckpointError` that names it if it is damaged."""
+    """A mapped safetensors file. Raises `CheckpointError` that names it if it is damaged.
+
+    The library's own reader keeps every page that was read while the file is open; this one can release them.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,41 +80,39 @@ class TensorFile:
             end = 8 + size
             for dtype, shape, start in sorted(self._tensors.values(), key=lambda t: (t[2], math.prod(t[1]))):
                 if start != end:
-                    raise ValueError(f"a tensor begins at byte {start} and not at {end}")
+                    raise ValueError(f"a tensor begins at byte {start} instead of {end}")
                 end += math.prod(shape) * dtype.itemsize
             if end != len(self._map):
-                raise ValueError(f"it has {len(self._map)} bytes and not {end}")
+                raise ValueError(f"it has {len(self._map)} bytes instead of {end}")
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise CheckpointError(
-                f"got {path}, which is missing or no whole safetensors file ({error}); fetch or export it again"
+                f"{path} is missing or not a whole safetensors file ({error}); fetch or export it again"
             ) from error
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors of the file."""
         return tuple(self._tensors)
 
     def read(self, name: str) -> Tensor:
-        """A view of the mapping; what is written to it is lost at the next release."""
+        """A view of the mapping; writes to it are lost at the next release."""
         if name not in self._tensors:
-            raise CheckpointError(f"got {self._path} without {name}; it is damaged, load or fetch another one")
+            raise CheckpointError(f"{self._path} has no {name}; it is damaged, load or fetch another one")
         dtype, shape, start = self._tensors[name]
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def release(self) -> None:
-        """Gives back the memory of what was read. Tensors stay valid and are read again."""
+        """Frees the memory of what was read. Tensors stay valid and are read from the file again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"
 OTHER_POLICY = "copy."
-"""Roles, and the prefix of those of other policies, such as a reference. All others are what the optimizer calls its
-state."""
+"""Roles, and the prefix of other policies' roles. All others are the optimizer's names of its state."""
 SHARDS_KEY = "pieces"
-"""Under which format 3 lists a rank's checkpoint shards in its JSON file."""
+"""Key of a rank's checkpoint shards in its JSON file, in format 3."""
 HF = "hf"
 """Folder with the model's config.json and tokenizer."""
 
@@ -137,7 +134,7 @@ _NOT_ARCHITECTURE = frozenset(
         "attention_dropout",
     }
 )
-"""What a config.json may say otherwise of the same model."""
+"""Keys of config.json that may differ for the same model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,9 +143,9 @@ class CheckpointShard:
 
     role: str
     name: str
-    """Of the parameter in the whole model (`training.model.names`)."""
+    """Of the parameter in the whole model (`training.model.parameter_names`)."""
     tp_rank: int
-    """Which shard; 0 of 1 for what every tensor-parallel rank holds whole."""
+    """0 of 1 for what every tensor-parallel rank holds whole."""
     tp_size: int
     shape: tuple[int, ...]
     """Of the shard."""
@@ -164,18 +161,17 @@ class CheckpointShard:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config.json decides which weights a model has and what they compute."""
+    """The keys of a config.json that decide which weights a model has and what they compute."""
     return {k: v for k, v in hf_config.items() if k not in _NOT_ARCHITECTURE and not k.startswith("_")}
 
 
 def digest_of(hf_config: Mapping[str, Any]) -> str:
-    """Of the architecture."""
     return hashlib.sha256(json.dumps(architecture(hf_config), sort_keys=True).encode()).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
     """Writes a safetensors file, one tensor after the other, and flushes it to disk; returns its size and hash."""
-    # Wide types first, as the library does, so that each tensor begins at a multiple of its element size.
+    # Wide types first, as in the library, so that each tensor begins at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -203,20 +199,20 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
 
 
 class ShardReader:
-    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Files are open while it is."""
+    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Its files stay open."""
 
     def __init__(self, folder: Path) -> None:
         """Reads every rank's description. Raises `CheckpointError` for a missing or damaged one, by its name."""
         self.folder = folder
         files = sorted(folder.glob("rank_*.json"))
         if not files:
-            raise CheckpointError(f"got no rank_*.json in {folder}; it holds no model, name another checkpoint")
+            raise CheckpointError(f"{folder} has no rank_*.json, so it holds no model; name another checkpoint")
         self.metas = [_read_meta(file) for file in files]
         world_size = int(self.metas[0]["layout"]["world_size"])
         missing = {f"rank_{rank:05d}.json" for rank in range(world_size)} - {file.name for file in files}
         if missing or len(files) != world_size:
             raise CheckpointError(
-                f"got {len(files)} of {world_size} ranks in {folder}, missing {sorted(missing)[:4]}; load another "
+                f"{folder} holds {len(files)} of {world_size} ranks, missing {sorted(missing)[:4]}; load another "
                 "checkpoint"
             )
         self._shards: dict[tuple[str, str], list[tuple[Path, CheckpointShard]]] = {}
@@ -232,18 +228,17 @@ class ShardReader:
 
     @property
     def roles(self) -> Collection[str]:
-        """All roles that any parameter has."""
         return self._names.keys()
 
     def names(self, role: str) -> Collection[str]:
         """The parameters that have this role."""
         return self._names.get(role, ())
 
-    def any(self, role: str, name: str) -> CheckpointShard:
-        """One of a parameter's shards, which says how it is split. Raises `CheckpointError` if there is none."""
+    def any_shard(self, role: str, name: str) -> CheckpointShard:
+        """One shard of a parameter, which says how it is split. Raises `CheckpointError` if there is none."""
         if (role, name) not in self._shards:
             raise CheckpointError(
-                f"got no {role} of {name} in {self.folder}; it was written by another model or with other settings"
+                f"{self.folder} has no {role} of {name}; it was written by another model or with other settings"
             )
         return self._shards[role, name][0][1]
 
@@ -257,26 +252,26 @@ class ShardReader:
                 at = min(shard.end, end)
         if at != end:
             raise CheckpointError(
-                f"got {role} of {name} in {self.folder} without elements {at} to {end} of shard {tp_rank}; the "
-                "checkpoint is incomplete, load another one"
+                f"{self.folder} lacks elements {at} to {end} of shard {tp_rank} of {role} of {name}; the checkpoint is "
+                "incomplete, load another one"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def shard(self, role: str, name: str, tp_rank: int) -> Tensor:
         """A whole shard in its shape."""
-        shape = self.any(role, name).shape
+        shape = self.any_shard(role, name).shape
         return self.flat(role, name, tp_rank, 0, torch.Size(shape).numel()).reshape(shape)
 
     def shards(self, role: str, name: str) -> list[Tensor]:
         """All shards of a parameter, in rank order."""
-        return [self.shard(role, name, rank) for rank in range(self.any(role, name).tp_size)]
+        return [self.shard(role, name, rank) for rank in range(self.any_shard(role, name).tp_size)]
 
     def tensor(self, rank: int, key: str) -> Tensor:
-        """A copy of a tensor of one rank's own, such as the state of a generator, which may be kept."""
+        """A copy of one rank's own tensor, such as a generator's state."""
         return self._read(self.folder / f"rank_{rank:05d}.safetensors", key).clone()
 
     def _read(self, file: Path, key: str) -> Tensor:
-        """A view of a tensor, whose memory is given back when the next one is read."""
+        """A view of a tensor, whose memory is freed by the next read."""
         if self._touched is not None:
             self._touched.release()
         if file not in self._open:
@@ -286,7 +281,7 @@ class ShardReader:
 
 
 def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
-    """The shard that rank `tp_rank` of `tp_size` holds, from a checkpoint that was split otherwise."""
+    """The shard of rank `tp_rank` of `tp_size`, from a checkpoint with another split."""
     whole = dict(export(table, name, reader.shards(role, name)))
     return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
 
@@ -298,7 +293,7 @@ def iter_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, full tensor) in table order, from the shards of each entry; experts that share a tensor are stacked.
 
-    `stack`: asked for the first of the experts of a row; a tensor that holds all of them, if one does.
+    `stack`: called with a row's first expert; returns a tensor that holds all of them, if there is one.
     """
     for run in table.runs:
         whole = stack(run[0])
@@ -317,10 +312,10 @@ def iter_full(
 
 
 class OpenCheckpoint:
-    """A committed checkpoint, read without ranks: what `slime convert` needs."""
+    """A committed checkpoint, read without ranks, for `slime convert`."""
 
     hf_config: dict[str, Any]
-    """Of the policy, flat, as `read_hf_config` gives it."""
+    """The policy's, flat, as from `read_hf_config`."""
     table: FamilyTable
     assets: Path
     """Folder of config.json and tokenizer files."""
@@ -348,7 +343,7 @@ class OpenCheckpoint:
             return self.reader.shards(role if name in held else MODEL, name)
 
         def shards(entry: Entry) -> list[Tensor]:
-            """With its adapter, as the trainer exports a weight; float32 where masters are asked for."""
+            """Merged with its adapter as in an export, but float32 for masters."""
             weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
             if linear + "lora_a" not in self.reader.names(MODEL):
                 return weights
@@ -360,16 +355,14 @@ class OpenCheckpoint:
         return iter_full(self.table, shards)
 
     def adapters(self) -> tuple[FamilyTable, float, Iterator[tuple[str, Tensor]]]:
-        """The table with the rows of its adapters, their scale, and (name, full tensor) of each.
+        """The table with adapter rows, the adapters' scale, and (name, full tensor) of each.
 
         Raises `CheckpointError` if it has none.
         """
         names = [name for name in self.reader.names(MODEL) if name.endswith(A)]
         if not names:
-            raise CheckpointError(
-                f"got {self.reader.folder}, which holds no adapters; it is of a run without --lora-rank"
-            )
-        rank = int(self.reader.any(MODEL, names[0]).shape[0])
+            raise CheckpointError(f"{self.reader.folder} holds no adapters: its run had no --lora-rank")
+        rank = int(self.reader.any_shard(MODEL, names[0]).shape[0])
         table = with_adapters(self.table, {name.removesuffix(A) + "weight" for name in names}, rank)
         alone = adapters_alone(table)
         found = iter_full(alone, lambda entry: self.reader.shards(MODEL, entry.megatron))
@@ -378,13 +371,13 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """A `--save` folder (its latest checkpoint) or one checkpoint of it, whose every file is compared with its hash.
+    """A `--save` folder (its latest checkpoint) or one checkpoint, after comparing every file with its hash.
 
     Raises `CheckpointError` if it is none, or damaged.
     """
     found = latest(path)
     if found is None:
-        raise CheckpointError(f"got {path}, which holds no checkpoint; name a --save folder or a step_* folder of one")
+        raise CheckpointError(f"{path} holds no checkpoint; name a --save folder or a step_* folder of one")
     verify(found.path)
     yield OpenCheckpoint(found.path)
 
@@ -393,6 +386,7 @@ def _read_meta(file: Path) -> dict[str, Any]:
     meta = read_checkpoint_json(file)
     if meta.get("format") != FORMAT:
         raise CheckpointError(
-            f"got checkpoint format {meta.get('format')} in {file}; this release reads format {FORMAT}"
+            f"{file} has checkpoint format {meta.get('format')}; this release reads format {FORMAT}: export it with "
+            "the release that wrote it"
         )
     return meta

@@ -1,15 +1,22 @@
-"""What of a training rank is on its GPU: all of it, the policy's weights alone, or nothing.
+"""What a training rank has on its GPU: everything, only the policy's weights, or nothing.
 
-    wake            all of it               to train, to load, to save
+    wake            everything              to train, to load, to save
     keep_weights    the policy's weights    beside an engine that takes its own back: a weight sync, an export
     sleep           nothing                 while engines generate
 
-Consumes: calls of the backend, in any order, on one thread. Produces: free GPU memory, and peaks as metrics. Waits for:
-the copies, and once for the host arena to be pinned.
+A colocated trainer lends its GPU memory to the engines by moving its storages to one range of host memory, which is
+pinned in the background beside the start of the engines, because pinning storage by storage costs seconds of the first
+sleep. It moves storages, not tensors, so every view (a parameter into Megatron's contiguous buffer, a master weight
+into a parameter) stays valid: the storage is emptied under it and filled again.
+
+The backend calls it on one thread. `take` and `close` of the arena wait for the thread that pins, with a limit, and are
+woken by it.
 
 Invariants
-1. After `wake` every bit is as it was, but gradients, which are zeros.
-2. What both weights and optimizer hold (float32 training) stays as long as the weights do.
+1. After `wake` every bit is as before, except gradients, which are zeros.
+2. Memory that both weights and optimizer use (float32 training) stays as long as the weights do.
+3. Ranges taken from the arena do not overlap, and each begins at a multiple of `ALIGNMENT`.
+4. A plan that was too small costs one more room and a warning, never a wrong bit.
 """
 
 from __future__ import annotations
@@ -38,34 +45,21 @@ from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 
-# One range of host memory per training rank, pinned in the background, from which everything put away gets its room.
-#
-# Pinning storage by storage costs seconds of the first sleep; this is done once, beside the start of the engines, and
-# reused. Pages are touched before they are pinned: touching takes turns with other threads, pinning holds them up. The
-# driver pins whole pages and keeps no list of sizes, so nothing is rounded up to a power of two.
-#
-# Consumes: a size. Produces: ranges [n] uint8, front to back. Waits for: the thread that pins, in `take` and `close`,
-# with a limit. Is woken by: that thread.
-#
-# Invariants
-# 1. Ranges that are taken do not overlap, and each begins at a multiple of `ALIGNMENT`.
-# 2. A plan that was too small costs one more room and a warning, never a wrong bit.
-
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
 """Bytes. Enough for any dtype and for whole bursts of a copy engine."""
 PIN_LIMIT_S, SLOWEST_PIN = 600.0, 100e6
-"""Limit of the wait for the memory, and what is added: one second for so many bytes. Pinning takes about a second per
-4 GB, and a busy host may have to write to its disk what lies there."""
+"""Limit of the wait for the memory, plus one second per `SLOWEST_PIN` bytes. Pinning takes about a second per 4 GB, and
+a busy host may have to swap out what lies there."""
 
 Undo = Callable[[], None]
 Pin = Callable[[Tensor], tuple[Tensor, Undo]]
-"""Makes host memory reachable for the device: that memory or other in its place, and what undoes it."""
+"""Makes host memory reachable for the device: the same memory or other in its place, and how to undo it."""
 
 
 def pin_for(device: torch.device) -> Pin:
-    """For a GPU; nothing is to be done for a CPU, which reads host memory as it is."""
+    """Page-locks for a GPU; a CPU needs nothing."""
     return (lambda memory: _page_lock(memory, device)) if device.type == "cuda" else (lambda memory: (memory, _nothing))
 
 
@@ -82,8 +76,8 @@ def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
     if result == 0:
         return memory, lambda: cudart.cudaHostUnregister(address)
     logger.warning(
-        "got error %d of cudaHostRegister for %d bytes, because this host does not lock pages that are there; torch "
-        "allocates them instead, up to twice as many",
+        "cudaHostRegister failed with error %d for %d bytes: this host does not lock existing pages; torch allocates "
+        "them instead, up to twice as many",
         result,
         num_bytes,
     )
@@ -91,12 +85,12 @@ def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
 
 
 def room_of(num_bytes: int) -> int:
-    """How much of an arena a range of `num_bytes` takes."""
+    """What a range of `num_bytes` takes of an arena."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostArena:
-    """Rooms of host memory and a mark of how much of them is taken. One thread takes and rewinds."""
+    """Rooms of host memory, and how much of them is taken. One thread takes and rewinds."""
 
     def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float | None = None) -> None:
         """Starts to make a room of `num_bytes` and returns at once."""
@@ -111,13 +105,12 @@ class HostArena:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rooms."""
         return self._num_bytes
 
     def take(self, num_bytes: int) -> Tensor:
-        """The next free range, [num_bytes] uint8. Raises `DeadlineExceeded`, or what kept the memory from being there.
+        """The next free range, [num_bytes] uint8. Waits for the thread that pins.
 
-        Waits for the thread that pins, if it is not done.
+        Raises `DeadlineExceeded`, or the error of that thread.
         """
         while self._room < len(self._rooms):
             self._wait(self._rooms[self._room])
@@ -127,22 +120,20 @@ class HostArena:
                 self._used += room_of(num_bytes)
                 return taken
             self._room, self._used = self._room + 1, 0
-        logger.warning(
-            "the host arena of %d bytes was planned too small; %d more are pinned", self.num_bytes, num_bytes
-        )
+        logger.warning("the host arena of %d bytes is too small; pinning %d more", self.num_bytes, num_bytes)
         self._add_room(num_bytes)
         return self.take(num_bytes)
 
     def mark(self) -> tuple[int, int]:
-        """How much is taken now, for `rewind`."""
+        """What is taken now, for `rewind`."""
         return self._room, self._used
 
     def rewind(self, mark: tuple[int, int]) -> None:
-        """Ranges that were taken since `mark` are free again; what they hold may be written over."""
+        """Frees the ranges that were taken since `mark`."""
         self._room, self._used = mark
 
     def close(self) -> None:
-        """Gives the memory back. Ranges must not be used any more."""
+        """Frees the memory. Ranges must not be used any more."""
         for room in self._rooms:
             self._wait(room)
         self._end()
@@ -181,39 +172,33 @@ def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Fresh memory [num_bytes] uint8 with all of its pages there; children that are forked do not get it."""
+    """Fresh memory [num_bytes] uint8 with all pages present; forked children do not get it.
+
+    Pages are touched before they are pinned: touching takes turns with other threads, pinning blocks them.
+    """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # a wish, which not every kernel knows
+    with suppress(OSError):  # not every kernel knows this advice
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).fill_(0)
 
 
-# Sleeping: a colocated trainer lends its GPU memory to the engines by moving its storages to the host.
-#
-# Works on storages, not tensors, so every view (a parameter into Megatron's contiguous buffer, a master weight into a
-# parameter) stays valid: the storage is emptied under it and filled again.
-
 _Away = tuple[torch.UntypedStorage, int, Tensor | None]
-"""A storage that was emptied, its bytes, and their contents on the host; None: dropped."""
+"""A storage that was emptied, its bytes, and its content on the host; None: dropped."""
 
 
 class HostStash:
-    """Holds the contents of the storages of one device while the trainer sleeps, in one host arena.
-
-    What was put away last comes back first.
-    """
+    """Holds the contents of a device's storages in one host arena while the trainer sleeps. Last in, first out."""
 
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
         self._kept: list[tuple[tuple[int, int], list[_Away]]] = []
-        """What each call put away, and how much of the arena was taken before it."""
+        """What each call put away, and the mark of the arena before it."""
 
     @property
     def empty(self) -> bool:
-        """Whether everything is on the device."""
         return not self._kept
 
     def put_away(self, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()) -> int:
@@ -259,7 +244,7 @@ class HostStash:
 
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> Iterator[torch.UntypedStorage]:
-    """The storages on `device` that hold anything, each once, in order."""
+    """The non-empty storages on `device`, each once, in order."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -269,7 +254,7 @@ def storages_of(tensors: Iterable[Tensor], device: torch.device) -> Iterator[tor
 
 
 def num_bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Of their storages on `device`, each counted once."""
+    """Size of their storages on `device`, each counted once."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device))
 
 
@@ -279,14 +264,13 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return view
 
 
-# The peak of GPU memory in each phase of a colocated step, from sizes that are known when everything is built.
+# The peak of GPU memory in each phase of a colocated step, from sizes that are known when everything is built. Bytes of
+# one rank and the GPU that it shares.
 #
 #   train        the trainer alone: weights, gradients, optimizer, and the activations of the largest micro-batch, which
 #                a rehearsal measures (`slime.training.rehearsal`)
 #   sync         the trainer's weights and two buckets, beside the weights of the engine
 #   generate     the engine alone: its pool, which holds weights and cache
-#
-# Pure. Bytes throughout, of one rank and the GPU that it shares.
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +278,11 @@ class RankBytes:
     """What one training rank keeps on its GPU between two calls."""
 
     weights: int
-    """Of the policy; adapters and what is frozen among them."""
+    """The policy's, with adapters and frozen ones."""
     gradients: int
-    """Of the policy and of a critic."""
+    """The policy's and a critic's."""
     others: int
-    """Optimizer states (master weights, moments) and all of a critic but its gradients; moments that Adam makes in its
-    first step are counted from the beginning."""
+    """Optimizer states (moments counted even before Adam's first step) and all of a critic but its gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +296,9 @@ class EngineBytes:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Of one phase."""
-
     trainer: int
     engine: int | None
-    """None: not known before the engine has chosen."""
+    """None if the engine chooses it later."""
 
     def __str__(self) -> str:
         engine = "as SGLang chooses" if self.engine is None else f"{self.engine / 1e9:.1f} GB"
@@ -327,15 +308,13 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Of one training rank."""
-
     gpu_bytes: int
     """Of the whole GPU."""
     peaks: Mapping[str, Peak]
     """By phase."""
 
     def with_training(self, num_bytes: int) -> MemoryPlan:
-        """The same plan with what training takes, activations included."""
+        """The same plan with the measured peak of training, activations included."""
         return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(num_bytes, 0)})
 
     def too_large(self) -> list[str]:
@@ -343,7 +322,6 @@ class MemoryPlan:
         return [phase for phase, peak in self.peaks.items() if peak.trainer + (peak.engine or 0) > self.gpu_bytes]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
         return {"gpu_bytes": self.gpu_bytes} | {phase: dataclasses.asdict(peak) for phase, peak in self.peaks.items()}
 
     def __str__(self) -> str:
@@ -351,9 +329,9 @@ class MemoryPlan:
 
 
 def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
-    """Phase -> its peak; of training without activations, until they are known.
+    """Phase -> its peak; for training without activations, until they are known.
 
-    Two buckets of a weight sync are alive, no larger than all; what ranks gather for them is counted in.
+    A weight sync holds two buckets, together at most all weights, including what ranks gather for them.
     """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),
@@ -371,10 +349,10 @@ def engine_bytes(
     fraction: float | None,
     quantised: QuantisedFormat | None = None,
 ) -> EngineBytes:
-    """An engine rank's share of a model whose tensors are `itemsize` bytes wide (float32 where they are wide), or
+    """An engine rank's share of a model whose tensors are `itemsize` bytes wide (4 if they stay float32), or
     `quantised`.
 
-    Padding, and what an engine does not split, are left out: the share is a little low.
+    Slightly too low: without padding and without what an engine does not split.
     """
     total = 0
     for entry in table.entries:
@@ -397,7 +375,7 @@ class Held(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of one rank, by when they have to be on the GPU."""
+    """The tensors of one rank, by when they must be on the GPU."""
 
     weights: Sequence[Tensor]
     """The policy's, which engines are sent."""
@@ -405,13 +383,12 @@ class Parts:
     """Optimizer states, which may view weights, and a critic's weights."""
     gradients: Sequence[Tensor]
     num_later_bytes: int = 0
-    """Of states that the first optimizer step makes."""
+    """Size of states that the first optimizer step makes."""
     num_later: int = 0
-    """How many tensors these are."""
+    """Number of their tensors."""
 
     @classmethod
     def of(cls, policy: Trainable, critic: Trainable | None) -> Parts:
-        """As they are now."""
         others: list[Tensor] = []
         gradients: list[Tensor] = []
         later_bytes, num_later = 0, 0
@@ -437,12 +414,12 @@ class Parts:
         return cls(weights, others, gradients, later_bytes, 3 * num_later)  # two moments and a count
 
     def apart(self) -> list[Tensor]:
-        """Of `others`, those that view no weight."""
+        """Those of `others` that view no weight."""
         held = {w.untyped_storage().data_ptr() for w in self.weights}
         return [t for t in self.others if t.untyped_storage().data_ptr() not in held]
 
     def num_bytes(self, device: torch.device) -> RankBytes:
-        """What they take on the device, with what comes later."""
+        """What they take on the device, including later states."""
         return RankBytes(
             weights=num_bytes_of(self.weights, device),
             gradients=num_bytes_of(self.gradients, device),
@@ -450,22 +427,22 @@ class Parts:
         )
 
     def arena_bytes(self, device: torch.device) -> int:
-        """Room for all of them but the gradients on the host."""
+        """Host memory for all of them but the gradients."""
         now = sum(room_of(s.nbytes()) for s in storages_of([*self.weights, *self.apart()], device))
         return now + room_of(self.num_later_bytes) + ALIGNMENT * self.num_later
 
 
 class Sleeper:
-    """Moves the parts of one rank. `active`: else (on a CPU) nothing moves, and everything is always there."""
+    """Moves the parts of one rank. Unless `active` (on a CPU) nothing moves."""
 
     def __init__(self, parts: Callable[[], Parts], device: torch.device, *, active: bool, prepares: bool) -> None:
-        """`parts`: asked each time, for an optimizer makes its states when it first steps.
+        """`parts`: called each time, because an optimizer makes its states in its first step.
 
         `prepares`: the host arena is made in the background from now on; else when it is first needed.
         """
         self._parts, self._device, self._active = parts, device, active
         self.plan: MemoryPlan | None = None
-        """What the phases take; peaks that are seen are reported beside it."""
+        """Predicted peaks, reported beside the measured ones."""
         self._held = Held.ALL
         self._arena: HostArena | None = None
         self._stash: HostStash | None = None
@@ -477,9 +454,9 @@ class Sleeper:
         return self._held
 
     def keep_weights(self) -> dict[str, float]:
-        """Drops gradients and puts away all but the policy's weights, or brings these alone back.
+        """Drops gradients and puts away all but the policy's weights, or after `sleep` brings only these back.
 
-        Returns the peak of the phase that ends; {} if it was so.
+        Returns the peak of the phase that ends; {} if nothing changes.
         """
         if not self._active or self._held is Held.WEIGHTS:
             return {}
@@ -488,13 +465,13 @@ class Sleeper:
             self._prepare().put_away(parts.apart(), parts.gradients)
         else:
             seen = self._seen("generate")
-            self._prepare().take_back_last()  # `sleep` puts them away last, by themselves
+            self._prepare().take_back_last()  # `sleep` puts them away last, separately
         self._held = Held.WEIGHTS
         self._reset_peak()
         return seen
 
     def sleep(self) -> dict[str, float]:
-        """Puts everything away. The peaks of the phases that end; {} if it sleeps already."""
+        """Puts everything away. Returns the peaks of the phases that end; {} if it sleeps already."""
         if not self._active or self._held is Held.NOTHING:
             return {}
         seen = self._seen("sync") if self._held is Held.WEIGHTS else self.keep_weights()
@@ -504,7 +481,7 @@ class Sleeper:
         return seen
 
     def wake(self) -> dict[str, float]:
-        """Brings everything back; the most that was on the GPU meanwhile. {} if it is awake."""
+        """Brings everything back. Returns the peak since `sleep`; {} if it is awake."""
         if self._held is Held.ALL:
             return {}
         slept = self._seen("generate") if self._held is Held.NOTHING else {}
@@ -514,12 +491,11 @@ class Sleeper:
         return slept
 
     def expect_in_training(self, num_bytes: int) -> None:
-        """What training was found to take, activations included, enters the plan."""
+        """Puts the measured peak of training, activations included, into the plan."""
         if self.plan is not None:
             self.plan = self.plan.with_training(num_bytes)
 
     def close(self) -> None:
-        """Gives the host memory back."""
         if self._arena is not None:
             self._arena.close()
             self._arena = self._stash = None
@@ -531,7 +507,6 @@ class Sleeper:
         return self._stash
 
     def _seen(self, phase: str) -> dict[str, float]:
-        """The peak of the phase that ends, and beside it what was predicted."""
         on_gpu = self._device.type == "cuda"
         peaks = {"bytes": float(torch.cuda.max_memory_allocated(self._device))} if on_gpu else {}
         if self.plan is not None:
@@ -544,7 +519,7 @@ class Sleeper:
 
 
 def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], device: torch.device) -> Sleeper:
-    """Of a rank that is built. Where its GPU is lent, host memory is pinned from now on, and the phases are planned."""
+    """The sleeper of a rank that is built. If its GPU is shared with engines, pins host memory and plans the phases."""
     active = device.type == "cuda"
     sleeper = Sleeper(parts, device, active=active, prepares=args.offload_train)
     if active and args.offload_train:

@@ -1,1 +1,1 @@
-"""One batch trained: schedule, forward passes, micro-batches, losses, optimizer steps, checks."""
+"""Training on one batch: schedule, forward passes, micro-batches, losses, optimizer steps, checks."""

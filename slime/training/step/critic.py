@@ -1,6 +1,6 @@
 """The critic of an estimator that needs one: a value model and its optimizer, split over ranks as the policy is.
 
-It starts from the weights of `--critic-load` with a value head of zeros, so its first values are zero.
+It starts from the weights of `--critic-load` and a value head of zeros, so its first values are zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _METRICS = {
     "train/lr-pg_0": "train/critic-lr-pg_0",
     "train/skipped_updates": "train/critic-skipped_updates",
 }
-"""What every optimizer step reports, under names that tell the critic's from the policy's."""
+"""Metrics of every optimizer step -> the critic's names for them."""
 
 
 class Critic:
@@ -42,13 +42,13 @@ class Critic:
     trainable: Trainable
 
     def __init__(self, args: Args, estimator: CriticEstimator, device: torch.device) -> None:
-        """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
+        """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as for the policy."""
         args = critic_args(args)
-        assert args.critic_load is not None, "the settings say what the critic starts from"
+        assert args.critic_load is not None, "the settings derive critic_load"
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
         chunks = build_model(args, hf_config, device, kind=ValueModel)
-        # The output layer has given way to the head: the checkpoint's, if any, is left alone, as a tied one is.
+        # The head replaces the output layer, so the checkpoint's output layer is not read, as for a tied one.
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
         table = dataclasses.replace(table, after=after, tied=True)
@@ -68,11 +68,11 @@ class Critic:
         return cls(args, algorithm.estimator, device)
 
     def values(self, context: StepContext, prepared: PreparedBatch) -> Arrays:
-        """Values [R] under the current weights of all samples, on every rank."""
+        """Values [R] of all samples under the current weights, on every rank."""
         return forward_batch(context, self._objective, self.trainable.ddps, prepared)[0]
 
     def train(self, context: StepContext, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
-        """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as the policy's does."""
+        """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as for the policy."""
         metrics = train_on(context, self._objective, self.trainable, prepared, version=version)
         metrics.pop("train/num_updates")
         return {_METRICS.get(name, name): value for name, value in metrics.items()}

@@ -1,20 +1,19 @@
 """AdamW that holds master weights and moments itself: in half precision, in host memory, or both.
 
-Megatron's distributed optimizer hands it this rank's shards of the model's parameters, each with its gradient in
-`decoupled_grad`, and leaves everything else to it. `--optimizer-cpu-offload` puts a part of the state into host memory,
-where the processor then makes the update while the next gradient comes and the last weights go.
-`--use-precision-aware-optimizer` says how many bits each part of the state has.
+Megatron's distributed optimizer gives it this rank's shards of the model's parameters, each with its gradient in
+`decoupled_grad`, and leaves the rest to it. `--optimizer-cpu-offload` keeps a part of the state in host memory, where
+the processor makes the update while the next gradient arrives and the last weights leave.
+`--use-precision-aware-optimizer` sets the precision of each part of the state.
 
-Consumes: gradients on the device, complete. Produces: new weights on the device. Waits for: on the host, each gradient
-that it works on. Woken by: nobody; `step` returns when the last weights are on their way, and the device's stream waits
-for them.
+Consumes: complete gradients on the device. Produces: new weights on the device. On the host it waits for each gradient
+that it works on. `step` returns when the last weights are on their way, and the device's stream waits for them.
 
 Invariants
-1. The arithmetic is that of float32 AdamW (Loshchilov & Hutter 2019), whatever the state is kept in.
-2. What is kept in half precision is rounded up or down at random, so that it is right on average: rounded to nearest,
-   an update of less than half a digit would be lost in every step.
-3. These draws depend on the step and the place in the optimizer only: resume equals not stopping.
-4. A master weight is the parameter itself where that is a float32 on the device.
+1. The arithmetic is that of float32 AdamW (Loshchilov & Hutter 2019), whatever the state is stored in.
+2. Half-precision state is rounded up or down at random, so that it is right on average: rounding to nearest would lose
+   every update of less than half a digit.
+3. These draws depend only on the step and the place in the optimizer: resume equals not stopping.
+4. The master weight of a float32 parameter on the device is the parameter itself.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
-"""Keys of the state of a parameter, and the roles of its tensors in a checkpoint."""
+"""Keys of a parameter's state, and the roles of its tensors in a checkpoint."""
 BLOCK = 1 << 24
-"""Elements that are worked on at a time: float32 copies of one block are all the room that half precision costs."""
+"""Elements per block: half precision costs float32 copies of one block only."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What settings call them."""
+"""By their names in the settings."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""Dtype -> how many bits of a float32's mantissa it lacks."""
+"""Dtype -> how many bits of a float32 mantissa it drops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How optimizer state is kept."""
+    """How optimizer state is stored."""
 
     master: torch.dtype = torch.float32
     exp_avg: torch.dtype = torch.float32
@@ -50,7 +49,7 @@ class Holding:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> Holding | None:
-        """As the settings say; None where torch's own AdamW does it."""
+        """As the settings say; None where torch's own AdamW is used."""
         offload, precise = megatron.get("optimizer_cpu_offload"), megatron.get("use_precision_aware_optimizer")
         if not (offload or precise):
             return None
@@ -62,7 +61,7 @@ class Holding:
         return cls(master, exp_avg, exp_avg_sq, fraction)
 
     def dtype_of(self, key: str, parameter: Tensor) -> torch.dtype:
-        """That of `state[key]` of a parameter; a float32 one never loses bits."""
+        """Dtype of `state[key]` of a parameter; the master of a float32 parameter is float32."""
         if key == MASTER:
             return torch.float32 if parameter.dtype == torch.float32 else self.master
         return self.exp_avg if key == EXP_AVG else self.exp_avg_sq
@@ -70,10 +69,8 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some elements of one parameter, all flat."""
-
     place: int
-    """Number of its parameter in the optimizer."""
+    """Index of its parameter in the optimizer."""
     start: int
     parameter: Tensor
     grad: Tensor
@@ -82,10 +79,10 @@ class _Block:
 
 
 class HeldAdamW:
-    """What Megatron's distributed optimizer and our checkpoints ask of an optimizer."""
+    """The interface that Megatron's distributed optimizer and our checkpoints expect."""
 
     def __init__(self, param_groups: list[dict[str, Any]], holding: Holding) -> None:
-        """`param_groups`: as torch's AdamW has them, each parameter one-dimensional."""
+        """`param_groups`: as for torch's AdamW, each parameter one-dimensional."""
         self.param_groups = param_groups
         self.holding = holding
         self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
@@ -104,20 +101,20 @@ class HeldAdamW:
         return (p for group in self.param_groups for p in group["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Lets go of the gradients, which are Megatron's."""
+        """Drops the gradients, which belong to Megatron."""
         for parameter in self._parameters():
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def renew_masters(self) -> None:
-        """The weights were set by somebody else: the next step starts from them."""
+        """Copies weights that were set from outside into the master weights."""
         for parameter, held in self.state.items():
             if MASTER in held:
                 held[MASTER].copy_(parameter)
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Puts state that was loaded where it belongs, in its dtype; master weights that are missing are made."""
+        """Moves loaded state to its device and dtype, and makes missing master weights."""
         for place, parameter in enumerate(self._parameters()):
             held = self.state[parameter]
             for key, loaded in list(held.items()):
@@ -141,7 +138,7 @@ class HeldAdamW:
         return held
 
     def first_step_bytes(self) -> int:
-        """What the first step will make on the parameters' device: moments that are not there and not on the host."""
+        """Device memory that the first step will allocate: moments that do not exist yet and are not on the host."""
         return sum(
             parameter.numel() * self.holding.dtype_of(key, parameter).itemsize
             for place, parameter in enumerate(self._parameters())
@@ -151,7 +148,7 @@ class HeldAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter with a gradient."""
+        """Updates every parameter that has a gradient."""
         here: list[_Block] = []
         there: list[_Block] = []
         place = 0
@@ -206,7 +203,7 @@ def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
 
 
 def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Tensor:
-    """float32 -> bfloat16 or float16: one of the two neighbours, each as likely as x is near to it.
+    """float32 -> bfloat16 or float16: one of the two neighbours, with a probability that grows with its nearness.
 
     Below 6e-5 float16 has fewer digits, and rounds to nearest.
     """
@@ -226,13 +223,12 @@ class _Lane:
         self._left = torch.cuda.Event() if pinned else None
 
     def fetch(self, block: _Block) -> None:
-        """Starts to bring its gradient; called in the stream for it."""
         self._grad[: block.grad.numel()].copy_(block.grad, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
     def work(self, block: _Block) -> Tensor:
-        """Waits for the gradient and for the room, and returns the new weights."""
+        """Waits for the gradient and for the buffer, and returns the new weights."""
         for event in (self._arrived, self._left):
             if event is not None:
                 event.synchronize()
@@ -241,14 +237,13 @@ class _Lane:
         return out
 
     def send(self, block: _Block, out: Tensor) -> None:
-        """Starts to send the new weights; called in the stream for it."""
         block.parameter.copy_(out, non_blocking=True)
         if self._left is not None:
             self._left.record()
 
 
 def _update_on_host(blocks: Sequence[_Block]) -> None:
-    """`_update` in host memory. While a block is worked on, the next gradient comes and the last weights go."""
+    """`_update` in host memory. While it works on a block, the next gradient arrives and the last weights leave."""
     if not blocks:
         return
     device, size = blocks[0].parameter.device, max(block.parameter.numel() for block in blocks)

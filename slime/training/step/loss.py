@@ -1,8 +1,8 @@
-"""What a model answers for a micro-batch and what is minimised: one objective per kind of loss.
+"""What a model is asked for a micro-batch and what is minimised: one objective per kind of loss.
 
-Loss and metrics are sums of weight * value over tokens; the weights carry the denominators of the whole step, so the
-numbers of a step are the sums over its micro-batches and ranks. What acts on a token's loss is in `slime.algorithms`;
-here it is put together.
+Loss and metrics are sums of weight * value over tokens. The weights carry the denominators of the whole step, so a
+step's numbers are the sums over its micro-batches and ranks. `slime.algorithms` has the formulas per token; they are
+combined here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LossParts:
-    """The loss of one micro-batch."""
-
     loss: Tensor
     """Scalar; the sum over micro-batches and ranks is the loss of the step."""
     token_loss: Tensor
@@ -44,14 +42,13 @@ class Evaluation(Protocol):
     """How one model is asked about the tokens of a micro-batch."""
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """The output of one model chunk; `trains`: a loss will be made of it."""
+        """The output of one model chunk; `trains`: a loss will be made from it."""
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """The last chunk's answers, each [R] float32; the last of them is what engines report, if anything is."""
+        """The last chunk's answers, each [R] float32; the last one is comparable with engines, if any is."""
 
     @property
-    def num_results(self) -> int:
-        """How many `results` gives."""
+    def num_results(self) -> int: ...
 
 
 class Objective(Evaluation, Protocol):
@@ -59,20 +56,20 @@ class Objective(Evaluation, Protocol):
 
     @property
     def compares_with_engines(self) -> bool:
-        """Whether what the model answers can be compared with what engines reported."""
+        """Whether the results are comparable with what engines reported."""
 
     def loss(self, batch: MicroBatch, output: Any) -> LossParts:
-        """Of the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
+        """From the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
 
 
 def nothing_of(objective: Objective, output: Any) -> Tensor:
-    """A loss of zero, whatever a model answered, that goes backward through all of its answers."""
+    """A loss of zero whose backward pass goes through all answers of the model."""
     answers = [*objective.results(output), *(getattr(output, name, None) for name in ("draft_log_probs", "logits"))]
     return torch.stack([answer.sum() for answer in answers if answer is not None]).sum() * 0.0
 
 
 def objective_of(args: Args, algorithm: Algorithm) -> Objective:
-    """What the policy minimises, by `--loss-type`."""
+    """The policy's objective, by `--loss-type`."""
     match args.loss_type:
         case "policy_loss":
             return PolicyObjective(args, algorithm=algorithm)
@@ -86,24 +83,23 @@ def objective_of(args: Args, algorithm: Algorithm) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-probs under the distribution that was sampled from, temperature, top-k and top-p (fine-tuning: the plain
+    """Log-probs under the distribution that was sampled from: temperature, top-k and top-p (for fine-tuning the plain
     one), and entropy where a loss needs it.
 
-    Engines report log-probs of the whole distribution at that temperature, whatever top-k and top-p left out; so with a
+    Engines report log-probs of the whole distribution at that temperature, regardless of top-k and top-p; so with a
     top-p set there is a second result, of the whole distribution.
     """
 
     args: Args
     whole: bool = False
-    """Only the whole distribution: all that is asked of a reference or a teacher."""
+    """Only the whole distribution, for a reference or a teacher."""
 
     @property
     def with_entropy(self) -> bool:
-        """Whether the loss reports, or uses, the entropy."""
+        """Whether the loss reports or uses the entropy."""
         return False
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """See `Evaluation`."""
         args, samples = self.args, not fine_tunes(self.args)
         with_entropy = trains and self.with_entropy
         return chunk(
@@ -124,11 +120,9 @@ class LogProbs:
 
     @property
     def num_results(self) -> int:
-        """See `Evaluation`."""
         return 2 if samples_top_p_set(self.args) and not self.whole else 1
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """See `Evaluation`."""
         return (output.log_probs, output.full_log_probs)[: self.num_results]
 
 
@@ -138,20 +132,18 @@ class SupervisedObjective(LogProbs):
     compares_with_engines = False
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
-        """See `Objective`."""
         token_loss = negative_log_likelihood(output.log_probs, batch.mask)
         return LossParts(weighted(token_loss, batch), token_loss.detach(), {"loss": weighted_sum(token_loss, batch)})
 
 
 class CustomObjective(LogProbs):
-    """`--custom-loss-function-path`: the batch as a dict, log-probs or with `--custom-loss-logits` logits, and a sum
-    that carries the denominators of the step.
+    """`--custom-loss-function-path`: gets the batch as a dict, log-probs or logits (`--custom-loss-logits`), and a
+    reducer.
     """
 
     compares_with_engines = False
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """See `Evaluation`."""
         args = self.args
         if not args.custom_loss_logits:
             return super().evaluate(chunk, batch, trains=trains)
@@ -160,20 +152,17 @@ class CustomObjective(LogProbs):
         return chunk(*row, *asked, with_logits=True, chunk_tokens=int(args.log_probs_chunk_size))
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """See `Evaluation`."""
         return (output.log_probs,)
 
     @property
     def num_results(self) -> int:
-        """See `Evaluation`."""
         return 1
 
     def loss(self, batch: MicroBatch, output: TokenScores | RowLogits) -> LossParts:
-        """See `Objective`."""
         args, log_probs, flag = self.args, output.log_probs, "--custom-loss-function-path"
-        assert args.custom_loss_function_path is not None, "--loss-type custom_loss comes with a function"
+        assert args.custom_loss_function_path is not None, "--loss-type custom_loss needs a function"
         if isinstance(output, RowLogits) and not batch.positions:
-            nothing = output.logits.sum() * 0.0  # a row without samples, so that this rank goes backward as well
+            nothing = output.logits.sum() * 0.0  # a row without samples still needs a backward pass
             return LossParts(nothing, log_probs, {})
         data = {f.name: getattr(batch, f.name) for f in fields(batch)}
         data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
@@ -189,11 +178,11 @@ class CustomObjective(LogProbs):
         loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, answer, sum_of_sample_mean)
         loss = _scalar(loss, batch, source, flag)
         if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
-            raise HookError(f"{flag}: got metrics that are not a dict of scalar tensors")
+            raise HookError(f"{flag}: the metrics must be a dict of scalar tensors, not {metrics!r:.200}")
         device = log_probs.device
         sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
         sums["loss"] = loss.detach().double()
-        # A non-finite loss of the user's function cannot be traced to a token: all of the micro-batch is suspect.
+        # A non-finite loss of the user's function cannot be traced to a token, so the whole micro-batch is suspect.
         return LossParts(loss, loss.detach().expand_as(log_probs), sums)
 
 
@@ -207,16 +196,15 @@ class PolicyObjective(LogProbs):
 
     @property
     def with_entropy(self) -> bool:
-        """It is reported always."""
+        """Always, because it is reported."""
         return True
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
-        """See `Objective`."""
         args, algorithm, log_probs = self.args, self.algorithm, output.log_probs
         recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
         made = policy_losses(args, algorithm, batch, log_probs, old)
-        # Engines report the whole distribution: what is compared with them is, too.
+        # Engines report the whole distribution, so that is what is compared with them.
         whole = recomputed
         if samples_top_p_set(args):
             whole = output.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
@@ -254,22 +242,20 @@ class PolicyObjective(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The critic's: the expected return before each response token."""
+    """The critic's objective: the expected return before each response token."""
 
     estimator: CriticEstimator
     compares_with_engines = False
     num_results = 1
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """See `Evaluation`."""
         return chunk(batch.tokens, batch.position_ids, batch.packed, batch.asked_positions, batch.answers)
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """See `Evaluation`."""
         return (output,)
 
     def loss(self, batch: MicroBatch, output: Tensor) -> LossParts:
-        """See `Objective`. output [R]: the values."""
+        """output [R]: the values."""
         assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
         loss, clipped = self.estimator.value_loss(output, batch.old_values, batch.returns, batch.mask)
         sums = {
@@ -305,8 +291,8 @@ def _corrected(
 ) -> tuple[Tensor, Sums]:
     """(policy loss [R] after every correction, their metrics). Tokens that no engine sampled keep weight 1.
 
-    log_probs [R]: the current ones, detached; old [R]: those of the old policy; whole [R]: the trainer's before the
-    update, of the whole distribution, which engines report.
+    log_probs [R]: current, detached; old [R]: of the old policy; whole [R]: the trainer's before the update, of the
+    whole distribution, as engines report it.
     """
     tokens = OffPolicyTokens(
         log_probs=log_probs,
@@ -342,9 +328,9 @@ def _diagnostics(batch: MicroBatch, made: TokenLosses, log_probs: Tensor) -> Sum
 
 
 def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
-    """The policy loss by `--custom-pg-loss-reducer-function-path`, a sum over samples, over the step's executions."""
+    """The policy loss by `--custom-pg-loss-reducer-function-path`, divided over the step's executions."""
     flag, masks = "--custom-pg-loss-reducer-function-path", list(batch.mask.split(batch.lengths))
-    assert args.custom_pg_loss_reducer_function_path is not None, "the caller has looked"
+    assert args.custom_pg_loss_reducer_function_path is not None, "the caller checks this"
     build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")
     counts_tokens = not algorithm.aggregation.counts_executions
     reduce = build(list(batch.total_lengths), list(batch.lengths), masks, counts_tokens)
@@ -352,19 +338,19 @@ def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: T
 
 
 def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
-    """A user's loss, checked. Every rank goes backward, or others would wait for it: also from a dummy micro-batch."""
+    """Checks a user's loss. Even a dummy micro-batch needs a backward pass, or other ranks would wait for it."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise HookError(f"{flag}: got {type(value).__name__}; the loss is a tensor with one number")
+        raise HookError(f"{flag}: the loss must be a tensor with one number, not {type(value).__name__}")
     if source.requires_grad and not value.requires_grad and bool((batch.mask > 0).any()):
         raise HookError(
-            f"{flag}: got a loss without a gradient for trained tokens; make it from what the function gets"
+            f"{flag}: the loss has no gradient for trained tokens; compute it from the function's arguments"
         )
     value = value.to(source.device).reshape(())
     return value if value.requires_grad else value + source.sum() * 0.0
 
 
 def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
-    """The sum over tokens, differentiable. Masked values must be finite zeros already: 0 * NaN would be NaN."""
+    """The sum over tokens, differentiable. Masked values must already be finite zeros: 0 * NaN would be NaN."""
     return (values * batch.weights).sum()
 
 
@@ -378,16 +364,8 @@ def token_mean(values: Tensor, batch: MicroBatch) -> Tensor:
     return (unmasked(values.detach(), batch.mask).double() * batch.token_share).sum()
 
 
-# The loss of multi-token prediction beside that of the policy: `WithDraft`.
-#
-# A trained token at index t of its sample is predicted once more, from the hidden state at t - 2 and the token at t -
-# 1. Its negative log-prob, at temperature 1, is averaged over the trained tokens of the step and scaled by
-# `--mtp-loss-scaling-factor`. The mask is that of the policy loss; a token at index 1 has nothing to be foreseen from,
-# and adds nothing.
-
-
 def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
-    """What the policy minimises, with multi-token prediction where that is trained."""
+    """The policy's objective, with multi-token prediction where that is trained."""
     policy = objective_of(args, algorithm)
     if not args.enable_mtp_training:
         return policy
@@ -396,32 +374,34 @@ def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class WithDraft:
-    """An objective of the policy that trains multi-token prediction as well."""
+    """An objective of the policy that trains multi-token prediction as well.
+
+    A trained token at index t of its sample is predicted once more, from the hidden state at t - 2 and the token at t -
+    1. Its negative log-prob, at temperature 1, is averaged over the trained tokens of the step and scaled by
+    `--mtp-loss-scaling-factor`. The mask is that of the policy loss; a token at index 1 cannot be predicted in this way
+    and adds nothing.
+    """
 
     policy: Objective
-    """Whose `evaluate` asks for `draft_log_probs`."""
+    """Its `evaluate` asks for `draft_log_probs`."""
     scaling_factor: float
 
     @property
     def compares_with_engines(self) -> bool:
-        """See `Objective`."""
         return self.policy.compares_with_engines
 
     @property
     def num_results(self) -> int:
-        """See `Evaluation`."""
         return self.policy.num_results
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """See `Evaluation`."""
         return self.policy.evaluate(chunk, batch, trains=trains)
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """See `Evaluation`. A rehearsal goes backward from all of them."""
         return self.policy.results(output)
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
-        """See `Objective`. `loss` of the metrics stays the policy's."""
+        """The metric `loss` stays the policy's."""
         parts = self.policy.loss(batch, output)
         assert output.draft_log_probs is not None, "the model was not asked for multi-token prediction"
         foreseen = batch.mask * (batch.position_ids.index_select(0, batch.predicting) > 0)

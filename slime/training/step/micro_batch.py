@@ -1,8 +1,8 @@
 """From the train batch to the tensors of one forward pass and its loss.
 
-`prepare` makes the schedule and the weight of every token in the loss of its step, on the host, on every rank alike.
-Forward passes then give log-probs, made whole on every rank; `with_advantages` adds advantages and returns
-(`slime.algorithms.whole_batch`). `to_device` only picks, packs and copies, so no result can depend on the partition.
+`prepare` makes the schedule and the weight of every token in the loss of its step, on the host, the same on every rank.
+Forward passes then give log-probs, whole on every rank; `with_advantages` adds advantages and returns
+(`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so no result can depend on the partition.
 """
 
 from __future__ import annotations
@@ -38,38 +38,37 @@ from slime.models.common.packed_attention import PackedSequences
 from slime.settings import Args
 from slime.training.model.row_shards import ASKED, RowPlan
 from slime.training.step.routing import BatchRouting
-from slime.training.step.sight import BatchImages
+from slime.training.step.sight import Sight
 from slime.training.step.staging import Put, put_each
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch with all quantities that need all of it. Sequences are by sample position, each entry [R]."""
+    """A batch with everything that is computed from all of it. Sequences are by sample position, each entry [R]."""
 
     batch: TrainBatch
     schedule: Schedule
     weights: Arrays
     """Weight of each response token in the loss of its own step; zero where masked."""
     token_shares: tuple[float, ...]
-    """See `StepWeights.token_share`, of the sample's step."""
+    """`StepWeights.token_share` of the sample's step."""
     units: tuple[float, ...]
-    """See `StepWeights.unit`, of the sample's step; 0 for an unscored sample."""
+    """`StepWeights.unit` of the sample's step; 0 for an unscored sample."""
     log_probs: BatchLogProbs = field(default_factory=BatchLogProbs)
     values: Arrays | None = None
-    """The critic's, before its update; None without one."""
+    """The critic's, before its update; None without a critic."""
     aims: AdvantagesAndReturns | None = None
     """None until `with_advantages`."""
     routing: BatchRouting | None = None
-    """Where routers get their choice from in the passes over it; None: from themselves."""
-    images: BatchImages | None = None
-    """What placeholders of its samples stand for; None: it has no images."""
+    """Choices that the routers replay; None: they choose themselves."""
+    images: Sight | None = None
+    """What the placeholders of its samples stand for; None: it has no images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
-    """Positions of a micro-batch -> what each of its samples has from one before it; None: every sample is computed
-    whole."""
+    """Positions of a micro-batch -> what each of its samples shares with one before it; None: nothing is shared."""
 
     @property
     def shared_fraction(self) -> float:
-        """The part of the batch's tokens that is not computed, because another sample of its row has it."""
+        """The part of the batch's tokens that is not computed, because another sample of the row has them."""
         if self.shared is None:
             return 0.0
         shared = sum(one.num_tokens for row in self.shared.values() for one in row)
@@ -89,8 +88,8 @@ def prepare(
 ) -> PreparedBatch:
     """Schedule and token weights of a batch. Deterministic; every rank computes the same.
 
-    `one_step` is for measuring: a batch of any size is one step, whatever the settings say. `flops` prices samples for
-    `--balance-data`; a micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
+    `one_step` is for measuring: a batch of any size is one step, whatever the settings say. `flops` is the cost of
+    samples for `--balance-data`; a micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
     """
     samples = batch.samples
     check_samples(samples, args, algorithm)
@@ -126,11 +125,7 @@ def prepare(
 
 
 def with_advantages(
-    prepared: PreparedBatch,
-    args: Args,
-    algorithm: Algorithm,
-    log_probs: BatchLogProbs,
-    values: Arrays | None = None,
+    prepared: PreparedBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None = None
 ) -> PreparedBatch:
     """The same batch with advantages and returns. Raises as `advantages_and_returns` does."""
     aims = advantages_and_returns(prepared.batch, args, algorithm, log_probs, values)
@@ -142,7 +137,7 @@ class MicroBatch:
     """The tensors of one forward pass on the device; R is the number of response tokens of all its samples."""
 
     positions: tuple[int, ...]
-    """Positions in the batch of its samples, in packing order; empty for a dummy."""
+    """Positions of its samples in the batch, in packing order; empty for a dummy."""
     lengths: tuple[int, ...]
     """Response tokens of each sample."""
     total_lengths: tuple[int, ...]
@@ -155,15 +150,15 @@ class MicroBatch:
     predicting: Tensor
     """[R] int64 index in [0, T) whose hidden state predicts each response token."""
     target_tokens: Tensor
-    """[R] int64 the response tokens, sample by sample in order."""
+    """[R] int64 response tokens, sample by sample."""
     asked_positions: Tensor
-    """[U] int64 what the model is asked for: where in the row, response tokens that samples share once."""
+    """[U] int64 row positions that the model is asked about; response tokens that samples share appear once."""
     asked_tokens: Tensor
-    """[U] int64 and which token."""
+    """[U] int64 token asked for at each."""
     answers: Tensor | None
-    """[R] int64 which of these each response token is; None: U is R, in order."""
+    """[R] int64 index in [0, U) of each response token; None: U is R, in order."""
     sequences: Sequences
-    """Which sample each response token belongs to."""
+    """The sample that each response token belongs to."""
     mask: Tensor
     """[R] float32, 1 where trained."""
     weights: Tensor
@@ -171,17 +166,17 @@ class MicroBatch:
     token_share: float
     """Weight of a trained token in a mean over those of the step."""
     unit: float
-    """What the sum of a user's reducer lacks; see `StepWeights.unit`."""
+    """Factor for the sum of a user's reducer; see `StepWeights.unit`."""
     rollout_log_probs: Tensor
     """[R] float32; meaningless where `sampled` is 0."""
     sampled: Tensor
-    """[R] float32: 1 where an engine's log-prob is there and the token is trained."""
+    """[R] float32: 1 where the token is trained and has an engine's log-prob."""
     versions: Tensor
     """[R] int32 weight version of each token."""
     advantages: Tensor
     """[R] float32; zero before they are known."""
     old_log_probs: Tensor | None
-    """[R] float32, of the policy before the update; None if the pass that is trained gives them."""
+    """[R] float32, of the policy before the update; None if the trained pass gives them."""
     old_full_log_probs: Tensor | None
     """[R] float32, of the whole distribution, where tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
@@ -189,7 +184,7 @@ class MicroBatch:
     old_values: Tensor | None
     """[R] float32, of the critic before its update."""
     returns: Tensor | None
-    """[R] float32, what the critic learns to predict."""
+    """[R] float32, the critic's target."""
 
 
 def to_device(
@@ -203,7 +198,7 @@ def to_device(
 ) -> MicroBatch:
     """Packs the samples at `positions` and puts their tensors on the device; padding as in `pack`.
 
-    `put` takes all arrays to the device at once (`slime.training.step.staging`); without it each goes by itself.
+    `put` copies all arrays to the device at once (`slime.training.step.staging`); without it each is copied separately.
     """
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
@@ -249,7 +244,7 @@ def to_device(
 
 
 def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
-    """Tokens and questions by the names of `MicroBatch`; no answers where each response token has its own question."""
+    """Tokens and asked positions by the names of `MicroBatch`; without `answers` where U is R."""
     asked_positions, asked_tokens, answers = row.questions()
     found = {} if answers is None else {"answers": answers}
     tokens = {"tokens": row.tokens, "position_ids": row.position_ids}
@@ -257,13 +252,13 @@ def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
 
 
 def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """`predicting` and `target_tokens` [R] from what is asked for [U]."""
+    """`predicting` and `target_tokens` [R] from the asked positions and tokens [U]."""
     asked, answers = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
     return asked if answers is None else (asked[0].index_select(0, answers), asked[1].index_select(0, answers))
 
 
 def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-    """[R] each, by the names of `MicroBatch`; what is not known is left out."""
+    """[R] each, by the names of `MicroBatch`; unknown ones are left out."""
     samples = [prepared.batch.samples[p] for p in positions]
     mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)

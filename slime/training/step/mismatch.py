@@ -1,10 +1,10 @@
-"""How far the trainer's log-probs are from the engine's for the same sampled tokens: the alarm for silent wrongness.
+"""Train-inference mismatch: how far the trainer's log-probs are from the engine's for the same sampled tokens.
 
-A wrong weight, a wrong template, another temperature or a stale engine all show here first. Tokens sampled by the
-version that the trainer holds must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of
-other versions (partial rollouts, asynchronous training) legitimately differ; they have a figure of their own. So do the
-newest tokens after older ones in a request that went on with its old keys and values (`in_place`), and where experts
-are replayed: the older tokens go with those of their own version, in which they were not read for the newest ones.
+A wrong weight, template or temperature, or a stale engine, shows here first. Tokens sampled by the trainer's current
+version must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of other versions (partial
+rollouts, asynchronous training) legitimately differ and have their own metric. With them count current tokens after
+older ones in a sample, where a request went on with its old keys and values (`in_place`) or where experts are replayed:
+they read what older versions computed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LIMITS: dict[torch.dtype, tuple[str, float]] = {
     torch.bfloat16: ("mean", 1e-1),
     torch.float16: ("mean", 2e-2),
 }
-"""Training dtype -> which figure is limited, and the default limit in nats. `--mismatch-limit` replaces the number.
+"""Training dtype -> the limited figure, and its default limit in nats. `--mismatch-limit` replaces the number.
 
-float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. Half precision has single tokens
-that differ by 1 and more on real models, so its limit is on the mean."""
+float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. In half precision single tokens of real
+models differ by 1 and more, so the limit is on the mean."""
 
 _LOW, _HIGH, _BINS = -9.0, 3.0, 1200
 """Histogram of log10(difference): bins 2.3 % wide, the same on every rank, so a percentile needs one all-reduce."""
@@ -38,14 +38,14 @@ _LOW, _HIGH, _BINS = -9.0, 3.0, 1200
 
 @dataclass(slots=True)
 class WorstToken:
-    """The token with the largest difference seen on one rank."""
+    """The token with the largest difference on one rank."""
 
     diff: float = -1.0
     """Absolute difference of the log-probs, nats."""
     position: int = -1
-    """Of its sample in the batch."""
+    """Position of its sample in the batch."""
     offset: int = -1
-    """Within the response."""
+    """Index in the response."""
     trainer: float = 0.0
     engine: float = 0.0
 
@@ -54,13 +54,13 @@ class MismatchMeter:
     """Collects differences over micro-batches; `finish` reduces over the group and raises if over the limit."""
 
     def __init__(self, version: int, device: torch.device, *, mixes_versions: bool = False) -> None:
-        """`mixes_versions`: in a sample of several versions the newest tokens see what older ones read."""
+        """`mixes_versions`: in a sample of several versions the newest tokens read what older versions computed."""
         self._version, self._mixes_versions = version, mixes_versions
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
         self._pending: list[tuple[MicroBatch, Tensor]] = []
-        """Micro-batch, and of its worst token: difference, index, trainer's and engine's log-prob, [4] float64."""
+        """Micro-batch, and its worst token's difference, index, trainer's and engine's log-prob, [4] float64."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
         """log_probs [R]: the trainer's, detached. Nothing waits for the device before `finish`."""
@@ -80,9 +80,9 @@ class MismatchMeter:
             ((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1
         )
         self._histogram.scatter_add_(0, bins.long(), current.double())
-        # A NaN is the worst of all; argmax treats it so.
+        # argmax treats NaN as the largest.
         ranked = torch.where(current, diff, zero - 1)
-        worst = ranked.argmax(keepdim=True)  # an index of no dimensions would be fetched
+        worst = ranked.argmax(keepdim=True)  # a 0-d index would be copied to the host
         found = [ranked.gather(0, worst), worst, log_probs.gather(0, worst), batch.rollout_log_probs.gather(0, worst)]
         self._pending.append((batch, torch.cat([x.double() for x in found])))
 
@@ -95,7 +95,7 @@ class MismatchMeter:
         """
         numbers = torch.cat([self._sums, self._histogram])
         dist.all_reduce(numbers, group=group)
-        own = torch.cat([numbers, *(worst for _, worst in self._pending)]).cpu()  # all of it in one copy
+        own = torch.cat([numbers, *(worst for _, worst in self._pending)]).cpu()  # one copy
         numbers, worst = own[: len(numbers)], self._worst(own[len(numbers) :].view(-1, 4).tolist())
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, worst, group=group)
@@ -114,7 +114,6 @@ class MismatchMeter:
         return metrics
 
     def _worst(self, found: list[list[float]]) -> WorstToken:
-        """`found`: what is pending, on the host."""
         best = WorstToken()
         for (micro_batch, _), (value, index, trainer, engine) in zip(self._pending, found, strict=True):
             if value > best.diff or math.isnan(value):
@@ -129,7 +128,7 @@ def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
         if index < length:
             return position, index
         index -= length
-    raise AssertionError(f"response token {index} beyond the end of the micro-batch")
+    raise AssertionError(f"response token {index} is beyond the end of the micro-batch")
 
 
 def _percentile(histogram: Tensor, share: float) -> float:
@@ -149,9 +148,9 @@ def _check_limit(
     sample = batch.samples[worst.position]
     token = int(sample.tokens[sample.num_tokens - sample.response_length + worst.offset])
     raise NumericsError(
-        f"got a {figure} train-inference mismatch of {value:.3g} (limit {bound:.3g} for {dtype}), "
-        f"because they do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group "
+        f"the {figure} train-inference mismatch of {value:.3g} exceeds the limit of {bound:.3g} for {dtype}: trainer "
+        f"and engine do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group "
         f"{sample.group_index}, response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine "
         f"{worst.engine:.6f}, both version {version}. Look at --sglang-dtype, --rollout-temperature and the weight "
-        f"sync; --mismatch-limit moves the limit"
+        f"sync; --mismatch-limit changes the limit"
     )

@@ -1,7 +1,18 @@
-"""Finds numbers that are not finite at trained tokens, keeps their samples in the run folder and stops the step.
+"""Finds non-finite numbers at trained tokens, writes their samples to the run folder and stops the step.
 
-A clamp or a mask may hide such a number from the loss, so what goes into the loss is looked at, too. Every rank raises
+A clamp or a mask may hide such a number from the loss, so the inputs of the loss are checked, too. Every rank raises
 the same error, before the weights change.
+
+    <run dir>/non_finite/step_<rollout id>_rank_<rank>/
+      samples.json           the samples, where the loss is not finite, which numbers are not finite there
+      tensors.safetensors    "<n>.<name>" for the n-th sample of the list: tokens [T]; all else [R]
+
+Each rank that found some writes its own folder.
+
+Invariants
+1. A folder is complete or absent: it is written under a hidden name and renamed. None is ever replaced.
+2. At most `MAX_SAMPLES` samples are written; samples.json says how many there were.
+3. A failure to write is logged, not raised: it must not hide the error that is being reported.
 """
 
 from __future__ import annotations
@@ -30,24 +41,11 @@ from slime.core.sample import NOT_SAMPLED
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch
 from slime.training.step.mismatch import locate
 
-# Keeps the samples that made a loss non-finite, so that the error can be studied after the run has stopped.
-#
-#     <run dir>/non_finite/step_<rollout id>_rank_<rank>/
-#       samples.json           who they are, where the loss is not finite, which of the numbers are not finite there
-#       tensors.safetensors    "<n>.<name>" for the n-th sample of the list: tokens [T]; all else [R]
-#
-# Each rank that found some writes a folder of its own. `safetensors.numpy.load_file` reads the tensors.
-#
-# Invariants
-# 1. A folder is complete or absent: it is written under a hidden name and renamed. None is ever replaced.
-# 2. At most `MAX_SAMPLES` samples are written; samples.json says how many there were.
-# 3. A failure to write is logged and never raised: it must not hide the error that is being reported.
-
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 8
 MAX_OFFSETS = 32
-"""Offsets written to samples.json for each sample; the tensors have all."""
+"""Offsets per sample in samples.json; the tensors have all."""
 
 Array = npt.NDArray[Any]
 PerSample = Mapping[int, Array] | Sequence[Array]
@@ -88,7 +86,6 @@ def dump_non_finite(
 
 
 def _numbers_of(sample: TrainSample, position: int, numbers: Mapping[str, PerSample | None]) -> dict[str, Array]:
-    """Name -> [R] of one sample, the engine's log-probs among them."""
     out = {} if sample.rollout_log_probs is None else {"rollout_log_probs": sample.rollout_log_probs}
     for name, values in numbers.items():
         if values is not None and (not isinstance(values, Mapping) or position in values):
@@ -117,7 +114,7 @@ def _describe(sample: TrainSample, offsets: Sequence[int], own: Mapping[str, Arr
 
 
 def _json_number(value: Any) -> float | str:
-    """JSON has no NaN: what is not finite becomes its name."""
+    """A float, or the name of a non-finite one, which JSON does not have."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -129,7 +126,7 @@ def _write(folder: Path, report: dict[str, Any], tensors: dict[str, Array]) -> P
     save_file(tensors, partial / "tensors.safetensors")
     open_to_readers(partial / "tensors.safetensors")
     (partial / "samples.json").write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    # A resumed run meets the same samples again: what the first one wrote stays.
+    # A resumed run meets the same samples again; the first folder stays.
     free, again = folder, 1
     while free.exists():
         again += 1
@@ -143,26 +140,26 @@ Offsets = Mapping[int, list[int]]
 
 
 class Suspects:
-    """What one rank saw in its micro-batches of one step. Nothing waits for the device before `offsets`."""
+    """Non-finite numbers in one rank's micro-batches of one step. Nothing waits for the device before `offsets`."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
-        """Micro-batch, bool [R] where something is not finite, scores [R]."""
+        """Micro-batch, bool [R] where a number is not finite, scores [R]."""
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
-        """scores: what the model answered [R]; token_loss [R], zero where masked; both detached."""
+        """scores [R]: the model's answers; token_loss [R], zero where masked; both detached."""
         engine = torch.where(batch.sampled > 0, batch.rollout_log_probs, torch.zeros_like(scores))
         inputs = (scores, engine, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
         bad = torch.stack([~torch.isfinite(x) for x in inputs if x is not None]).any(0) & (batch.mask > 0)
         bad = bad | ~torch.isfinite(token_loss)
         self._seen.append((batch, bad, scores))
 
-    def any(self) -> Tensor | None:
-        """Whether something is not finite, a bool on the device; None if nothing was seen."""
+    def any_found(self) -> Tensor | None:
+        """Whether a number is not finite, a bool on the device; None if nothing was added."""
         return torch.stack([bad.any() for _, bad, _ in self._seen]).any() if self._seen else None
 
     def offsets(self) -> dict[int, list[int]]:
-        """Where something is not finite. Waits for the device once for each micro-batch: ask `any` before."""
+        """Where numbers are not finite. Waits for the device once per micro-batch, so ask `any_found` first."""
         out: dict[int, list[int]] = {}
         for batch, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
@@ -171,7 +168,7 @@ class Suspects:
         return out
 
     def scores(self) -> dict[int, np.ndarray[Any, Any]]:
-        """Sample position -> what the model answered [R]."""
+        """Sample position -> the model's answers [R]."""
         return {
             position: part.float().cpu().numpy()
             for batch, _, scores in self._seen
@@ -182,7 +179,7 @@ class Suspects:
 def check_log_probs(
     prepared: PreparedBatch, log_probs: BatchLogProbs, values: Arrays | None, *, run_dir: str | None
 ) -> None:
-    """Raises `NumericsError` for a log-prob, or a value, that is not finite at a trained token.
+    """Raises `NumericsError` for a log-prob or value that is not finite at a trained token.
 
     The same on every rank; rank 0 dumps.
     """
@@ -205,7 +202,7 @@ def check_log_probs(
 
 
 def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: str | None) -> str | None:
-    """Keeps this rank's samples with a non-finite loss; returns the folder, or None."""
+    """Writes this rank's samples with a non-finite loss; returns the folder, or None."""
     if not bad or not run_dir:
         return None
     log_probs, aims = prepared.log_probs, prepared.aims
@@ -221,14 +218,14 @@ def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: 
 
 
 def raise_for(names: Iterable[str], folders: Iterable[object]) -> None:
-    """Raises `NumericsError` if there are names. Called with those of all ranks."""
+    """Raises `NumericsError` if there are `names`, which are those of all ranks."""
     found = list(names)
     if found:
         raise NumericsError(_message(found, folders))
 
 
 def names_of(prepared: PreparedBatch, bad: Offsets) -> list[str]:
-    """Who they are, and from which response token on."""
+    """The samples, and from which response token on."""
     samples = prepared.batch.samples
     return [
         f"sample {samples[position].index} of group {samples[position].group_index} from response token {min(found)} on"
@@ -240,6 +237,6 @@ def _message(names: list[str], folders: Iterable[object]) -> str:
     kept = ", ".join(str(folder) for folder in folders if folder)
     look = f"look at them in {kept}" if kept else "look at these samples"
     return (
-        f"got a non-finite loss in {len(names)} samples: {'; '.join(names[:8])}; because a log-prob, old log-prob or "
+        f"the loss is non-finite in {len(names)} samples: {'; '.join(names[:8])}; a log-prob, old log-prob or "
         f"advantage there is not finite; this step has changed no weight; {look}"
     )

@@ -1,10 +1,10 @@
-"""Megatron's data-parallel wrappers, distributed optimizers and schedule, and one careful optimizer step.
+"""Megatron's data-parallel wrappers, distributed optimizers and schedule, and one checked optimizer step.
 
-Experts have an optimizer of their own: they are sharded over other ranks than the rest of the model.
+Experts have their own optimizer: they are sharded over other ranks than the rest of the model.
 
 Invariants
 1. Gradients are sums over all ranks that have the parameter: Megatron's own division is switched off
-   (`model.config`), because the loss carries the denominators of the whole step.
+   (`megatron_config`), because the loss carries the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
@@ -36,40 +36,38 @@ class Trainable:
     """What an optimizer step works on."""
 
     model: ShardedModel
-    """The record of its parameters."""
     ddps: tuple[DistributedDataParallel, ...]
-    """Of each model chunk of this rank."""
+    """One per model chunk of this rank."""
     optimizer: Any
     """Megatron's `ChainedOptimizer` over the `inner` ones."""
     scheduler: OptimizerParamScheduler
 
     @property
     def chunks(self) -> list[PolicyModel]:
-        """The model chunks themselves."""
         return [ddp.module for ddp in self.ddps]
 
     @property
     def inner(self) -> list[Any]:
-        """The `DistributedOptimizer`s: of all but experts, and of experts where there are any."""
+        """The `DistributedOptimizer`s: one for all but experts, and one for experts if there are any."""
         return list(self.optimizer.chained_optimizers)
 
     def let_go(self) -> None:
-        """The end: its wrappers hold nothing any more.
+        """Empties the wrappers at the end of their life.
 
-        Their hooks hang on autograd nodes that hold them where no collector looks: with them the model, the buffers and
-        the groups, whose threads would go on for the life of the process.
+        Autograd nodes hold their hooks, invisibly to the garbage collector. Without this the model, the buffers and the
+        groups would live on, and the groups' threads would run until the process ends.
         """
         for ddp in self.ddps:
             vars(ddp).clear()
 
 
 def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron: Mapping[str, Any]) -> Trainable:
-    """Wraps chunks whose weights are loaded already: the optimizer copies its master weights now.
+    """Wraps chunks. Their weights must be loaded: the optimizer copies its master weights now.
 
     Raises `ConfigError` for float16 with experts.
     """
     config = chunks[0].config
-    # Buckets let communication start early; chunks after the first have later ones to hide behind.
+    # Buckets let communication start early. Only the first chunk needs them: the others overlap with later chunks.
     ddps = tuple(
         DistributedDataParallel(config, ddp_config(megatron), chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
@@ -80,7 +78,7 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
         if inner.optimizer is not None:
             _choose_adam(inner, Holding.of(megatron))
     if len(optimizer.chained_optimizers) > 1 and megatron.get("fp16"):
-        raise ConfigError("got --fp16 with experts, whose optimizer would keep another loss scale; use --bf16")
+        raise ConfigError("--fp16 with experts would keep two loss scales, since experts have an optimizer; use --bf16")
     no_sync = [ddp.no_sync for ddp in ddps]
     config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     config.grad_scale_func = optimizer.scale_loss
@@ -88,9 +86,9 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
 
 
 def _choose_adam(inner: Any, holding: Holding | None) -> None:
-    """Our AdamW where it holds the state itself, and torch's fused kernel on a GPU.
+    """Uses our AdamW where it holds the state itself, else torch's fused kernel on a GPU.
 
-    Without the kernel torch goes through lists of tensors there, one operation after the other, and needs a copy of all
+    Without the fused kernel torch works through lists of tensors, one operation at a time, and needs a copy of all
     weights at its peak.
     """
     if holding is not None:
@@ -102,18 +100,18 @@ def _choose_adam(inner: Any, holding: Holding | None) -> None:
 
 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
-    """One step of the schedule is one optimizer step, counted as `train_iters` and `lr_warmup_iters` are.
+    """One step of the schedule is one optimizer step, as for `train_iters` and `lr_warmup_iters`.
 
-    Lengths, warm-up and both ends of the weight decay come resolved; `slime.settings` derives them.
+    `slime.settings` derives the lengths, the warm-up and both ends of the weight decay.
     """
     style, warmup = str(megatron["lr_decay_style"]), int(megatron["lr_warmup_iters"])
     decay_steps = int(megatron["lr_decay_iters"] or 0)
     if style == "constant":
         decay_steps = max(decay_steps, warmup + 1)
     elif not decay_steps:
-        raise ConfigError(f"got --lr-decay-style {style} without a length; set --lr-decay-iters")
+        raise ConfigError(f"--lr-decay-style {style} needs a length; set --lr-decay-iters")
     elif warmup >= decay_steps:
-        raise ConfigError(f"got {warmup} warm-up steps of a schedule of {decay_steps}; lower --lr-warmup-iters")
+        raise ConfigError(f"{warmup} warm-up steps fill the schedule of {decay_steps} steps; lower --lr-warmup-iters")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=float(megatron["lr_warmup_init"]),
@@ -134,7 +132,6 @@ def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamSch
 
 
 def zero_grad(trainable: Trainable) -> None:
-    """Before the first backward pass of a step."""
     for ddp in trainable.ddps:
         ddp.zero_grad_buffer()
     trainable.optimizer.zero_grad()
@@ -142,7 +139,7 @@ def zero_grad(trainable: Trainable) -> None:
 
 @torch.no_grad()
 def reset_moments(trainable: Trainable) -> None:
-    """The next update is the first one: moments and their count are zeros. Master weights and schedule stay."""
+    """Makes the next update a first one: moments and step count become zero. Master weights and schedule stay."""
     for inner in trainable.inner:
         if inner.optimizer is None:
             continue
@@ -158,7 +155,7 @@ def reduce_grads(trainable: Trainable) -> None:
     """After a step's last backward pass: sums over data-parallel ranks, over tensor-parallel ones where needed, and
     over the two copies of a tied embedding.
 
-    Each data-parallel rank ends with its own shard of the sum; what stands elsewhere in the buffers is partial.
+    Each data-parallel rank ends with its own shard of the sum; the rest of its buffers is partial.
     """
     finalize_model_grads(list(trainable.ddps))
 
@@ -179,7 +176,7 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         raise NumericsError(
-            f"got a gradient norm of {norm} with finite losses, because the backward pass overflowed or hit NaN; "
+            f"the gradient norm is {norm} although the losses are finite: the backward pass overflowed or met NaN; "
             "this step has changed no weight; look at the learning rate, the dtype and the last batch"
         )
     for inner in trainable.inner:
@@ -192,20 +189,18 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
                 use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     if not optimizer.step_with_ready_grads():
-        raise NumericsError("got a refused optimizer step from Megatron with finite gradients")
+        raise NumericsError("Megatron refused the optimizer step although the gradients are finite")
     trainable.scheduler.step(1)
     return {"train/grad_norm": norm, "train/lr-pg_0": rate}
 
 
-# Users' functions around the passes of the trainer: `--custom-megatron-...-path`.
-#
-# They run on every rank and must do the same on all: whatever they change of the model is changed by all of them, or
-# the ranks of a model no longer fit together.
+# Users' functions around the passes of the trainer (`--custom-megatron-...-path`) run on every rank, and must change
+# the model in the same way on all of them.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCode:
-    """What the settings name; None where they name nothing."""
+    """The functions that the settings name; None where they name none."""
 
     args: Args
     log_prob_hook: Callable[..., Any] | None
@@ -213,7 +208,7 @@ class OwnCode:
 
     @classmethod
     def of(cls, args: Args) -> OwnCode:
-        """Raises `HookError` for a path at which nothing fits."""
+        """Raises `HookError` for a path that has no fitting function."""
         before_log_prob = args.custom_megatron_before_log_prob_hook_path
         before_step = args.custom_megatron_before_train_step_hook_path
         return cls(
@@ -223,7 +218,7 @@ class OwnCode:
         )
 
     def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None:
-        """Before a pass without gradients. `prefix`: whose weights it has: none, `ref_` or `teacher_`."""
+        """Before a pass without gradients. `prefix` says whose weights are used: "", `ref_` or `teacher_`."""
         if self.log_prob_hook is not None:
             self.log_prob_hook(self.args, list(chunks), prefix)
 
@@ -235,6 +230,6 @@ class OwnCode:
 
 
 def after_init(args: Args) -> None:
-    """When this rank has joined its process groups, before there is a model. Raises `HookError` as above."""
+    """When this rank has joined its process groups, before there is a model. Raises `HookError` as `OwnCode.of`."""
     if args.custom_megatron_init_path is not None:
         load_hook(args.custom_megatron_init_path, "megatron_init")(args)

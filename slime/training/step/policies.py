@@ -1,8 +1,8 @@
-"""The policies beside the one that is trained: reference, teacher and old policy, and their log-probs.
+"""The policies beside the trained one: reference, teacher and old policy, and their log-probs.
 
-Each is weights on the host that the model is lent for a forward pass. The old policy is what the engines served when
-they sampled a batch. `train_async.py` generates while it trains, so that is one weight sync behind: the weights of the
-last sync are kept, and those of the sync before it. Each weight sync shifts them.
+Each is a set of weights on the host that is lent to the model for a forward pass. The old policy is what the engines
+served when they sampled a batch. `train_async.py` generates while it trains, so that is one weight sync behind: the
+weights of the last two syncs are kept, and each weight sync shifts them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from slime.training.step.optimizer import Trainable
 from slime.training.step.train_step import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
-"""What the policy is held to; what distils; what engines serve; what they served before that. Names in checkpoints."""
+"""Names in checkpoints; `SYNCED` is what the engines serve, `BEFORE` what they served before that."""
 _PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
-"""What users' functions know these as."""
+"""Prefixes under which users' functions know these."""
 
 
 class OtherPolicies:
-    """The policies that the settings need beside the trained one. What computes log-probs is collective."""
+    """The policies that the settings need beside the trained one. Methods that compute log-probs are collective."""
 
     def __init__(self, args: Args, policy: Trainable) -> None:
-        """Takes the initial weights from the policy, which holds them, and reads other checkpoints.
+        """Copies the initial weights from the policy, and reads other checkpoints.
 
         Raises `ConfigError` or `CheckpointError` for a checkpoint that does not fit.
         """
@@ -56,7 +56,7 @@ class OtherPolicies:
                 self._host.read(name, Path(directory), flag)
 
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
-        """[R] of each sample under `REFERENCE` or `TEACHER`, of the whole distribution; None if there is none."""
+        """[R] of each sample under `REFERENCE` or `TEACHER`, of the whole distribution; None without that policy."""
         if name not in self._host:
             return None
         with self._host.lent(name):
@@ -64,10 +64,9 @@ class OtherPolicies:
             return forward_batch(context, evaluation, self._chunks, prepared, whose=_PREFIX[name])[0]
 
     def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Log-probs (see `LogProbs`) of each token under the weights that it was sampled with: the old policy.
+        """Log-probs (see `LogProbs`) of each token under the weights that sampled it: the old policy.
 
-        Those are the synced ones, or for earlier versions (of tokens that no engine sampled: whatever) the ones before
-        them.
+        That is `SYNCED`, or `BEFORE` for earlier versions. Tokens that no engine sampled may get either.
         """
         versions = [s.token_versions for s in prepared.batch.samples]
         newer = [v >= self._synced_version for v in versions]
@@ -85,28 +84,30 @@ class OtherPolicies:
         )
 
     def note_synced(self, version: int) -> None:
-        """Engines serve the policy as it is now, under this version."""
+        """The engines now serve the current policy, under this version."""
         self._synced_version = version
         if self._args.keep_old_actor:
             self._host.shift(SYNCED, BEFORE)
 
     def note_trained(self, rollout_id: int) -> None:
-        """A rollout was trained; every `--ref-update-interval` of them the policy becomes the reference."""
+        """A rollout was trained. Every `--ref-update-interval` of them the policy becomes the reference."""
         interval = self._args.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self._host.take(REFERENCE)
 
     @property
     def lasting(self) -> dict[str, Mapping[str, Tensor]]:
-        """What a checkpoint holds: policies that a new run would make otherwise -> their tensors, filled in place."""
+        """The policies that a checkpoint must hold, because a new run could not make them -> tensors, filled in
+        place.
+        """
         names = (REFERENCE,) if self._args.ref_update_interval else ()
         return self._host.lasting((*names, *((SYNCED,) if self._args.keep_old_actor else ())))
 
 
 def needs_old_pass(args: Args, algorithm: Algorithm, prepared: PreparedBatch) -> bool:
-    """Whether the policy before the update takes a pass of its own.
+    """Whether the policy before the update needs its own pass.
 
-    With one step the pass that is trained gives its log-probs, unless an advantage is made from them.
+    With one step, the trained pass itself gives its log-probs, unless an advantage is made from them.
     """
     several = len(prepared.schedule.steps) > 1
     hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path

@@ -1,11 +1,11 @@
-"""Profiles of chosen training steps, and the history of GPU memory: files for people to look at.
+"""Profiles of chosen training steps, and the history of GPU memory.
 
     <run dir>/profiles/step_10_train_overall_rank_0.json.gz     a Chrome trace by torch's profiler
     <run dir>/memory/step_10_rank_0_snapshot.pickle             torch's allocator, for pytorch.org/memory_viz
 
 Invariants
-1. A step that is not asked for is run as if there were no profiler.
-2. A file has its name when it is complete.
+1. A step that is not chosen runs as if there were no profiler.
+2. A file gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 Target = Literal["train_overall", "train_actor", "train_log_probs"]
 
 HISTORY_ENTRIES = 1_000_000
-"""Events that the allocator remembers, the newest: some hundred megabytes of the host."""
+"""Newest events that the allocator remembers: some hundred megabytes of host memory."""
 
 
 class Profiles:
-    """Those of one training rank. Built before the model, whose memory is in the history."""
+    """The profiles of one training rank. Built before the model, so that the history has the model's memory."""
 
     def __init__(self, args: Args, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
@@ -48,7 +48,7 @@ class Profiles:
 
     @contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
-        """Around all of a training step."""
+        """Around a whole training step."""
         try:
             with self.part("train_overall", rollout_id):
                 yield
@@ -63,7 +63,7 @@ class Profiles:
                 self._records = False
 
     def part(self, target: Target, rollout_id: int) -> AbstractContextManager[Any]:
-        """Around what `target` means: a trace of it, a mark in the one under way, or nothing."""
+        """Around `target`: a trace of it, a mark in the trace under way, or nothing."""
         if rollout_id not in self._steps:
             return nullcontext()
         if self._tracing:
@@ -82,7 +82,7 @@ class Profiles:
             ) as profiler:
                 yield
                 if self._device.type == "cuda":
-                    torch.cuda.synchronize()  # kernels of this step are in it
+                    torch.cuda.synchronize()  # so that the trace has the kernels of this step
         finally:
             self._tracing = False
         path = self._traces / f"step_{rollout_id}_{target}_rank_{self._rank}.json.gz"

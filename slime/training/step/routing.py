@@ -1,13 +1,14 @@
-"""Which experts the routers of a batch's passes choose: the engines' record, that of an earlier pass, or their own.
+"""Which experts the routers choose in a batch's passes: those the engines recorded, those of an earlier pass, or their
+own.
 
-Engines record what they chose when they sampled (`--use-rollout-routing-replay`); what the old policy's pass chose can
-be kept for the passes that are trained (`--use-routing-replay`). Both are choices of the trained policy, so only its
-passes replay them: reference, teacher and critic have other weights and route by themselves.
+Engines record their choices while they sample (`--use-rollout-routing-replay`); the choices of the old policy's pass
+can be kept for the trained passes (`--use-routing-replay`). Both belong to the trained policy, so only its passes
+replay them: reference, teacher and critic have other weights and choose themselves.
 
 Invariants
-1. A record is split over ranks as the tokens of its row are: context-parallel chunks, then sequence-parallel slices.
-2. What a rank keeps of a micro-batch is read for the same micro-batch: passes over one batch share its schedule.
-3. Without a record there is nothing here, and passes are what they always were.
+1. A record is split over ranks like the tokens of its row: context-parallel chunks, then sequence-parallel slices.
+2. A rank reads its kept choices for the same micro-batch: all passes over one batch share a schedule.
+3. Without a record, passes are unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from slime.models.common.packed_attention import RowShard
 from slime.settings import Args
 
 Kept = dict[tuple[int, ...], dict[int, Tensor]]
-"""Positions of a micro-batch -> layer -> the choice of this rank's tokens."""
+"""Positions of a micro-batch -> layer -> the choices for this rank's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +43,26 @@ class BatchRouting:
     samples: tuple[TrainSample, ...]
     """Empty where the engines' record is not read."""
     replays: bool
-    """Whether the engines' record is the choice; otherwise it is compared only."""
+    """Whether the engines' record is replayed; otherwise it is only compared."""
     counts: Tensor | None
-    """See `RowRouting`; of this rank."""
+    """This rank's; see `RowRouting`."""
     keeps: bool = False
     """Whether this pass fills `kept`; otherwise it reads it."""
     kept: Kept = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Args, batch: TrainBatch, config: Any, device: torch.device) -> BatchRouting | None:
-        """Of the first pass of the policy over a batch; None if its routers choose by themselves, uncounted.
+        """For the policy's first pass over a batch; None if its routers choose themselves and nothing is compared.
 
-        `config`: Megatron's, of the policy.
-        Raises `DataError` for a record of another model, and for a batch without any that is to be replayed.
+        `config`: Megatron's, of the policy. Raises `DataError` for a record of another model, and if a record is to be
+        replayed and there is none.
         """
         replays, keeps = args.use_rollout_routing_replay, args.use_routing_replay
         is_recorded = any(s.routed_experts is not None for s in batch.samples)
         if replays and not is_recorded:
             raise DataError(
-                f"got step {batch.rollout_id} without routed experts, which --use-rollout-routing-replay replays; let "
-                "the generate function hand them to Sample.append_response_tokens(routed_experts=...)"
+                f"step {batch.rollout_id} came without routed experts, which --use-rollout-routing-replay needs; let "
+                "the generate function pass them to Sample.append_response_tokens(routed_experts=...)"
             )
         if not (is_recorded or keeps):
             return None
@@ -70,7 +71,7 @@ class BatchRouting:
         return cls(batch.samples if is_recorded else (), replays, counts, keeps=keeps)
 
     def afterwards(self) -> BatchRouting | None:
-        """Of the passes after the first one; None if routers choose by themselves in them."""
+        """For the passes after the first; None if routers choose themselves in them."""
         if self.keeps:
             return dataclasses.replace(self, samples=(), counts=None, keeps=False)
         return dataclasses.replace(self, counts=None) if self.replays else None
@@ -78,7 +79,7 @@ class BatchRouting:
     def row(
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> RowRouting:
-        """The routing of a micro-batch, which the samples at `positions` make, packed as `row`."""
+        """The routing of the micro-batch of the samples at `positions`, packed as `row`."""
         key = tuple(positions)
         if not self.keeps and key in self.kept:
             return RowRouting(self.kept[key])
@@ -92,7 +93,7 @@ class BatchRouting:
     def _recorded(
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> Tensor | None:
-        """[T, L, topk] of this rank's tokens; None if no sample of the micro-batch has a record."""
+        """[T, L, topk] for this rank's tokens; None if no sample of the micro-batch has a record."""
         parts = [_fetched(self.samples[p]) for p in positions] if self.samples else []
         known = [part for part in parts if part is not None]
         if not known:
@@ -109,9 +110,9 @@ class BatchRouting:
         return ids.chunk(slices)[mpu.get_tensor_model_parallel_rank()] if slices > 1 else ids
 
     def metrics(self, batch: TrainBatch, own: Sequence[int]) -> dict[str, float]:
-        """What is known of the engines' record, the same on every rank. Collective where there is one.
+        """Metrics of the engines' record, the same on every rank. Collective if there is a record.
 
-        `own`: positions of the samples that this rank speaks for; each is one rank's.
+        `own`: positions of the samples that this rank reports; each is reported by one rank.
         """
         if self.counts is None:
             return {}
@@ -133,8 +134,8 @@ def _check(config: Any, batch: TrainBatch) -> None:
     for s in batch.samples:
         if s.routed_experts is not None and s.routed_experts.shape[1:] != expected:
             raise DataError(
-                f"sample {s.index}: routed experts of {s.routed_experts.shape[1:]} layers and choices, because another "
-                f"model than the trainer's, which has {expected}, recorded them; check --hf-checkpoint"
+                f"sample {s.index} has routed experts of {s.routed_experts.shape[1:]} (layers, choices), but the "
+                f"trainer's model has {expected}, so another model recorded them; check --hf-checkpoint"
             )
 
 
@@ -143,7 +144,7 @@ def _fetched(sample: TrainSample) -> Ids | None:
 
 
 def _unrecorded(sample: TrainSample) -> int:
-    """Trained tokens that were predicted from a token without a record."""
+    """Number of trained tokens that were predicted from a token without a record."""
     recorded = np.zeros(sample.num_tokens, np.bool_)
     if (ids := _fetched(sample)) is not None:
         recorded[: len(ids)] = ids[:, 0, 0] != not_recorded(ids.dtype)

@@ -1,5 +1,12 @@
-"""What a training rank sees of a batch's images: the vision tower and processor that it has, and patches and places for
-each micro-batch.
+"""How a training rank encodes a batch's images: its vision tower and processor, and the patches of each micro-batch.
+
+Patches and their places are computed on the host when a micro-batch is made. A micro-batch reads and encodes each of
+its different images once; the placeholders of all samples with that image point to the same features.
+
+Invariants
+1. Placeholders are in the prompt: the first ones of a sample, as many as its images need. The same id later, which a
+   model may sample, is text.
+2. Without images in a batch, passes are unchanged.
 """
 
 from __future__ import annotations
@@ -27,80 +34,28 @@ from slime.training.model.megatron_config import training_dtype
 from slime.training.model.policy import PolicyModel
 from slime.training.state.hf_files import HfReader
 
-# The images of a batch, for the passes over it: patches and places on the host, when a micro-batch is made.
-#
-# Samples name their images. A micro-batch reads each of its different images once, and the tower sees it once; the
-# placeholders of all samples that have it point at the same features.
-#
-# Invariants
-# 1. A placeholder is one of the prompt: the first ones of a sample, as many as its images have. The same id further on,
-#    which a model may sample, is text.
-# 2. Without images in a batch there is nothing here, and passes are what they always were.
-
 _NAMES = ("pixels", "rows", "features", "positions")
 
 
 @dataclass(frozen=True, slots=True)
 class RowPictures:
-    """What a packed row shows, on the host."""
+    """The images of a packed row, on the host."""
 
     grids: Int64s
-    """[N, 3] of its different images."""
+    """[N, 3], one row per different image."""
     arrays: dict[str, npt.NDArray[Any]]
     """What the device needs, by name."""
 
     def on_device(self, tensors: Mapping[str, Tensor]) -> RowImages:
-        """`tensors`: those of `arrays`, among others."""
+        """`tensors` must hold `arrays` on the device; it may hold more."""
         pixels, rows, features, positions = (tensors[f"images/{name}"] for name in _NAMES)
         return RowImages(pixels, torch.from_numpy(self.grids), rows, features, positions)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchImages:
-    """Where the passes over a batch find its images."""
-
-    folder: ImageFolder
-    processor: ImageProcessor
-
-    @classmethod
-    def of(cls, batch: TrainBatch, folder: ImageFolder, processor: ImageProcessor | None) -> BatchImages | None:
-        """None if no sample has any. Raises `ConfigError` if nothing can read them."""
-        if not any(s.images for s in batch.samples):
-            return None
-        if processor is None:
-            raise ConfigError(f"got step {batch.rollout_id} with images, which nothing can read; add --multimodal-keys")
-        return cls(folder, processor)
-
-    def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
-        """Of a micro-batch of these samples; None if they have no images. `own` [T]: where tokens stand in theirs.
-
-        Raises `DataError` for a prompt whose placeholders are not those of its images.
-        """
-        digests = list(dict.fromkeys(digest for s in samples for digest in s.images))
-        if not digests:
-            return None
-        pixels, grids = self.processor.patches([self.folder.read(digest) for digest in digests])
-        counts = self.processor.tokens_of(grids)
-        begins = np.concatenate([[0], np.cumsum(counts)])
-        positions = np.tile(own, (3, 1))
-        rows, features = [], []
-        for sample, places in zip(samples, row.token_rows, strict=True):
-            which = [digests.index(digest) for digest in sample.images]
-            if not which:
-                continue
-            starts = placeholder_starts(sample, self.processor.token_id, counts[which])
-            positions[:, places] = self.processor.positions(starts, grids[which], sample.num_tokens)
-            for start, image in zip(starts.tolist(), which, strict=True):
-                rows.append(places[start : start + counts[image]])
-                features.append(np.arange(begins[image], begins[image + 1]))
-        arrays: tuple[npt.NDArray[Any], ...] = (pixels, np.concatenate(rows), np.concatenate(features), positions)
-        return RowPictures(grids, {f"images/{name}": array for name, array in zip(_NAMES, arrays, strict=True)})
-
-
 def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> Int64s:
-    """[N] where in a sample the placeholders of its images begin, which have `counts` [N] of them.
+    """[N] where the placeholders of a sample's images begin; `counts` [N]: how many each has.
 
-    Raises `DataError` if there are others.
+    Raises `DataError` if the sample has others.
     """
     places = np.flatnonzero(sample.tokens == token_id)[: int(counts.sum())]
     ends = np.cumsum(counts)
@@ -108,19 +63,16 @@ def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> In
     prompt = sample.num_tokens - sample.response_length
     if not runs or places[-1] >= prompt or any(run[-1] - run[0] + 1 != len(run) for run in runs):
         raise DataError(
-            f"sample {sample.index}: {len(places)} placeholders in a prompt of {prompt} tokens for images that are "
-            f"read as {counts.tolist()} tokens, because it was made with another processor or other images; do: let "
-            "the data set expand them, and keep the tokens of the prompt"
+            f"sample {sample.index} has {len(places)} placeholders in a prompt of {prompt} tokens, but its images take "
+            f"{counts.tolist()} tokens, so it was made with another processor or other images; let the dataset expand "
+            "them, and keep the tokens of the prompt"
         )
     return places[ends - counts]
 
 
-# A rank's eyes: the vision tower that its policy has, and the processor that makes patches of a batch's images.
-
-
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Both are None without `--multimodal-keys`."""
+    """The vision tower and the processor of a rank, both None without `--multimodal-keys`."""
 
     folder: ImageFolder
     processor: ImageProcessor | None = None
@@ -140,15 +92,45 @@ class Sight:
             chunk.tower = tower
         return cls(folder, family.images(hf_config, source), tower)
 
-    def of_batch(self, batch: TrainBatch) -> BatchImages | None:
-        """For `PreparedBatch`. Raises as `BatchImages.of`."""
-        return BatchImages.of(batch, self.folder, self.processor)
+    def of_batch(self, batch: TrainBatch) -> Sight | None:
+        """None if no sample has images. Raises `ConfigError` if there is no processor for them."""
+        if not any(s.images for s in batch.samples):
+            return None
+        if self.processor is None:
+            raise ConfigError(f"step {batch.rollout_id} has images, but no processor reads them; add --multimodal-keys")
+        return self
+
+    def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
+        """The images of a micro-batch; None if there are none. `own` [T]: positions of tokens in their samples.
+
+        Raises `DataError` for a prompt whose placeholders do not fit its images.
+        """
+        digests = list(dict.fromkeys(digest for s in samples for digest in s.images))
+        if not digests:
+            return None
+        assert self.processor is not None, "`of_batch` checks this"
+        pixels, grids = self.processor.patches([self.folder.read(digest) for digest in digests])
+        counts = self.processor.tokens_of(grids)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        positions = np.tile(own, (3, 1))
+        rows, features = [], []
+        for sample, places in zip(samples, row.token_rows, strict=True):
+            which = [digests.index(digest) for digest in sample.images]
+            if not which:
+                continue
+            starts = placeholder_starts(sample, self.processor.token_id, counts[which])
+            positions[:, places] = self.processor.positions(starts, grids[which], sample.num_tokens)
+            for start, image in zip(starts.tolist(), which, strict=True):
+                rows.append(places[start : start + counts[image]])
+                features.append(np.arange(begins[image], begins[image + 1]))
+        arrays: tuple[npt.NDArray[Any], ...] = (pixels, np.concatenate(rows), np.concatenate(features), positions)
+        return RowPictures(grids, {f"images/{name}": array for name, array in zip(_NAMES, arrays, strict=True)})
 
     def digests(self, dtype: torch.dtype, digest: Digest) -> dict[str, str]:
-        """Resident name -> digest of what an engine of one rank has to hold of the tower; empty without one."""
+        """Resident name -> digest of what an engine of one rank must hold of the tower; empty without a tower."""
         return {} if self.tower is None else {name: digest(held) for name, held in self.tower.resident(dtype)}
 
     def close(self) -> None:
-        """The trainer sleeps: nothing of the tower stays on a GPU."""
+        """Frees the tower's GPU memory while the trainer sleeps."""
         if self.tower is not None:
             self.tower.leave()

@@ -1,17 +1,18 @@
-"""From host arrays to tensors on the device: all of a micro-batch in one copy that nothing waits for, one batch ahead.
+"""From host arrays to device tensors: a micro-batch in one asynchronous copy, one micro-batch ahead.
 
-A copy from ordinary memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` lays them
-end to end in pinned memory, copies that once on a stream of its own and gives out views. While one micro-batch is
-computed, a thread packs and copies the next one.
+A copy from ordinary memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` packs
+them into pinned memory, copies that once on its own stream and returns views. While one micro-batch is computed, a
+thread packs and copies the next one.
 
-Consumes: what builds the micro-batches, in order. Produces: these, in the same order, ready for the stream that asks.
-Waits for: the thread, which waits for the copy before the last one to have left its buffer. Is woken by: the thread.
-Whoever stops early closes the iterator, which ends the thread.
+Consumes: functions that build micro-batches, in order. Produces: micro-batches in the same order, ready for the stream
+of the consumer. The consumer waits for the thread; the thread waits until the copy before last has left its buffer. A
+consumer that stops early closes the iterator, which ends the thread.
 
 Invariants
-1. Bytes are those of the arrays; without staging each array makes the same tensor by itself.
-2. Memory of the device is given to the computing stream before it is used, and is not reused before that has read it.
-3. What a build raises is raised where its micro-batch was asked for, after those before it.
+1. Staging changes no byte: without it each array becomes the same tensor by a copy of its own.
+2. The computing stream owns device memory before it is used, and the memory is not reused before that stream has read
+   it.
+3. An error of a build is raised where its micro-batch is asked for, after those before it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ NUM_BUFFERS = 2
 T = TypeVar("T")
 HostArrays = Mapping[str, npt.NDArray[Any]]
 Put = Callable[[HostArrays], dict[str, Tensor]]
-"""Makes tensors on the device of host arrays, under the same names."""
+"""Makes device tensors from host arrays, under the same names."""
 
 
 def put_each(device: torch.device) -> Put:
-    """Each by itself; on a CPU the tensors share the memory of the arrays."""
+    """Copies each array separately; on a CPU the tensors share the memory of the arrays."""
 
     def put(arrays: HostArrays) -> dict[str, Tensor]:
         return {
@@ -51,7 +52,7 @@ def put_each(device: torch.device) -> Put:
 
 
 def layout(arrays: HostArrays) -> tuple[dict[str, int], int]:
-    """Where each array begins in one buffer, in bytes, and how long that is. No two overlap."""
+    """Byte offset of each array in one buffer, and the size of that buffer."""
     starts, end = {}, 0
     for name, array in arrays.items():
         starts[name] = end
@@ -61,13 +62,13 @@ def layout(arrays: HostArrays) -> tuple[dict[str, int], int]:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Pinned memory, and when the copy out of it has ended."""
+    """Pinned memory, and the event when the last copy out of it ended."""
 
     memory: Tensor | None = None
     copied: torch.cuda.Event | None = None
 
     def room(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """[num_bytes] uint8 that nothing reads any more."""
+        """[num_bytes] uint8 that no copy reads any more."""
         if self.copied is not None:
             self.copied.synchronize()
         if self.memory is None or self.memory.numel() < num_bytes:
@@ -76,7 +77,7 @@ class _Buffer:
 
 
 class Staging:
-    """The pinned buffers of one rank; one iterator at a time."""
+    """The pinned buffers of one rank, for one iterator at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +86,7 @@ class Staging:
         self._num_puts = 0
 
     def one_ahead(self, builds: Sequence[Callable[[Put], T]]) -> Generator[T]:
-        """What each build makes with the `put` that it is given, in order; the next one is under way meanwhile."""
+        """Calls each build with a `put` and yields its result, in order; the next one is under way meanwhile."""
         with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as pool:
             following: Future[tuple[T, torch.cuda.Event | None]] | None = None
             for build in builds:
@@ -96,13 +97,12 @@ class Staging:
                 yield self._taken(following)
 
     def _build(self, build: Callable[[Put], T]) -> tuple[T, torch.cuda.Event | None]:
-        """On the thread. What was made, and when the device has it."""
         with self._on_stream():
             value = build(self._put)
             return value, self._mark()
 
     def _taken(self, built: Future[tuple[T, torch.cuda.Event | None]]) -> T:
-        """On the thread that computes: its stream may use from here on whatever was made on the other one."""
+        """Runs on the computing thread: from here on its stream may use the result."""
         value, made = built.result()
         if made is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -126,7 +126,6 @@ class Staging:
         return {name: _view(whole, starts[name], array) for name, array in arrays.items()}
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Of what is under way now."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -142,7 +141,7 @@ class Staging:
 
 
 def _storages(value: Any) -> list[Tensor]:
-    """Of all tensors on a GPU in nested records, lists and mappings: one for each storage."""
+    """The GPU tensors in nested records, lists and mappings, one for each storage."""
     found: dict[int, Tensor] = {}
     waiting = [value]
     while waiting:

@@ -2,12 +2,11 @@
 
 All layouts take one path: Megatron's own schedules run the micro-batches, plain, 1F1B or interleaved. Every rank of a
 pipeline builds the same micro-batches in the same order; a stage waits for the hidden states of the one before it. Only
-the last pipeline stage has results, and tensor- and context-parallel ranks have the same ones; a rank that `reports`
-speaks for these. What it has is shared with the whole world, so that metrics, log-probs and errors are the same on
-every rank.
+the last pipeline stage has results, the same on its tensor- and context-parallel ranks; one rank that `reports` speaks
+for them. Its results are shared with the whole world, so that metrics, log-probs and errors are the same on every rank.
 
 Invariants
-1. The loss is not scaled by the number of micro-batches, tokens or ranks: it carries its denominators already.
+1. The loss is not scaled by the number of micro-batches, tokens or ranks: it already carries its denominators.
 2. All ranks run the same number of micro-batches, so that sends and collectives match.
 """
 
@@ -44,31 +43,31 @@ from slime.training.step.optimizer import OwnCode, Trainable, apply_update, redu
 from slime.training.step.staging import Put, Staging
 
 Finish = Callable[[MicroBatch, Any], Tensor]
-"""From a micro-batch and the last chunk's output to the scalar loss; called once for each, in order."""
+"""Scalar loss from a micro-batch and the last chunk's output; called once for each, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What the steps of one run have in common."""
+    """What all steps of a run share."""
 
     device: torch.device
     dtype: torch.dtype
     dp_rank: int
     reports: bool
-    """Whether this rank speaks for those that compute the same loss; see `ParallelInfo.reports`."""
+    """See `ParallelInfo.reports`."""
     pad_to_multiple: int
-    """Rows are padded to it, so that every rank that shares a row has as many tokens."""
+    """Rows are padded to a multiple of it, so that all ranks that share a row have equally many tokens."""
     pad_each_to: int
-    """Sequences are padded to it: context-parallel ranks split each one into two chunks."""
+    """Sequences are padded to a multiple of it: context-parallel ranks split each one into two chunks."""
     mismatch_limit: float | None
-    """`--mismatch-limit`; None is the default of the dtype."""
+    """`--mismatch-limit`; None: the default of the dtype."""
     mixes_versions: bool
-    """Whether in a sample of several versions the newest tokens see what older ones read: keys and values
-    (`--pause-generation-mode in_place`), or the experts that are replayed."""
+    """Whether in a sample of several versions the newest tokens read what older versions computed: keys and values
+    (`--pause-generation-mode in_place`), or replayed experts."""
     run_dir: str | None
-    """Where samples with a non-finite loss are kept."""
+    """Where samples with a non-finite loss are written."""
     staging: Staging | None = None
-    """Takes micro-batches to a GPU, one ahead; None on a CPU, where nothing is taken anywhere."""
+    """Copies micro-batches to a GPU, one ahead; None on a CPU."""
     resets_moments: bool = False
     """`--reset-optimizer-states`."""
     own_code: OwnCode | None = None
@@ -78,7 +77,6 @@ class StepContext:
     def of(
         cls, args: Args, device: torch.device, info: ParallelInfo, sequence_parallel: bool, staging: Staging | None
     ) -> StepContext:
-        """Of one rank of a run."""
         sizes = info.sizes
         return cls(
             device=device,
@@ -97,7 +95,7 @@ class StepContext:
 
 
 def micro_batch_multiple(chunks: Sequence[Any]) -> int:
-    """Every rank's number of micro-batches must be a multiple of this: interleaving works in rounds."""
+    """Every rank's number of micro-batches must be a multiple of this, because interleaving works in rounds."""
     if len(chunks) == 1:
         return 1
     return int(chunks[0].config.microbatch_group_size_per_vp_stage)
@@ -106,10 +104,10 @@ def micro_batch_multiple(chunks: Sequence[Any]) -> int:
 def forward_batch(
     context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch, *, whose: str = ""
 ) -> tuple[Arrays, ...]:
-    """What the model answers [R] float32 of every sample, on every rank, for each of its results. No gradients.
+    """Each result of `evaluation` [R] float32 for every sample, on every rank. No gradients. Collective.
 
-    Collective. Each position of flat rows is written by one rank and added to zeros of the others: no bit is lost.
-    `whose`: prefix of the policy that is lent, see `OwnCode.before_log_prob`.
+    One rank writes each position of flat rows, and the others add zeros to it, so no bit is lost. `whose`: prefix of
+    the policy that is lent, see `OwnCode.before_log_prob`.
     """
     if context.own_code is not None:
         context.own_code.before_log_prob(chunks, whose)
@@ -138,7 +136,7 @@ def forward_batch(
 
 
 def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
-    """The mean over the trained tokens of a whole batch, in float64: no split, order or packing enters it."""
+    """The mean over the trained tokens of a whole batch, in float64, independent of split, order and packing."""
     trained = [-part[s.loss_mask > 0].astype(np.float64) for part, s in zip(log_probs, batch.samples, strict=True)]
     num_tokens = sum(map(len, trained))
     return {"loss": math.fsum(x for part in trained for x in part) / num_tokens, "num_tokens": float(num_tokens)}
@@ -149,7 +147,7 @@ def measure_mismatch(
 ) -> dict[str, float]:
     """The train-inference mismatch of a batch under the current weights; nothing is trained. See `MismatchMeter`.
 
-    Of the log-probs that the batch has, else of a pass.
+    Uses the log-probs that the batch has, else those of a pass.
     """
     old = prepared.log_probs.student
     log_probs = forward_batch(context, evaluation, chunks, prepared)[-1] if old is None else old
@@ -171,18 +169,13 @@ def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Array
 
 
 def train_on(
-    context: StepContext,
-    objective: Objective,
-    trainable: Trainable,
-    prepared: PreparedBatch,
-    *,
-    version: int,
+    context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
     """Runs every optimizer step of the batch; returns metrics averaged over them.
 
-    Without old log-probs the batch has one step, whose own forward pass gives them. Raises
-    `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and for a train-inference
-    mismatch over its limit.
+    Without old log-probs the batch has one step, whose own forward pass gives them. Raises `NumericsError` on all
+    ranks, before the weights change, for a non-finite loss or gradient and for a train-inference mismatch over its
+    limit.
     """
     results = []
     first_mismatch = {}
@@ -206,7 +199,7 @@ def train_on(
 
 
 def rehearse_step(context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch) -> None:
-    """The passes of the first step of a batch, with a loss that is zero whatever the model answers. Collective.
+    """The passes of a batch's first step, with a loss that is always zero. Collective.
 
     Gradients are zeros before and after.
     """
@@ -226,12 +219,10 @@ def rehearse_step(context: StepContext, objective: Objective, trainable: Trainab
 
 @dataclass(slots=True)
 class _Collected:
-    """What one rank saw in its micro-batches of one step."""
-
     sums: Sums = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)
     failure: Exception | None = None
-    """What a user's function raised. It is kept until all ranks have run their collectives, which would wait."""
+    """An error of a user's function. Kept until all ranks have run their collectives, which would wait otherwise."""
 
     def add(self, batch: MicroBatch, scores: Tensor, parts: LossParts) -> None:
         self.suspects.add(batch, scores, parts.token_loss)
@@ -271,7 +262,7 @@ def run_step(
         finish=finish,
         lends=True,
     )
-    reduce_grads(trainable)  # before an error, too: reductions that overlap the backward pass are under way
+    reduce_grads(trainable)  # even before an error: reductions that overlap the backward pass are under way
     return _share(context, prepared, seen)
 
 
@@ -286,17 +277,17 @@ def _run_micro_batches(
     lends: bool = False,
 ) -> None:
     """Forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
-    `lends`: the last stage gets what multi-token prediction, if it is trained, needs of the first.
 
     `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)`: the output
-    of one chunk. Gradients are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
+    of one chunk. `lends`: the last stage gets the embedding for multi-token prediction from the first. Gradients are
+    summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
         batch = next(iterator)
 
         def loss_of(output: Any) -> tuple[Tensor, Tensor, None]:
-            # Of the three ways to return a loss, this one is not divided under `calculate_per_token_loss`.
+            # Megatron does not divide a loss in this form under `calculate_per_token_loss`.
             return finish(batch, output), torch.zeros((), dtype=torch.int), None
 
         return evaluate(chunk, batch), loss_of
@@ -315,7 +306,7 @@ def _run_micro_batches(
 
 
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Generator[MicroBatch]:
-    """This rank's micro-batches of one step: each built when it is asked for, or one ahead (`StepContext.staging`)."""
+    """This rank's micro-batches of one step, each built on demand, or one ahead (`StepContext.staging`)."""
 
     def build(positions: Sequence[int], put: Put | None = None) -> MicroBatch:
         return to_device(
@@ -335,20 +326,20 @@ def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) 
 
 
 def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
-    # Over the world, to which ranks that do not report bring nothing: all of them raise together.
+    # Over the world, so that all ranks raise together; those that do not report add nothing.
     limit, world = context.mismatch_limit, dist.group.WORLD
     assert world is not None, "the trainer has joined its process group"
     return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=world)
 
 
 def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
-    """Metric sums over the world. Raises `NumericsError` on every rank, naming the samples of all, for a non-finite
-    loss on any; what a user's function raised, as a `HookError` on the other ranks.
+    """Metric sums over the world. Raises `NumericsError` on every rank, with the samples of all, for a non-finite loss
+    on any rank; an error of a user's function becomes a `HookError` on the other ranks.
     """
-    suspect = seen.suspects.any()
+    suspect = seen.suspects.any_found()
     flag = [] if suspect is None else [suspect.double()]
     sums = [] if seen.failure else list(seen.sums.values())
-    values = torch.stack([*flag, *sums]).tolist() if flag or sums else []  # all of it in one copy
+    values = torch.stack([*flag, *sums]).tolist() if flag or sums else []  # one copy
     is_bad = bool(flag) and bool(values.pop(0))
     bad = seen.suspects.offsets() if is_bad else {}
     folder = dump(prepared, bad, seen.suspects, run_dir=context.run_dir)

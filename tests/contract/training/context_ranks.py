@@ -4,6 +4,8 @@ and the exchange of tokens for heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
@@ -36,14 +38,21 @@ def problem() -> dict[str, torch.Tensor]:
     }
 
 
+def packed_sequences(cu_seqlens: torch.Tensor) -> Any:
+    from slime.training.model.row_shards import RowPlan
+
+    plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS))
+    return plan.packed({name: torch.from_numpy(array) for name, array in plan.arrays.items()})
+
+
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
     from slime.models.common.packed_attention import PackedAttention
     from slime.training.model.log_probs import VocabShard, token_log_probs
-    from slime.training.model.row_shards import ASKED, RowPlan, packed_sequences
+    from slime.training.model.row_shards import ASKED, RowPlan
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
-    packed = packed_sequences(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))
+    packed = packed_sequences(cu_seqlens)
     cut = packed.shard
     held = torch.arange(sum(LENGTHS)) if cut is None else cut.positions
     p = problem()
@@ -71,14 +80,12 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 def exchange(seat: Seat) -> dict[str, torch.Tensor]:
     """Tokens given for heads, these multiplied by their weights, and given back; with gradients."""
-    from slime.training.model.row_shards import packed_sequences
-
     activate("cpu")
     with seat.world():
         mpu.initialize_model_parallel(context_parallel_size=seat.world_size)
         try:
             cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
-            cut = packed_sequences(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu")).shard
+            cut = packed_sequences(cu_seqlens).shard
             assert cut is not None and cut.lengths == LENGTHS and torch.equal(cut.cu_lengths, cu_seqlens)
             p = problem()
             part, of_heads = p["query"].index_select(0, cut.positions).requires_grad_(), HEADS.clone().requires_grad_()

@@ -97,5 +97,5 @@ def detached(
 
 def test_a_loss_without_a_gradient_is_an_error(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
     own = {**OVER_LOGITS, "custom_loss_function_path": f"{__file__}:detached"}
-    with pytest.raises(Exception, match="a loss without a gradient for trained tokens"):
+    with pytest.raises(Exception, match="the loss has no gradient for trained tokens"):
         make_backend(tiny_qwen3, **own).train(random_batch())

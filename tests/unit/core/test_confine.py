@@ -92,11 +92,9 @@ def test_the_document_counts_the_attempts() -> None:
 
 
 @HOLDS
-@pytest.mark.parametrize("holder", ["grader", "agent", "text", pytest.param("pickle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("holder", ["grader", "agent", "text"])
 def test_no_attempt_to_escape_gets_anything(holder: str) -> None:
-    """Law: what a program, an agent's command, a pickle that took over its reader, or an answer that took over its
-    grader tries gets none of it.
-    """
+    """Law: a program, an agent's command, or an answer that took over its grader gets nothing."""
     held(came_of(holder, "quick"), QUICK_NAMES)
 
 
@@ -112,7 +110,7 @@ def test_no_attempt_gets_more_than_its_share(holder: str, user: int | None, pref
 @pytest.mark.slow
 @HOLDS
 @AS
-@pytest.mark.parametrize("holder", ["grader", "agent", "pickle", "text"])
+@pytest.mark.parametrize("holder", ["grader", "agent", "text"])
 def test_nor_as_another_user_or_without_control_groups(holder: str, user: int | None, prefix: str) -> None:
     """Law: the same holds for a user who is not root, and where control groups cannot be seen."""
     held(came_of(holder, "quick", user=user, prefix=prefix), QUICK_NAMES)

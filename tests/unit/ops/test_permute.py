@@ -62,5 +62,5 @@ def test_no_token_has_no_rows() -> None:
 def test_another_number_of_choices_is_an_error() -> None:
     routing_map = _map(5, 4, 2)
     routing_map[3, :] = True
-    with pytest.raises(RuntimeError, match="another number of experts"):
+    with pytest.raises(RuntimeError, match="does not have topk experts"):
         plan_rows(routing_map, 2)

@@ -1,4 +1,4 @@
-"""Files of pickles are opened only if somebody says so, as data alone, in a process that is confined."""
+"""Files of pickles are opened only if somebody says so, and as data alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -25,8 +26,7 @@ from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import load_rollout
 from slime.training.foreign import inert
-from slime.training.foreign.confined import Confined
-from slime.training.foreign.reader import NETWORK
+from slime.training.foreign.reader import Folder
 
 
 class Hostile:
@@ -160,7 +160,7 @@ def test_a_refused_rollout_leaves_nothing(tmp_path: Path, capsys: pytest.Capture
         ({"metadata": {"raw": b"x"}}, "sample 0.metadata.raw is of bytes"),
         ({"reward": float("nan")}, "cannot be recorded"),
         ({"metadata": {"many": _many(8)}}, "values and letters"),
-        ({"metadata": {"deep": _many(300, 1)}}, "values around it"),
+        ({"metadata": {"deep": _many(300, 1)}}, "nests over 200 deep"),
     ):
         _dump(tmp_path / "5.pt", _fields(**changes))
         assert _convert(tmp_path / "5.pt", tmp_path / "5.jsonl.zst", "--trust-pickle") == 2
@@ -209,9 +209,10 @@ def test_without_trust_nothing_is_read(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Law: no process is started for it, and the message says what to give."""
+    """Law: the message says what to give."""
     source = make(tmp_path, tmp_path / "mark")
-    monkeypatch.setattr(Confined, "__enter__", lambda _self: pytest.fail("it was opened"))
+    for name in ("load", "load_archive"):
+        monkeypatch.setattr(inert, name, lambda _file: pytest.fail("it was opened"))
     assert _convert(source, tmp_path / "out", "--hf-checkpoint", str(tmp_path)) == 2
     assert "--trust-pickle" in capsys.readouterr().err
     assert not (tmp_path / "mark").exists()
@@ -340,17 +341,14 @@ def test_what_a_pickle_may_call_cannot_be_changed_by_it() -> None:
         inert.load(io.BytesIO(content))
 
 
-def test_the_process_has_no_network_and_writes_no_file(tmp_path: Path) -> None:
-    """Law: where the kernel permits, what opens pickles has no network; everywhere it cannot fill a disk."""
-    _dump(tmp_path / "5.pt", _fields())
-    with Confined(tmp_path / "5.pt") as confined:
-        starter = confined._process.pid
-        pid = int(Path(f"/proc/{starter}/task/{starter}/children").read_text() or starter)
-        networks = [os.readlink(f"/proc/{number}/ns/net") for number in (pid, os.getpid())]
-        limits, threads = Path(f"/proc/{pid}/limits").read_text(), len(os.listdir(f"/proc/{pid}/task"))
-    assert (networks[0] != networks[1]) == (NETWORK not in confined.lacks)
-    assert threads == 1, "Landlock holds the thread that asks for it"
-    assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max file size")] == ["0"]
+@pytest.mark.parametrize("content", [b"Nr\xff\xff\xff\x3f.", b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x."])
+def test_a_pickle_that_asks_for_much_memory_is_refused(content: bytes, tmp_path: Path) -> None:
+    """Law: a small file cannot fill the memory, and the limit ends with the reading."""
+    (tmp_path / ".metadata").write_bytes(content)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        Folder(tmp_path)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,12 +367,3 @@ def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_rollout_has_no_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _convert(tmp_path / "5.pt", tmp_path / "out", "--trust-pickle", "--to", "bf16") == 2
     assert "holds no weights" in capsys.readouterr().err
-
-
-def test_a_process_that_ends_is_an_error(tmp_path: Path) -> None:
-    _dump(tmp_path / "5.pt", _fields())
-    with Confined(tmp_path / "5.pt") as confined:
-        confined._process.kill()
-        confined._process.wait()  # the kernel ends the reader, which is its child, with it
-        with pytest.raises(CheckpointError, match="the process that reads it ended"):
-            confined.sample(0)

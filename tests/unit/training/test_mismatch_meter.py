@@ -92,6 +92,6 @@ def test_what_is_not_finite_at_a_trained_token_is_found_and_nothing_else(
             trained = prepared.batch.samples[position].loss_mask > 0
             if (offsets := np.flatnonzero(~np.isfinite(part.numpy()) & trained)).size:
                 bad[position] = offsets.tolist()
-    flag = suspects.any()
+    flag = suspects.any_found()
     assert flag is not None and bool(flag) == bool(bad) and suspects.offsets() == bad
-    assert Suspects().any() is None and Suspects().offsets() == {}
+    assert Suspects().any_found() is None and Suspects().offsets() == {}

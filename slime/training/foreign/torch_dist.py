@@ -1,0 +1,206 @@
+"""A Megatron-core `torch_dist` folder as Hugging Face tensors, through the family's own weight table.
+
+A checkpoint's names are not those of a model's parameters. A layer or an expert has a tensor of its own
+(`decoder.layers.3.`, `experts.experts.5.`), or all of them share one with a leading axis. Where Transformer Engine
+fuses a norm into the linear layer behind it, the norm has a name in that layer. Gate and up of an MLP are one tensor or
+two.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import CheckpointError
+from slime.core.hf_config import HfConfig
+from slime.core.text import listed
+from slime.models import table_for
+from slime.models.common.mtp import PREFIX, with_mtp
+from slime.models.common.table import Entry, FamilyTable, Unit
+from slime.training.foreign.reader import Folder
+from slime.training.state.shards import DTYPES, iter_full
+
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+}
+"""Norm of a layer -> the linear layer into which Transformer Engine fuses it."""
+_LAYER, _LAYERS = re.compile(r"^decoder\.layers\.(\d+)\."), "decoder.layers."
+_EXPERT, _EXPERTS = re.compile(r"\.experts\.local_experts\.(\d+)\."), ".experts.experts."
+_GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
+_NOT_WEIGHTS = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine|\._extra_state(/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a checkpoint, or one of those stacked in it."""
+
+    key: str
+    at: tuple[int, ...] = ()
+    """Its indices on the leading axes: layer, expert."""
+
+
+class Places:
+    """Where checkpoints keep the parameters of one model."""
+
+    def __init__(self, table: FamilyTable) -> None:
+        self._own = frozenset(table.megatron_names)
+
+    def find(self, parameter: str, stored: Container[str]) -> tuple[Place, ...]:
+        """Where a checkpoint that stores these names keeps a parameter; empty if nowhere.
+
+        Several places are concatenated.
+        """
+        return next((form for form in self.forms(parameter) if all(place.key in stored for place in form)), ())
+
+    def written(self, parameter: str) -> Place:
+        """Where slime writes it: layers separate, norms under Transformer Engine's names, experts stacked."""
+        fused, linear = _fused(parameter)
+        name = fused if linear in self._own else parameter
+        *_, (key, at) = _unstacked(name, _EXPERT, _EXPERTS)
+        return Place(key, at)
+
+    def forms(self, parameter: str) -> Iterator[tuple[Place, ...]]:
+        """All places that a parameter may have."""
+        for name in dict.fromkeys((parameter, _fused(parameter)[0])):
+            for key, layer in _unstacked(name, _LAYER, _LAYERS):
+                for stored, expert in _unstacked(key, _EXPERT, _EXPERTS):
+                    at = layer + expert
+                    yield (Place(stored, at),)
+                    if _GATED.search(stored):
+                        yield Place(f"{stored}_w", at), Place(f"{stored}_v", at)
+
+
+def _fused(parameter: str) -> tuple[str, str]:
+    """A norm's name in the linear layer behind it, and that layer's weight; any other name as it is, and "".
+
+    Layers of experts have the fused name in Megatron's local layers, too.
+    """
+    for norm, linear in _FUSED.items():
+        prefix, found, kind = parameter.rpartition(norm)
+        if found:
+            return f"{prefix}{linear}layer_norm_{kind}", f"{prefix}{linear}weight"
+    return parameter, ""
+
+
+def is_weight(key: str) -> bool:
+    """Whether a tensor belongs to the model, not to the optimizer or the run."""
+    return not _NOT_WEIGHTS.search(key)
+
+
+def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, index on the axis): the name as it is, then those under which what `pattern` counts is stacked."""
+    found = pattern.search(name)
+    yield name, ()
+    if found is None:
+        return
+    before, number, behind = name[: found.start()], found[1], name[found.end() :]
+    if pattern is _EXPERT:
+        yield f"{before}{stack}{number}.{behind}", ()
+    yield f"{before}{stack}{behind}", (int(number),)
+
+
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+"""Megatron's file that names the newest checkpoint by its number, or says `RELEASE` if no training made it."""
+METADATA = ".metadata"
+
+
+def checkpoint_in(folder: Path) -> Path | None:
+    """The folder of the tensors: `folder` itself or the one its tracker names; None if it is not a `torch_dist`."""
+    if (folder / METADATA).is_file():
+        return folder
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return None
+    said = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    number = re.fullmatch(r"\d{1,12}", said)
+    found = folder / (f"iter_{int(said):07d}" if number else RELEASE)
+    if (said == RELEASE or number) and (found / METADATA).is_file():
+        return found
+    raise CheckpointError(
+        f"{tracker} says {said[:40]!r}, but there is no {found / METADATA}: the newest checkpoint is missing, or not "
+        "in the format torch_dist; name the folder of another one"
+    )
+
+
+class TorchDist:
+    """An opened folder that holds every parameter of the model in its shape, and no other weight.
+
+    Raises `CheckpointError` otherwise, before a tensor is read.
+    """
+
+    table: FamilyTable
+    """With the layer of multi-token prediction if the folder has it."""
+
+    def __init__(self, folder: Path, hf_config: HfConfig) -> None:
+        self._path, self._folder = folder, Folder(folder)
+        stored = {name for name in self._folder.tensors if is_weight(name)}
+        trained = any(name.startswith(PREFIX) for name in stored)
+        self.table = table_for(with_mtp(hf_config) if trained else hf_config)
+        places = Places(self.table)
+        self._places = {entry.megatron: places.find(entry.megatron, stored) for entry in self.table.entries}
+        self._require_whole(stored)
+        for entry in self.table.entries:
+            self._require_shape(entry)
+
+    def iter_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) in table order, one at a time, in the stored types."""
+        return iter_full(self.table, lambda entry: [self._parameter(entry)])
+
+    def _parameter(self, entry: Entry) -> Tensor:
+        """The whole parameter; a vocabulary may be padded."""
+        parts = [self._folder.tensor(place.key, place.at) for place in self._places[entry.megatron]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _require_shape(self, entry: Entry) -> None:
+        places = self._places[entry.megatron]
+        shapes = [self._shape(place.key)[len(place.at) :] for place in places]
+        row, got = entry.row, [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
+        wanted = list(row.shapes[0])
+        if row.dim is not None:
+            wanted[row.dim] = sum(shape[row.dim] for shape in row.shapes)
+        padded = row.units == (Unit.VOCAB,) and got[1:] == wanted[1:] and got[0] > wanted[0]
+        if got != wanted and not padded:
+            keys = ", ".join(place.key for place in places)
+            raise CheckpointError(
+                f"{keys} in {self._path} has the shape {got}, but config.json implies {wanted}; give the "
+                "--hf-checkpoint that belongs to the folder"
+            )
+
+    def _require_whole(self, stored: set[str]) -> None:
+        missing = [name for name, found in self._places.items() if not all(map(self._has, found or (None,)))]
+        used = Counter(place.key for found in self._places.values() for place in set(found))
+        axes = {place.key: len(place.at) for found in self._places.values() for place in found}
+        unknown = [name for name in stored if name not in used]
+        unknown += [f"{name} beyond {n}" for name, n in used.items() if self._count(name, axes[name]) > n]
+        if missing or unknown:
+            raise CheckpointError(
+                f"{self._path} holds {len(stored)} tensors of weights, which are not those of a {self.table.family} of "
+                f"{self.table.sizes.num_layers} layers: missing {listed(missing)}, unknown {listed(sorted(unknown))}; "
+                "give the --hf-checkpoint that it was made from"
+            )
+        for name, (kind, _) in self._folder.tensors.items():
+            if name in used and kind not in DTYPES.values():
+                raise CheckpointError(f"{name} in {self._path} is stored as {kind}, which is not a type of weights")
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return self._folder.tensors[key][1]
+
+    def _count(self, key: str, axes: int) -> int:
+        return math.prod(self._shape(key)[:axes])
+
+    def _has(self, place: Place | None) -> bool:
+        """Whether it is stored, in a stack also at this index."""
+        if place is None:
+            return False
+        shape = self._shape(place.key)
+        return len(place.at) <= len(shape) and all(i < n for i, n in zip(place.at, shape, strict=False))
