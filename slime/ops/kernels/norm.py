@@ -60,7 +60,7 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    # As many programs as run at a time; each works on a share of the rows.
+    # The programs that can run at the same time share the rows.
     programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](

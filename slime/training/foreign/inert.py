@@ -43,7 +43,7 @@ RECORDED = frozenset(
 
 
 class Record:
-    """Stands for an object: data alone."""
+    """Replaces an object: data only."""
 
     def __init__(self, *given: Any) -> None:
         self.given, self.state = given, None

@@ -81,9 +81,9 @@ class Places:
 
 
 def _fused(parameter: str) -> tuple[str, str]:
-    """A norm's name in the linear layer behind it, and that layer's weight; any other name as it is, and "".
+    """A norm's name in the linear layer behind it, and that layer's weight; for any other name, the name and "".
 
-    Layers of experts have the fused name in Megatron's local layers, too.
+    In Megatron's local layers, layers of experts have the fused name, too.
     """
     for norm, linear in _FUSED.items():
         prefix, found, kind = parameter.rpartition(norm)
@@ -98,7 +98,7 @@ def is_weight(key: str) -> bool:
 
 
 def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, index on the axis): the name as it is, then those under which what `pattern` counts is stacked."""
+    """Yields (name, index on the axis): the name itself, then its names in a stack of what `pattern` counts."""
     found = pattern.search(name)
     yield name, ()
     if found is None:

@@ -44,7 +44,7 @@ class Held:
 
 
 def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
-    """The names in a chunk's parameter: those of its experts in order for a stack, else one."""
+    """The global names in a chunk's parameter: one, or for a stack those of its experts in order."""
     if not _STACK.search(local_name):
         return (global_name(chunk, local_name),)
     count = int(chunk.config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()

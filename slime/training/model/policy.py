@@ -187,7 +187,8 @@ class PolicyModel(GPTModel):
         options: ScoreOptions,
     ) -> TokenScores:
         """hidden [T, H], only this rank's part under context parallelism -> scores [U] of the whole row."""
-        shard, which, size = packed.shard, None, positions.size(0)
+        shard, size = packed.shard, positions.size(0)
+        which: Tensor | None = None
         if shard is not None:
             which, positions = shard.owned(positions)
             target_tokens = target_tokens.index_select(0, which)

@@ -101,7 +101,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     """Makes the parts a checkpoint: hashes, manifest, rename, `latest`. Called once, when every part is written.
 
     `seals`: of the files, by path below `parts`, that were hashed and flushed as they were written; the others are read
-    once. Raises `CheckpointError` if there are no parts or not those that were sealed, or if another run has taken the
+    once. Raises `CheckpointError` if parts are missing or differ from their seals, or if another run has taken the
     folder.
     """
     lease.check(parts.parent)

@@ -202,7 +202,7 @@ def write_hf(
         pending_bytes += tensor.nbytes
         written_bytes[tensor.dtype] += tensor.nbytes
     flush()
-    writers.meet()  # every file is there
+    writers.meet()  # every file is complete
     if writers.rank != 0:
         return
     _name_files(directory, [names for names in files if names], sum(written_bytes.values()))
@@ -355,14 +355,14 @@ def export(
 ) -> None:
     """Writes `tensors` and the assets of the checkpoint `source`, in place of an earlier export. Collective.
 
-    All writers see one folder. `rest`: called on each with the growing folder, when its weights are there. Raises
+    All writers see one folder. `rest`: called on each with the unfinished folder, when its weights are written. Raises
     `CheckpointError`, and touches nothing, if anything but an export is in the way.
     """
     require_room(directory)  # on every rank, so that all of them fail together
     writers.meet()  # before a rank makes the folder
     if writers.rank == 0:
         begin_export(directory)
-    writers.meet()  # the folder is there
+    writers.meet()  # the folder exists
     partial = being_written(directory)
     write_hf(partial, tensors, assets_from=source, carried=carried, writers=writers)
     rest(partial)

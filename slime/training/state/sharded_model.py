@@ -2,10 +2,10 @@
 it.
 
 Built once, from the family's table and what the ranks hold. Loading, export, checkpoints, memory and other policies are
-loops over it; none of them derives from a name who holds what.
+loops over it; none of them has to find a holder from a name.
 
 Invariants
-1. It names exactly the parameters of the table, the same on each rank; only what it says of "this rank" differs.
+1. It names exactly the parameters of the table, the same on each rank. Only the fields about "this rank" differ.
 2. It holds parameters, not their memory: a shard is a view taken on demand, because Megatron's wrapper moves the memory
    below.
 """
@@ -89,7 +89,7 @@ class ShardedModel:
         trained: Container[str],
         adapter_scale: float | None = None,
     ) -> ShardedModel:
-        """The record of the model whose `chunks` all ranks hold. Collective.
+        """The record of the model that the `chunks` of all ranks form. Collective.
 
         `trained`: names of what is trained. Raises `ConfigError` if table and ranks do not name the same parameters.
         """

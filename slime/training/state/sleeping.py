@@ -204,7 +204,7 @@ class HostStash:
     def put_away(self, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()) -> int:
         """Moves the storages of `keep` to the host and frees those of `drop` (gradients: zeros after waking).
 
-        Adds to what is there already. Returns the bytes freed. Tensors of other devices are left alone.
+        May be called again before `take_back`. Returns the bytes freed. Ignores tensors of other devices.
         """
         mark = self._arena.mark()
         away: list[_Away] = [(s, s.nbytes(), self._copied(s)) for s in storages_of(keep, self._device)]

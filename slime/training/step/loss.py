@@ -1,4 +1,4 @@
-"""What a model is asked for a micro-batch and what is minimised: one objective per kind of loss.
+"""The objectives of training, one per kind of loss: what to compute for a micro-batch, and what to minimise.
 
 Loss and metrics are sums of weight * value over tokens. The weights carry the denominators of the whole step, so a
 step's numbers are the sums over its micro-batches and ranks. `slime.algorithms` has the formulas per token; they are
@@ -39,7 +39,7 @@ class LossParts:
 
 
 class Evaluation(Protocol):
-    """How one model is asked about the tokens of a micro-batch."""
+    """How to evaluate one model on the tokens of a micro-batch."""
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
         """The output of one model chunk; `trains`: a loss will be made from it."""
@@ -355,7 +355,7 @@ def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
-    """A part of the loss as a metric: detached, float64, whatever stands at masked positions."""
+    """A part of the loss as a metric: detached, float64, whatever the masked positions hold."""
     return (unmasked(values.detach(), batch.mask).double() * batch.weights).sum()
 
 

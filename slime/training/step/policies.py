@@ -1,8 +1,8 @@
 """The policies beside the trained one: reference, teacher and old policy, and their log-probs.
 
 Each is a set of weights on the host that is lent to the model for a forward pass. The old policy is what the engines
-served when they sampled a batch. `train_async.py` generates while it trains, so that is one weight sync behind: the
-weights of the last two syncs are kept, and each weight sync shifts them.
+served when they sampled a batch. `train_async.py` generates while it trains, so the old policy is one weight sync
+behind: the weights of the last two syncs are kept, and each weight sync shifts them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Which experts the routers choose in a batch's passes: those the engines recorded, those of an earlier pass, or their
-own.
+"""The routing of a batch's passes: routers replay what the engines or an earlier pass chose, or choose themselves.
 
 Engines record their choices while they sample (`--use-rollout-routing-replay`); the choices of the old policy's pass
 can be kept for the trained passes (`--use-routing-replay`). Both belong to the trained policy, so only its passes

@@ -4,8 +4,8 @@ Patches and their places are computed on the host when a micro-batch is made. A 
 its different images once; the placeholders of all samples with that image point to the same features.
 
 Invariants
-1. Placeholders are in the prompt: the first ones of a sample, as many as its images need. The same id later, which a
-   model may sample, is text.
+1. A sample's placeholders are the first ones in its prompt, in the number that its images need. The same id later,
+   which a model may sample, is text.
 2. Without images in a batch, passes are unchanged.
 """
 
