@@ -174,8 +174,6 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Token and expert of each row."""
-
     tokens: Tensor
     """int64 [rows]"""
     experts: Tensor

@@ -25,16 +25,12 @@ from slime.ops.select import FUSED, name_of, num_processors
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The form of the heads of one attention layer."""
-
     groups: int
     """Key heads of this rank."""
     size: int
     """Entries of a head."""
     interleaved: bool = False
-    """How entries are paired for the rotation."""
     eps: float = 1e-6
-    """Of the norms."""
     zero_centered: bool = False
 
 

@@ -113,5 +113,4 @@ def name_of(op: str, x: Tensor) -> str:
 
 @functools.lru_cache(maxsize=8)
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

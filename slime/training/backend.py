@@ -75,7 +75,6 @@ class MegatronBackend:
     weight_version: int
     model: ShardedModel
     sight: Sight
-    """Encodes images."""
 
     def __init__(
         self,
@@ -263,7 +262,6 @@ class MegatronBackend:
         assert self._sleeper.held is not Held.NOTHING, "a sleeping trainer has no weights; call wake() first"
 
     def note_synced(self) -> None:
-        """The engines now serve the current weights."""
         self._others.note_synced(self.weight_version)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:

@@ -74,8 +74,6 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ParallelInfo:
-    """Position of one rank."""
-
     rank: int
     world_size: int
     sizes: ParallelSizes
@@ -166,7 +164,6 @@ def be_deterministic() -> None:
 
 
 def destroy_process_groups() -> None:
-    """Leaves the world, if it was joined."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()

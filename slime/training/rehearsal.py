@@ -60,7 +60,6 @@ class Passes:
         return max(0.0, (high - low) / (large - small)) if large > small else high / large
 
     def peak(self, tokens: int) -> int:
-        """Bytes for a micro-batch of `tokens` on a rank."""
         return int(self.num_bytes[1] + self.bytes_per_token * (tokens - self.at[1]))
 
     def fitting(self, num_bytes: int) -> int:
@@ -90,7 +89,6 @@ class Largest:
         return cls(-(-args.micro_batch_size * longest_sample(args) // cp_size), args.micro_batch_size)
 
     def sizes(self, chunk_tokens: int) -> tuple[int, int]:
-        """Tokens of the two micro-batches to rehearse."""
         chunk = max(chunk_tokens, 1)
         small, large = (max(self.tokens // part, chunk * (i + 1)) for i, part in enumerate(SMALL_PARTS))
         return min(small, self.tokens), min(large, self.tokens)

@@ -225,7 +225,6 @@ class _Archive(Unpickler):
 
 
 def load(file: BinaryIO) -> Any:
-    """Reads a plain pickle."""
     return Unpickler(file).load()
 
 

@@ -70,7 +70,6 @@ class Places:
         return Place(key, at)
 
     def forms(self, parameter: str) -> Iterator[tuple[Place, ...]]:
-        """All places that a parameter may have."""
         for name in dict.fromkeys((parameter, _fused(parameter)[0])):
             for key, layer in _unstacked(name, _LAYER, _LAYERS):
                 for stored, expert in _unstacked(key, _EXPERT, _EXPERTS):

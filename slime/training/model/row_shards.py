@@ -59,7 +59,6 @@ class ContextShard:
     cu_lengths: Tensor
     """[N + 1] int32, where each whole sequence begins."""
     lengths: tuple[int, ...]
-    """[N] tokens of each whole sequence."""
     responses: tuple[Tensor, Tensor, Tensor] | None = None
     """Row positions [R] of each pass, and `owned` of them, computed on the host so that nothing waits for the
     device."""

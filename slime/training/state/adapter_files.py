@@ -37,13 +37,11 @@ def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> Fa
 
 
 def adapters_alone(table: FamilyTable) -> FamilyTable:
-    """Only the adapter rows of a table."""
     layers = tuple(tuple(row for row in rows if row.megatron.endswith((A, B))) for rows in table.layers)
     return dataclasses.replace(table, before=(), layers=layers, after=())
 
 
 def without_adapters(table: FamilyTable) -> FamilyTable:
-    """All other rows of a table with adapters."""
     layers = tuple(tuple(row for row in rows if not row.megatron.endswith((A, B))) for rows in table.layers)
     return dataclasses.replace(table, layers=layers)
 

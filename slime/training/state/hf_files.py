@@ -72,7 +72,6 @@ class HfReader:
         return tuple(dict.fromkeys(of_part.get(n, n) for n in self._location if n not in hidden))
 
     def is_quantised(self, name: str) -> bool:
-        """Whether the file holds codes and scales for it."""
         return self._format is not None and name in self._format.names
 
     def __call__(self, name: str) -> Tensor:
@@ -155,7 +154,6 @@ class Writers:
     """Rank 0 also writes index, config and assets."""
     size: int = 1
     meet: Callable[[], None] = lambda: None
-    """A barrier."""
 
 
 def write_hf(

@@ -63,7 +63,6 @@ class Owned:
     """This rank's optimizer state for one shard."""
 
     optimizer: Any
-    """A torch optimizer."""
     main: Tensor
     """The main parameter that holds it."""
     within: slice
@@ -112,7 +111,6 @@ def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Restores what `generator_state` returned."""
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
     torch.set_rng_state(tensors[RNG + "torch"])

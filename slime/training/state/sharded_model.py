@@ -139,7 +139,6 @@ class ShardedModel:
         return self.within(adapters_alone(self.table))
 
     def within(self, table: FamilyTable) -> ShardedModel:
-        """The part that another table names."""
         names = set(table.megatron_names)
         return dataclasses.replace(self, table=table, tensors={n: t for n, t in self.tensors.items() if n in names})
 

@@ -152,7 +152,6 @@ class CheckpointShard:
     start: int
     end: int
     dtype: str
-    """As torch writes it."""
 
     @property
     def key(self) -> str:
@@ -192,7 +191,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
 
 
 def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
-    """Writes a JSON file and flushes it to disk."""
     with HashedFile(path) as file:
         file.write(json.dumps(meta, indent=None, separators=(",", ":")).encode())
     return file.seal
@@ -231,7 +229,6 @@ class ShardReader:
         return self._names.keys()
 
     def names(self, role: str) -> Collection[str]:
-        """The parameters that have this role."""
         return self._names.get(role, ())
 
     def any_shard(self, role: str, name: str) -> CheckpointShard:
@@ -258,12 +255,10 @@ class ShardReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def shard(self, role: str, name: str, tp_rank: int) -> Tensor:
-        """A whole shard in its shape."""
         shape = self.any_shard(role, name).shape
         return self.flat(role, name, tp_rank, 0, torch.Size(shape).numel()).reshape(shape)
 
     def shards(self, role: str, name: str) -> list[Tensor]:
-        """All shards of a parameter, in rank order."""
         return [self.shard(role, name, rank) for rank in range(self.any_shard(role, name).tp_size)]
 
     def tensor(self, rank: int, key: str) -> Tensor:
@@ -318,7 +313,6 @@ class OpenCheckpoint:
     """The policy's, flat, as from `read_hf_config`."""
     table: FamilyTable
     assets: Path
-    """Folder of config.json and tokenizer files."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `CheckpointError` if `folder` holds no model."""

@@ -85,7 +85,6 @@ def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
 
 
 def room_of(num_bytes: int) -> int:
-    """What a range of `num_bytes` takes of an arena."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -129,7 +128,6 @@ class HostArena:
         return self._room, self._used
 
     def rewind(self, mark: tuple[int, int]) -> None:
-        """Frees the ranges that were taken since `mark`."""
         self._room, self._used = mark
 
     def close(self) -> None:
@@ -280,7 +278,6 @@ class RankBytes:
     weights: int
     """The policy's, with adapters and frozen ones."""
     gradients: int
-    """The policy's and a critic's."""
     others: int
     """Optimizer states (moments counted even before Adam's first step) and all of a critic but its gradients."""
 
@@ -309,16 +306,13 @@ class Peak:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     gpu_bytes: int
-    """Of the whole GPU."""
     peaks: Mapping[str, Peak]
-    """By phase."""
 
     def with_training(self, num_bytes: int) -> MemoryPlan:
         """The same plan with the measured peak of training, activations included."""
         return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(num_bytes, 0)})
 
     def too_large(self) -> list[str]:
-        """Phases that do not fit."""
         return [phase for phase, peak in self.peaks.items() if peak.trainer + (peak.engine or 0) > self.gpu_bytes]
 
     def facts(self) -> dict[str, Any]:
@@ -366,8 +360,6 @@ def engine_bytes(
 
 
 class Held(enum.Enum):
-    """What is on the GPU."""
-
     ALL = enum.auto()
     WEIGHTS = enum.auto()
     NOTHING = enum.auto()
@@ -385,7 +377,6 @@ class Parts:
     num_later_bytes: int = 0
     """Size of states that the first optimizer step makes."""
     num_later: int = 0
-    """Number of their tensors."""
 
     @classmethod
     def of(cls, policy: Trainable, critic: Trainable | None) -> Parts:

@@ -62,7 +62,6 @@ class Critic:
 
     @classmethod
     def of(cls, args: Args, algorithm: Algorithm, device: torch.device) -> Critic | None:
-        """A critic if the estimator needs one."""
         if fine_tunes(args) or not isinstance(algorithm.estimator, CriticEstimator):
             return None
         return cls(args, algorithm.estimator, device)

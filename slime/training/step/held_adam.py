@@ -70,7 +70,6 @@ class Holding:
 @dataclass(frozen=True, slots=True)
 class _Block:
     place: int
-    """Index of its parameter in the optimizer."""
     start: int
     parameter: Tensor
     grad: Tensor
@@ -148,7 +147,6 @@ class HeldAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
         here: list[_Block] = []
         there: list[_Block] = []
         place = 0

@@ -69,7 +69,6 @@ def nothing_of(objective: Objective, output: Any) -> Tensor:
 
 
 def objective_of(args: Args, algorithm: Algorithm) -> Objective:
-    """The policy's objective, by `--loss-type`."""
     match args.loss_type:
         case "policy_loss":
             return PolicyObjective(args, algorithm=algorithm)
@@ -196,7 +195,6 @@ class PolicyObjective(LogProbs):
 
     @property
     def with_entropy(self) -> bool:
-        """Always, because it is reported."""
         return True
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
@@ -267,7 +265,6 @@ class ValueObjective:
 
 
 def policy_losses(args: Args, algorithm: Algorithm, batch: MicroBatch, log_probs: Tensor, old: Tensor) -> TokenLosses:
-    """The loss of `--policy-loss` per token."""
     return algorithm.policy_loss.token_losses(
         PolicyTokens(
             log_probs=log_probs,

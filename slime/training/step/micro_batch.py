@@ -58,7 +58,6 @@ class PreparedBatch:
     values: Arrays | None = None
     """The critic's, before its update; None without a critic."""
     aims: AdvantagesAndReturns | None = None
-    """None until `with_advantages`."""
     routing: BatchRouting | None = None
     """Choices that the routers replay; None: they choose themselves."""
     images: Sight | None = None
@@ -139,7 +138,6 @@ class MicroBatch:
     positions: tuple[int, ...]
     """Positions of its samples in the batch, in packing order; empty for a dummy."""
     lengths: tuple[int, ...]
-    """Response tokens of each sample."""
     total_lengths: tuple[int, ...]
     """Tokens of each sample, prompt included."""
     tokens: Tensor

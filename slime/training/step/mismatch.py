@@ -45,7 +45,6 @@ class WorstToken:
     position: int = -1
     """Position of its sample in the batch."""
     offset: int = -1
-    """Index in the response."""
     trainer: float = 0.0
     engine: float = 0.0
 

@@ -225,7 +225,6 @@ def raise_for(names: Iterable[str], folders: Iterable[object]) -> None:
 
 
 def names_of(prepared: PreparedBatch, bad: Offsets) -> list[str]:
-    """The samples, and from which response token on."""
     samples = prepared.batch.samples
     return [
         f"sample {samples[position].index} of group {samples[position].group_index} from response token {min(found)} on"

@@ -33,8 +33,6 @@ from slime.training.step.held_adam import HeldAdamW, Holding
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """What an optimizer step works on."""
-
     model: ShardedModel
     ddps: tuple[DistributedDataParallel, ...]
     """One per model chunk of this rank."""

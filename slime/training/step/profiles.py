@@ -48,7 +48,6 @@ class Profiles:
 
     @contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
-        """Around a whole training step."""
         try:
             with self.part("train_overall", rollout_id):
                 yield

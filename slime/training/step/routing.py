@@ -37,8 +37,6 @@ Kept = dict[tuple[int, ...], dict[int, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BatchRouting:
-    """What the routers do in a pass over one batch."""
-
     samples: tuple[TrainSample, ...]
     """Empty where the engines' record is not read."""
     replays: bool

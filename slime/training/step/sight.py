@@ -44,7 +44,6 @@ class RowPictures:
     grids: Int64s
     """[N, 3], one row per different image."""
     arrays: dict[str, npt.NDArray[Any]]
-    """What the device needs, by name."""
 
     def on_device(self, tensors: Mapping[str, Tensor]) -> RowImages:
         """`tensors` must hold `arrays` on the device; it may hold more."""

@@ -48,8 +48,6 @@ Finish = Callable[[MicroBatch, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all steps of a run share."""
-
     device: torch.device
     dtype: torch.dtype
     dp_rank: int
@@ -69,9 +67,7 @@ class StepContext:
     staging: Staging | None = None
     """Copies micro-batches to a GPU, one ahead; None on a CPU."""
     resets_moments: bool = False
-    """`--reset-optimizer-states`."""
     own_code: OwnCode | None = None
-    """The user's functions around the passes."""
 
     @classmethod
     def of(
