@@ -79,8 +79,8 @@ def write_peft(
     """
     if not peft_knows(table):
         raise CheckpointError(
-            f"PEFT cannot hold adapters of the routed experts of {table.family}: transformers has no module for each of "
-            "them; export the merged model"
+            f"PEFT cannot hold adapters of the routed experts of {table.family}: transformers has no module for each "
+            "of them; export the merged model"
         )
     found = {name: tensor.detach().cpu() for name, tensor in tensors}
     written = dict(_modules(table, found))
