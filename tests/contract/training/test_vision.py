@@ -155,7 +155,7 @@ def test_other_images_give_other_log_probs_and_the_wrong_ones_are_refused(
     ]
     ((got, _),) = ranks.run(_measure, 1, checkpoint, root, with_samples(batch, seen), {})
     assert np.abs(np.asarray(got[0]) - np.asarray(got[1])).max() > 1e-3
-    with pytest.raises(AssertionError, match=r"placeholders in a prompt of .* read as \[15\] tokens"):
+    with pytest.raises(AssertionError, match=r"placeholders in a prompt of .* take \[15\] tokens"):
         wrong = dataclasses.replace(seen[0], tokens=np.delete(seen[0].tokens, 5))
         ranks.run(_measure, 1, checkpoint, root, with_samples(batch, [wrong]), {})
 
