@@ -64,8 +64,8 @@ class Sample:
     group_index: int | None = None
     """Identifies the prompt; equal for all samples of one prompt and unique over the whole run, resume included."""
     index: int | None = None
-    """Identifies the execution (one of the `n_samples_per_prompt` runs of a prompt) in its group; fan-out siblings
-    share it."""
+    """Identifies the execution in its group: one of `n_samples_per_prompt` runs of the prompt. Fan-out siblings share
+    it."""
     prompt: str | list[dict[str, Any]] = ""
     """The prompt as text (chat template already applied) or as messages."""
     tokens: list[int] = field(default_factory=list)

@@ -202,8 +202,7 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
 
 
 async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
-    """Reads frames until the end of the file. A request marked `concurrent` runs as a task; others block the
-    reading."""
+    """Reads frames until the end of the file. Requests marked `concurrent` run as tasks; others block the reading."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)

@@ -56,8 +56,7 @@ START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
 """Samples with more text (prompt, response, label, metadata) are not sent, because encoding them would hold the GIL."""
 SLOW_S, SLOW_SHARE, SLOW_PER_PROCESS = 2.0, 0.25, 3
-"""A request that takes longer, or longer than this share of its limit, lets another use its slot; at most so many per
-process."""
+"""A request slower than this, or than this share of its limit, lets another use its slot; so many per process may."""
 
 
 @dataclass(slots=True)
@@ -165,7 +164,7 @@ class GraderPool:
         return (await self._grade([sample], group=False))[0]
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores a prompt's samples, in order: by one call of the user's function, or one by one by a built-in
+        """Scores a prompt's samples in order: in one call of the user's function, or one by one by a built-in
         grader."""
         if self._custom_rm_path is None:
             return list(await asyncio.gather(*(self.score(s) for s in samples)))

@@ -42,8 +42,7 @@ TAKE_LIMIT_S = 60.0
 MAX_LIMIT_S = 7 * 86400.0
 """Longest limit that a grader may ask for."""
 WALL_FACTOR = 5.0
-"""A grader that computes is stopped after so many times its limit by the clock, because many graders may share a
-machine."""
+"""A grader that computes is stopped after so many limits by the clock, because many graders may share a machine."""
 MIN_WAIT_S = 0.02
 """Between looks at the processor time."""
 OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})

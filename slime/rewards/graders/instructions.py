@@ -233,8 +233,7 @@ class InstructionFollowing(Grader):
                 raise DataError(f"the arguments {arguments} do not fit {name}: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """`score` and `loose`: 1.0 if all are followed, else 0.0; `strict_share` and `loose_share`. Raises as
-        `prepare`."""
+        """`score` and `loose` (1.0 if all are followed, else 0.0), and their shares. Raises as `prepare`."""
         self.prepare(sample)
         wanted = instructions(sample.metadata)
         answer = after_thinking(sample.response).strip()

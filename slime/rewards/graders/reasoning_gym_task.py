@@ -68,8 +68,7 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
 
 
 def bare_answer(response: str, reference: str) -> str:
-    """The `<answer>` element, else the last box, else the last number if the reference is a number, else the last
-    line that is not empty."""
+    """The `<answer>` element, else the last box, else the last number (if the reference is one), else the last line."""
     for marked in (last_answer_element(response), last_boxed(response)):
         if marked is not None:
             return marked

@@ -111,8 +111,7 @@ class Ended:
 
 
 def missing_here() -> tuple[str, ...]:
-    """Parts of `WHAT_FOR` that this machine lacks. Takes as long as an empty program; raises `OSError` if that
-    fails."""
+    """Parts of `WHAT_FOR` that this machine lacks, by running an empty program. Raises `OSError` if that fails."""
     with Sandbox("", time_limit_s=PROBE_S, memory_bytes=1 << 30, allow_unconfined=True) as sandbox:
         ended = sandbox.run({})
     if ended.code != 0:
@@ -219,8 +218,7 @@ class Sandbox:
         return self._supervisor.stdin, self._supervisor.stdout
 
     def _ask(self, folder: str, roles: Sequence[str]) -> dict[str, Any]:
-        """Has the supervisor do one run with these roles; returns its one-line verdict. Raises `OSError` without
-        one."""
+        """Has the supervisor do one run with these roles; its one-line verdict. Raises `OSError` without one."""
         (stdin, stdout), said, deadline = self._pipes(), b"", time.monotonic() + self._reply_limit_s
         with contextlib.suppress(BrokenPipeError):
             stdin.write(f"{folder} {' '.join(roles)}\n".encode())
@@ -373,8 +371,7 @@ def end_descendants() -> None:
 
 
 def keep(role: str, scratch: Path, limits: Limits, *, held: bool, report: int, channel: int) -> int:
-    """The keeper; returns the program's exit status. `held`: the supervisor left the network, so it can unshare
-    more."""
+    """The keeper; returns the program's exit status. `held`: the supervisor left the network, so this can unshare."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     alone = held and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
