@@ -140,7 +140,7 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
     while True:
         watched: list[socket.socket | int] = [control, ends]
         woken = select.select(watched, [], [], min(tick_s, TICK_S) if running else tick_s)[0]
-        if control in woken and not take(control, running, settings):
+        if control in woken and not handle_request(control, running, settings):
             return
         if time.monotonic() - measured >= min(tick_s, TICK_S):
             found = processes(settings)
@@ -166,7 +166,7 @@ def wake_on_ends() -> int:
     return ends
 
 
-def take(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
+def handle_request(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
     """Handles one request and updates `running` (pid -> number of the command). False if the outside is gone."""
     message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
     if not message:
