@@ -86,8 +86,7 @@ def causes(error: BaseException) -> list[BaseException]:
 def asks_again(error: BaseException) -> bool:
     """Whether an HTTP 503 caused the error: an engine answers so when a weight sync ended the request.
 
-    Recognises errors of aiohttp, httpx, requests and the clients of OpenAI and Anthropic; a broken stream has only
-    text.
+    Recognises errors of aiohttp, httpx, requests and the clients of OpenAI and Anthropic; in a stream, by the text.
     """
     return any(_says_503(one) or ASK_AGAIN in str(one) for one in causes(error))
 
