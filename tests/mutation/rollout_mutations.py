@@ -57,7 +57,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "sampling", "rollout/generate.py", '        "stop_token_ids",\n    )', "    )"
     ),
     "an evaluation has the rollout's top-k": Mutation(
-        "sampling", "settings/eval_config.py", '        "eval_top_k",\n', '        "rollout_top_k",\n'
+        "sampling", "settings/eval_config.py", '"eval_top_p", "eval_top_k",', '"eval_top_p", "rollout_top_k",'
     ),
     "the rollout's top-k is not sent": Mutation(
         "sampling", "rollout/generate.py", '        "top_k": args.rollout_top_k,', '        "top_k": -1,'

@@ -61,8 +61,8 @@ def test_what_an_engine_sends_comes_back_from_json(
         ("!", 1, "not base64"),
         ("AAA=", 1, "not base64"),
         (wire(chosen(2)), 3, "must be the same model"),
-        (wire(chosen(2) + 8), 2, "with 8"),
-        (wire(chosen(2) - 1), 2, "with 8"),
+        (wire(chosen(2) + 8), 2, "of 8"),
+        (wire(chosen(2) - 1), 2, "of 8"),
         (wire(np.zeros((2, 3, 2))), 2, "twice for token 4 in layer 1"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_row_that_other_weights_have_read_is_left_out(versions: list[int], rea
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (of_tokens([1, 2, 3, 4]), "sampled only"),
+        (of_tokens([1, 2, 3, 4]), "has read the last one"),
         (RoutedExperts(np.zeros((2, 4, 2), np.uint8)), "one model"),
         (RoutedExperts(np.zeros((2, 3, 2), np.int16)), "one model"),
     ],
