@@ -88,11 +88,7 @@ def held(said: dict[str, str], names: list[str]) -> None:
 def test_the_document_counts_the_attempts() -> None:
     text = " ".join(Path(__file__).parents[3].joinpath("docs/graders.md").read_text().split())
     assert f"has {len(QUICK_NAMES + HEAVY_NAMES)} attempts" in text
-<<<<<<< HEAD
     assert f"{len(QUICK_NAMES)} need no further process" in text
-=======
-    assert f"Of these, {len(QUICK_NAMES)} need no further process" in text
->>>>>>> 5f011234 (Tests follow the words of the documents and of the records)
 
 
 @HOLDS
