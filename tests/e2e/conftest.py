@@ -8,8 +8,9 @@ Three runs cover the loop between them:
 | `async_run`     | async | decoupled | DP 2  | distributed | Llama, tied    |
 | `colocated_run` | sync  | colocated | TP 2  | disk        | Qwen3          |
 
-`colocated_run` is slow. `plain_run` also changes its learning rate, saves every step, records its rollouts and shows
-itself to W&B and TensorBoard; the tests of resume repeat it.
+`async_run` has few steps; `long_async_run` is long enough to learn. That one and `colocated_run` are slow. `plain_run`
+also changes its learning rate, saves every step, records its rollouts and shows itself to W&B and TensorBoard; the
+tests of resume repeat it.
 """
 
 from __future__ import annotations
@@ -88,11 +89,22 @@ def plain_run(recorded: Recorded) -> RealRun:
 
 
 @pytest.fixture(scope="session")
-def async_run(runs: Path, digits: Callable[[Path], Flags], tiny_llama: Path) -> RealRun:
+def async_flags(digits: Callable[[Path], Flags], tiny_llama: Path) -> Flags:
     """Asynchronous, decoupled, DP 2, weights through a process group."""
     where = ["--actor-num-gpus-per-node", "2", "--update-weight-transport", "distributed"]
-    flags = [*digits(tiny_llama), *CONSTANT_LR, *where]
-    return started_and_finished(runs / "async", flags, script="train_async.py")
+    return [*digits(tiny_llama), *CONSTANT_LR, *where]
+
+
+@pytest.fixture(scope="session")
+def async_run(runs: Path, async_flags: Flags) -> RealRun:
+    """Few steps."""
+    return started_and_finished(runs / "async", [*async_flags, "--num-rollout", "4"], script="train_async.py")
+
+
+@pytest.fixture(scope="session")
+def long_async_run(runs: Path, async_flags: Flags) -> RealRun:
+    """As many steps as the others."""
+    return started_and_finished(runs / "long-async", async_flags, script="train_async.py")
 
 
 @pytest.fixture(scope="session")
@@ -103,11 +115,11 @@ def colocated_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path)
     return started_and_finished(runs / "colocated", [*digits(tiny_qwen3), *CONSTANT_LR, *where, *engines])
 
 
-COLOCATED = pytest.param("colocated_run", marks=pytest.mark.slow)
+SLOW_RUNS = [pytest.param(name, marks=pytest.mark.slow) for name in ("colocated_run", "long_async_run")]
 
 
-@pytest.fixture(scope="session", params=["plain_run", "async_run", COLOCATED])
+@pytest.fixture(scope="session", params=["plain_run", "async_run", *SLOW_RUNS])
 def any_run(request: pytest.FixtureRequest) -> RealRun:
-    """Each of the three in turn."""
+    """Each of them in turn."""
     run: RealRun = request.getfixturevalue(request.param)
     return run

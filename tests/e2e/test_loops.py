@@ -1,6 +1,6 @@
 """The whole loop on the real engines: it learns, accounts for every prompt, agrees with its engine and cleans up.
 
-The three runs cover sync and async, colocated and decoupled, tensor, distributed and disk sync, DP 2 and TP 2
+The runs cover sync and async, colocated and decoupled, tensor, distributed and disk sync, DP 2 and TP 2
 (`conftest.py`).
 """
 
@@ -24,11 +24,19 @@ MAX_MISMATCH = 1e-5
 LOUDNESS = 10
 """At the rate of these runs logits grow, and with them what float32 rounds: 2e-5 was seen. A wrong weight gives 0.1."""
 MIN_TOKENS = 1000
+LONG_RUNS = [pytest.param(name, marks=pytest.mark.slow) for name in ("colocated_run", "long_async_run")]
 
 
-def test_reward_rises(any_run: RealRun) -> None:
+def num_steps(run: RealRun) -> int:
+    """As asked for."""
+    return int(json.loads((run.run_dir / "args.json").read_text())["num_rollout"])
+
+
+@pytest.mark.parametrize("name", ["plain_run", *LONG_RUNS])
+def test_reward_rises(name: str, request: pytest.FixtureRequest) -> None:
     """Law: the loop learns, however it is placed and however its weights travel."""
-    rewards = any_run.series("rollout", "rollout/raw_reward")
+    run: RealRun = request.getfixturevalue(name)
+    rewards = run.series("rollout", "rollout/raw_reward")
     assert len(rewards) == NUM_STEPS, rewards
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + MIN_RISE, rewards
 
@@ -38,7 +46,7 @@ def test_run_leaves_a_report(any_run: RealRun) -> None:
     for name in ("run.json", "args.json", "report.md", "report.html", "report.png"):
         assert (any_run.run_dir / name).stat().st_size > 0, name
     for kind in ("rollout", "train"):
-        assert sorted(any_run.metrics(kind)) == list(range(NUM_STEPS)), kind
+        assert sorted(any_run.metrics(kind)) == list(range(num_steps(any_run))), kind
 
 
 def test_samples_of_every_step_can_be_read(any_run: RealRun) -> None:
@@ -59,7 +67,7 @@ def test_ledger_balances(any_run: RealRun) -> None:
     require_balance(any_run.metrics("train"))
     for step, row in any_run.metrics("train").items():
         assert row["data/trained"] == (step + 1) * PROMPTS_PER_STEP, (step, row)
-    last = any_run.metrics("train")[NUM_STEPS - 1]
+    last = any_run.metrics("train")[num_steps(any_run) - 1]
     assert last["data/in_flight"] == 0, "prompts were issued that no step trained"
 
 
@@ -96,7 +104,7 @@ def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
     assert rows[0]["train/stale_tokens"] == 0 and rows[0]["train/train_rollout_logprob_abs_diff_max"] <= MAX_MISMATCH, (
         rows[0]
     )
-    for step in range(1, NUM_STEPS):
+    for step in range(1, num_steps(async_run)):
         assert rows[step]["train/stale_tokens"] == tokens[step], (step, rows[step])
         assert "train/train_rollout_logprob_abs_diff_max" not in rows[step], (step, rows[step])
         assert rows[step]["train/train_rollout_logprob_abs_diff_stale"] > MAX_MISMATCH, (step, rows[step])
@@ -105,7 +113,8 @@ def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
 def test_async_trainer_and_engine_agree(async_run: RealRun) -> None:
     """Law: where every batch is older than the trainer, each published version is compared on samples of its own."""
     gaps = async_run.series("perf", "probe/train_rollout_logprob_abs_diff_max")
-    assert len(gaps) == NUM_STEPS and gaps[0] <= MAX_MISMATCH and max(gaps) <= LOUDNESS * MAX_MISMATCH, gaps
+    assert len(gaps) == num_steps(async_run), gaps
+    assert gaps[0] <= MAX_MISMATCH and max(gaps) <= LOUDNESS * MAX_MISMATCH, gaps
     own = {name for row in async_run.metrics("perf").values() for name in row if name.startswith("train/")}
     assert own <= {"train/step"}, f"a probe took the names of the batch: {own}"
 
@@ -129,9 +138,9 @@ def test_the_start_is_told_by_phase_and_is_in_no_step(any_run: RealRun) -> None:
     rows = any_run.metrics("perf")
     starts = {step: {n for n in row if n.startswith("startup/")} for step, row in rows.items()}
     assert {"startup/engines_time", "startup/trainers_time", "startup/update_weights_time"} <= starts[0]
-    assert not any(starts[step] for step in range(1, NUM_STEPS)), starts
+    assert not any(starts[step] for step in range(1, len(rows))), starts
     log = (any_run.run_dir / "logs" / "driver.log").read_text()
-    for said in ("engines are up", "training ranks hold the model", f"train {NUM_STEPS}/{NUM_STEPS}"):
+    for said in ("engines are up", "training ranks hold the model", f"train {len(rows)}/{num_steps(any_run)}"):
         assert said in log and said in any_run.output, said
 
 

@@ -18,6 +18,7 @@ from slime.core.errors import Unconfined
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import ScriptedModel
 from tests.support.chat_hooks import tokenizer_folder
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 from tests.support.watched_sandbox import Watched
 
@@ -145,13 +146,14 @@ os._exit(0)
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS.keys())
+@pytest.mark.parametrize("cheat", quick(CHEATS, "replaces the tests"))
 def test_hidden_tests_are_neither_read_nor_changed(cheat: str, tmp_path: Path) -> None:
     """Law: what looks mended to the agent alone is worth nothing."""
-    samples, _ = played(tmp_path, lambda _: block(cheat), ADD)
+    samples, _ = played(tmp_path, lambda _: block(CHEATS[cheat]), ADD)
     assert [sample.reward for sample in samples] == [0.0, 0.0] and Watched.held == ["", ""]
 
 
+@pytest.mark.slow
 def test_what_the_tests_say_is_read_and_not_trained(tmp_path: Path) -> None:
     """Law: three turns are one sample; the agent's words between them are context."""
     answers = {False: "I do not know.", True: block(ADD.files["sums.py"])}
@@ -175,6 +177,7 @@ def test_out_of_time_is_truncated_and_graded_as_it_is(tmp_path: Path) -> None:
     assert {trained(sample, engine.tokenizer) for sample in samples} == {half + "<|im_end|>"}
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_does_not_begin_costs_a_try_and_no_reward(tmp_path: Path) -> None:
     """Law: the run goes on, and trains what the next try gives."""
     Watched.failing = 1

@@ -25,6 +25,7 @@ from slime.rollout.execute import Execution, Outcome, run_execution
 from slime.rollout.types import Progress
 from tests.support.agent_room import Room, agent_room, turns_with_calls
 from tests.support.chat_hooks import tokenizer_folder
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, write_checkpoint_stub
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]
@@ -95,6 +96,7 @@ HOOKS = (
     raises_in_another_task,
     gives_up,
 )
+QUICK_ENDS = ((raises_the_sdks_error, "abort"), (raises_its_own_error, "pause"), (gives_up, "abort"))
 
 
 async def ended_by(hook: Any, end: str, tmp_path: Path) -> Execution:
@@ -115,8 +117,10 @@ async def ended_by(hook: Any, end: str, tmp_path: Path) -> Execution:
             return await running
 
 
-@pytest.mark.parametrize("end", ["abort", "pause"])
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize(
+    ("hook", "end"),
+    quick([(hook, end) for hook in HOOKS for end in ("abort", "pause")], *QUICK_ENDS),
+)
 async def test_what_the_run_ended_is_aborted_whatever_the_agent_raised(hook: Any, end: str, tmp_path: Path) -> None:
     """Law: it goes back to the buffer as it was, and counts as no failure."""
     ended = await ended_by(hook, end, tmp_path)
@@ -166,8 +170,8 @@ async def carries_on_without(args: Any, sample: Sample, params: Any) -> list[Sam
         return agent.samples(sample, reward=1.0)
 
 
-@pytest.mark.parametrize(("template", "flags", "why"), REFUSED)
-@pytest.mark.parametrize("hook", [asks_with_tools, carries_on_without], ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize(("template", "flags", "why"), quick(REFUSED, REFUSED[0], REFUSED[2]))
+@pytest.mark.parametrize("hook", quick([asks_with_tools, carries_on_without], carries_on_without))
 async def test_tools_whose_calls_nobody_reads_end_the_run(
     hook: Any, template: str, flags: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:

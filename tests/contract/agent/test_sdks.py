@@ -14,6 +14,7 @@ import pytest
 from slime.core.sample import Sample, Status
 from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from tests.support.agent_room import END, Room, agent_room
+from tests.support.marks import quick
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 OPENAI_TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
@@ -111,6 +112,7 @@ def test_a_stream_of_chat_completions_is_the_whole_in_pieces() -> None:
     in_room(work)
 
 
+@pytest.mark.slow
 def test_the_synchronous_sdks() -> None:
     def talk(room: Room) -> None:
         client = openai.OpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0)
@@ -130,7 +132,7 @@ def test_the_synchronous_sdks() -> None:
     in_room(work)
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", quick([False, True], True))
 def test_anthropic_messages_with_thinking_and_tools(streams: bool) -> None:
     """Law: thinking goes out and comes back, and the conversation stays one line of tokens."""
 
@@ -162,7 +164,7 @@ def test_anthropic_messages_with_thinking_and_tools(streams: bool) -> None:
     in_room(work)
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", quick([False, True], True))
 def test_openai_responses_with_calls(streams: bool) -> None:
     async def ask(client: Any, items: Any) -> Any:
         tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}]
@@ -272,7 +274,7 @@ RESPONSES_IMAGE: Any = {"type": "input_image", "detail": "auto", "image_url": f"
 CLAUDE_IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", quick([False, True], True))
 def test_an_image_is_refused_in_the_shape_of_each_api(streams: bool) -> None:
     """Law: a client learns by HTTP 400 which part is not supported; the conversation goes on without it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.ray_program import output_of
 
 PROGRAM = """
@@ -59,6 +61,7 @@ ray.shutdown()  # before the cluster goes, or the batch that is held here would 
 """
 
 
+@pytest.mark.slow
 def test_a_host_fetches_what_its_ranks_compute() -> None:
     printed = output_of(PROGRAM)
     assert "fetched 1\nall 4" in printed, printed

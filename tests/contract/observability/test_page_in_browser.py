@@ -11,6 +11,7 @@ import pytest_asyncio
 from slime.observability.report import write_report
 from tests.support.browser import Browser, find_browser
 from tests.support.made_runs import made_run
+from tests.support.marks import quick
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -56,8 +57,10 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.mark.parametrize(
     ("kind", "num_steps", "resumed_at", "at_least"),
-    [("sync", 30, 14, 14), ("async", 60, None, 15), ("sft", 60, None, 5), ("evaluation", 1, None, 2)],
-    ids=["sync", "async", "sft", "evaluation"],
+    quick(
+        [("sync", 30, 14, 14), ("async", 60, None, 15), ("sft", 60, None, 5), ("evaluation", 1, None, 2)],
+        ("sync", 30, 14, 14),
+    ),
 )
 async def test_a_page_is_drawn_without_a_complaint(
     kind: str, num_steps: int, resumed_at: int | None, at_least: int, tmp_path: Path, browser: Browser

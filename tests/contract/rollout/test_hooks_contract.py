@@ -23,6 +23,7 @@ from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
 from slime.settings.hooks import CONTRACTS
 from tests.support.engine_parity import one_rank
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, write_prompts
 
 PROBE = "tests.support.probe_hooks"
@@ -143,7 +144,7 @@ def test_a_step_with_the_hook(
     assert seen(result), f"the hook left no trace: {result.metrics} {result.rewards}"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, "fan_out"))
 def test_evaluation_with_its_hooks(
     mode: str, front: Any, engine_server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +175,7 @@ def test_evaluation_with_its_hooks(
     assert f"{{'held': {6 * SIBLINGS[mode]}}}" in caplog.text
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, "fan_out"))
 def test_groups_go_round_through_the_buffer_and_its_filter(
     mode: str, front: Any, engine_server: Any, tmp_path: Path
 ) -> None:
@@ -214,7 +215,7 @@ def test_groups_go_round_through_the_buffer_and_its_filter(
         assert {executions.count(i) for i in executions} == {SIBLINGS[mode]} and batch.num_executions == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, "fan_out"))
 def test_the_trainers_hooks_take_what_the_engine_sampled(
     mode: str, front: Any, engine_server: Any, tmp_path: Path
 ) -> None:

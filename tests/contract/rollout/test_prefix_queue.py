@@ -28,6 +28,7 @@ def test_the_queue_goes_by_prefixes_of_the_weights_that_serve(policy: str) -> No
     assert seen["read again"][-1] == ("other", 0)
 
 
+@pytest.mark.slow
 def test_keys_of_users_stay_apart_whatever_they_are_called() -> None:
     """Law: requests with different keys share nothing, nor do those of different weights; what a request has read of
     its prompt stays with the weights that read it.

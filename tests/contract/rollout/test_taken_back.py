@@ -18,6 +18,7 @@ from slime.rollout.manager import RolloutManager
 from slime.serving.control import HttpEngineControl
 from tests.contract.rollout.verdict_hooks import ASKED, TRAINED, asked_of
 from tests.support.engine_state import num_running
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args
 
 HOOKS = "tests.contract.rollout.verdict_hooks"
@@ -38,9 +39,10 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "HTTP, weight syncs": ("--custom-generate-function-path", "over_http", ASYNC),
     "grader over HTTP, weight syncs": ("--custom-rm-path", "graded_over_http", ASYNC),
 }
+QUICK = ("judge, partial rollout", "search, saves", "HTTP, weight syncs")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, *QUICK))
 def test_no_verdict_that_was_cut_short_is_trained(case: str, front: Any, tmp_path: Path) -> None:
     flag, hook, flags = CASES[case]
     own = ("--hf-checkpoint", str(front.model_path), "--rollout-max-response-len", "24", flag, f"{HOOKS}.{hook}")

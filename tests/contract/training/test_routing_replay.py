@@ -27,6 +27,7 @@ from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import relabel
 from tests.support.engines import serving, spec_of
+from tests.support.marks import quick
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_layouts
@@ -291,7 +292,7 @@ async def lived_through(url: str, weights: Weights, change: Change, samples: lis
 
 
 @pytest.mark.parametrize(
-    "change", [pytest.param(_paused, marks=pytest.mark.slow), _next_step, _engine_lost, _retracted, _in_place]
+    "change", quick([_paused, _next_step, _engine_lost, _retracted, _in_place], _next_step, _in_place)
 )
 def test_a_tokens_experts_are_those_that_its_log_prob_was_computed_with(
     change: Change, url: str, weights: Weights, checkpoint: Path, make_backend: Callable[..., Any]
@@ -495,7 +496,7 @@ def reference(one: Callable[[str], Any]) -> Any:
 
 @pytest.mark.parametrize(
     "layout",
-    [n if n in ("ep2", "cp2", "pp2_recompute") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS],
+    quick(LAYOUTS, "ep2"),
 )
 def test_replayed_experts_do_not_feel_the_partition(layout: str, one: Callable[[str], Any], reference: Any) -> None:
     """The record is at random, and has holes: a token that got another's would show in every gradient."""

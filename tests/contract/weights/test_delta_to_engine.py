@@ -28,6 +28,7 @@ from slime.weights.delta.folder import Manifest, folder_of
 from slime.weights.receivers import Receiver
 from slime.weights.transports import Channel
 from tests.contract.weights.test_sync_to_engine import Rig, StateDict, is_paused, one_float
+from tests.support.marks import quick
 from tests.support.weight_agents import agent_beside, agent_that_dies, delta_channel
 from tests.support.weights import TamperingChannel
 
@@ -78,7 +79,7 @@ def follow(rig: DeltaRig, channel: Channel, versions: range) -> None:
         rig.sync_weights(rig.step(version), channel, version)
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("encoding", quick(["xor", "overwrite"], "xor"))
 def test_deltas_arrive_and_are_served(rig: DeltaRig, encoding: str) -> None:
     channel = rig.channel_of(update_weight_delta_encoding=encoding)
     with rig.agent():
@@ -329,6 +330,7 @@ def repeat(rig: DeltaRig, num: int, warm: int) -> None:
     assert len(list(rig.folder.glob("weight_v*"))) <= 10
 
 
+@pytest.mark.slow
 def test_weight_syncs_in_a_row_leave_nothing_behind(rig: DeltaRig) -> None:
     repeat(rig, 25, 12)
 

@@ -74,6 +74,7 @@ def test_each_rank_holds_the_codes_and_scales_expected_of_it(tmp_path: Path, nam
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_an_engine_takes_weights_again_that_its_kernels_want_in_another_order(tmp_path: Path) -> None:
     """FP8 of dense layers is transposed once it is loaded; INT4 needs a kernel of a GPU for the same."""
     folders = []
