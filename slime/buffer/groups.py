@@ -1,7 +1,7 @@
 """Groups as the Data Buffer handles them: ids, starting over, age, the user's buffer filter, and `GroupRecord`.
 
 Invariants
-1. A record does not change, and shares nothing that is written to with its group or whoever works on that.
+1. A record does not change, and shares no writable data with its group.
 2. `GroupRecord.of(group).group()` equals the group.
 """
 

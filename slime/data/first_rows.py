@@ -114,7 +114,7 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
         return _shortest_too_long(look, checkpoint, too_long, num_rows)
     (reason, _), *_ = refusals.most_common(1)
     which = "" if num_rows < MOST_ROWS else "first "
-    return f"got {look.name} {look.path}, of whose {which}{num_rows} rows none can be used: {reason}"
+    return f"got {look.name} {look.path}, but none of its {which}{num_rows} rows can be used: {reason}"
 
 
 _Form = tuple[str | None, Spelling | None]
@@ -160,7 +160,7 @@ def messages_problem(look: Look) -> str | None:
         return "and nothing renders them; do: add --apply-chat-template"
     if look.row_limit:
         other = "" if look.conversations else " or add --apply-chat-template"
-        return f"whose length {look.row_limit} cannot judge before they are rendered; do: drop that limit{other}"
+        return f"whose length is unknown until they are rendered, so {look.row_limit} cannot hold; do: drop it{other}"
     return None
 
 

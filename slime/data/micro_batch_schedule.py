@@ -355,7 +355,7 @@ def _assign(bins: list[_Bin], dp_size: int, balance: bool) -> tuple[tuple[MicroB
         return tuple(tuple(micro_batches[rank::dp_size]) for rank in range(dp_size))
     weights = _costs_of(bins)
     shares = _balanced_differencing(weights, dp_size)
-    # Most expensive first on every rank: expert parallelism waits for the slowest of those that run side by side.
+    # Most expensive first on every rank: expert parallelism waits for the slowest micro-batch that runs at a time.
     ordered = [sorted(share, key=lambda i: (-weights[i], i)) for share in shares]
     return tuple(tuple(micro_batches[i] for i in share) for share in ordered)
 

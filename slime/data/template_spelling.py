@@ -391,7 +391,7 @@ def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Gives calls ids that name their function, counted through the conversation, and results the id of their call."""
     number = itertools.count()
     waiting: dict[Any, list[str]] = {}
-    """Old id -> new ids whose results are to come."""
+    """Old id -> new ids that still wait for a result."""
     out = []
     for message in messages:
         if message.get("tool_calls"):

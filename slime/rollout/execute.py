@@ -325,7 +325,7 @@ def by_execution(group: Group) -> list[list[Sample]]:
 
 
 def can_be_compared(group: Group) -> bool:
-    """Whether at least half of the executions, and at least two if there are as many, are scored.
+    """Whether enough executions are scored: at least half, and at least two unless there is only one.
 
     An unscored sample makes its siblings unscored.
     """

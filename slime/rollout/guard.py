@@ -17,7 +17,7 @@ Invariants
 5. The watchdog interrupts user code that keeps the event loop from turning until the limit, at most `MOST_BROKEN_OFF`
    times: its execution expires, and the loop goes on. Code of slime or of a library is never interrupted.
 6. Code that takes no exception (a sleep, a regular expression that holds the interpreter) ends the process `GRACE_S`
-   later. `faulthandler` does that, whose thread needs no interpreter; it writes where each thread stood.
+   later. `faulthandler` does that, because its thread needs no interpreter; it writes where each thread stood.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def exited(error: BaseException) -> HookExited | DeadlineExceeded:
 async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Calls a function of slime's in a thread. Raises what it raises.
 
-    User code cannot keep it waiting: asyncio's threads and those of `run_in_thread` are others.
+    User code cannot delay it, because asyncio and `run_in_thread` use other threads.
     """
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_OWN, call)

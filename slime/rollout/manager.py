@@ -143,7 +143,7 @@ class RolloutManager:
         self._recorder = Recorder(args)
         self._probe = MismatchProbe()
         self.showcase = Showcase(args, self._tokenizer)
-        """The samples to show of each step and evaluation; whoever logs the metrics takes them."""
+        """The samples to show of each step and evaluation; taken when the metrics are logged."""
         self._progress: list[Progress] = []
 
     @property

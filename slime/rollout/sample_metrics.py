@@ -219,7 +219,7 @@ def _comparable(reward: float | None) -> bool:
 
 
 class Showcase:
-    """The samples to show of each step and evaluation, as text; kept until whoever logs the metrics takes them."""
+    """The samples to show of each step and evaluation, as text; kept until they are logged with the metrics."""
 
     def __init__(self, args: Args, tokenizer: Any) -> None:
         """`tokenizer`: the HF tokenizer; None: the samples' own text is shown."""

@@ -132,7 +132,7 @@ class Sums:
     """Share of the engines' time without any of these tries."""
 
     def joined(self, later: Sums) -> Sums:
-        """Together with those of the period that followed, of the same process."""
+        """Adds the sums of the period that followed, of the same process."""
         both = {one.name: getattr(self, one.name) + getattr(later, one.name) for one in fields(self)}
         for most in ("most_place_s", "most_first_s"):
             both[most] = max(getattr(self, most), getattr(later, most))

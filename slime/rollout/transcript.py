@@ -82,7 +82,7 @@ class Transcript:
     """Of one execution, or of a hook over a whole group."""
 
     taken_back: bool = False
-    """The run took a request back, whoever sent it: policy, judge, agent, hook."""
+    """The run took a request back, of the policy, a judge, an agent or a hook."""
     closed: bool = False
     """The execution has ended; requests of tasks that outlive it belong to `STRAYS`."""
     _answers: list[_Answer] = field(default_factory=list)
@@ -283,7 +283,7 @@ class _Strays(Transcript):
 MAX_STRAYS = 2048
 STRAYS: Transcript = _Strays()
 _LIVE: weakref.WeakSet[Transcript] = weakref.WeakSet()
-"""Those of executions under way in this process."""
+"""The transcripts of running executions in this process."""
 TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", default=None)
 
 
@@ -320,7 +320,7 @@ def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
 
 
 def _claims(sample: Sample) -> bool:
-    """Whether a sample says of any token that it was sampled."""
+    """Whether the sample claims that any of its tokens was sampled."""
     said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
     known = versions is not None and bool((versions != NOT_SAMPLED).any())
     return known or (said is not None and bool((said != 0).any()))

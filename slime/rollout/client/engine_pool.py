@@ -124,7 +124,7 @@ class EnginePool:
         self.is_open = True
         """Whether requests get places."""
         self._alone_since: float | None = None
-        """Since when somebody waits and no engine can be reached."""
+        """Since when a request waits and no engine can be reached."""
         self._watch: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._first = [_plain(url) for url in urls]
@@ -256,7 +256,7 @@ class EnginePool:
             self.admit(first)
 
     def _wake_for(self, upstream: Upstream) -> None:
-        """Wakes as many waiters as an engine that is admitted, or answers again, has room for."""
+        """An engine was admitted or answers again: wakes one waiter for each free place."""
         self._loads.put(upstream)
         _wake(self._waiting, max(0, self._most - len(upstream.tries)))
 
@@ -304,7 +304,7 @@ class EnginePool:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                _wake(queue or self._waiting, 1)  # the place goes to somebody else
+                _wake(queue or self._waiting, 1)  # the place goes to another waiter
             raise
         finally:
             queue.pop(waiter, None)
@@ -404,7 +404,7 @@ class Suspects:
     An engine that dies takes healthy requests with it, so one death proves nothing. After `MAX_DEATHS - 1` deaths a
     request is on trial: no other suspect is sent meanwhile. An answer, or `TRIAL_TOKENS` more tokens, clears it. If its
     engine dies during the trial, it ends with `DeadlyRequest`, and other requests for the same ids are not sent at all.
-    A suspect waits for the trial before its own, whose end wakes it.
+    A suspect waits until the trial before its own has ended.
     """
 
     def __init__(self) -> None:
@@ -468,7 +468,7 @@ class Job:
     1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other
        4xx. `MAX_TRIES` in a row without a token end the call. Tries at an engine that could not be reached do not
        count: the call waits for the fleet.
-    2. `Suspects` hears of each engine that dies.
+    2. Each death of an engine is reported to `Suspects`.
     3. A request without progress ends its call. If the whole engine stalls, the call goes on once, elsewhere or when
        the engine was restarted.
     """

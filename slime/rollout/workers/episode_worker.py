@@ -182,7 +182,7 @@ class EpisodeWorker:
 
 # ---- the order of calls -----------------------------------------------------------------------------------------
 TURN_LIMIT_S = 120.0
-"""How late a call may come whose successor is already there."""
+"""How long a call waits for an earlier one that has not arrived."""
 
 
 class InOrder:

@@ -121,7 +121,7 @@ class WorkerFleet(Episodes):
         """Sums of a worker's requests that no call of `traffic` has taken."""
 
     def include(self, conductor: Here) -> None:
-        """Orders also go to this process, whose requests are those of the user's functions."""
+        """Orders also go to this process, which sends the requests of the user's functions."""
         self._conductor = conductor
 
     async def ready(self) -> None:
@@ -235,7 +235,7 @@ class WorkerFleet(Episodes):
         return replace(done, record=record)
 
     def _replace(self, member: _Member, port: WorkerPort, death: ActorDied) -> None:
-        """Starts another process for a dead one, once, whichever call hears of it first."""
+        """Starts another process for a dead one; only the first call that notices the death does."""
         if member.port is not port or not member.is_shared or self._closing or self._verdict is not None:
             return
         port.kill()  # it may only be out of reach

@@ -114,7 +114,7 @@ def test_what_is_wrong_with_all_rows_is_told(
     row: dict[str, Any], changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     said = check_rows(look(tmp_path, [row] * 3, **changes), None)
-    assert said is not None and told in said and "of whose 3 rows none can be used" in said
+    assert said is not None and told in said and "none of its 3 rows can be used" in said
 
 
 @pytest.mark.parametrize(
