@@ -160,7 +160,8 @@ def messages_problem(look: Look) -> str | None:
         return "and nothing renders them; do: add --apply-chat-template"
     if look.row_limit:
         other = "" if look.conversations else " or add --apply-chat-template"
-        return f"whose length is unknown until they are rendered, so {look.row_limit} cannot hold; do: drop it{other}"
+        cannot = f"so {look.row_limit} cannot judge them"
+        return f"whose length is unknown until they are rendered, {cannot}; do: drop that limit{other}"
     return None
 
 

@@ -99,7 +99,7 @@ def test_the_template_counts(tmp_path: Path, tiny: CheckpointTemplate) -> None:
         (
             {"input": [{"role": "user", "content": "a"}]},
             {"takes_messages": True, "row_limit": "rollout_max_prompt_len 9"},
-            "whose length rollout_max_prompt_len 9 cannot judge",
+            "so rollout_max_prompt_len 9 cannot judge them",
         ),
         (
             {"input": [{"role": "assistant", "content": "a"}]},
@@ -207,7 +207,7 @@ def test_only_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(first_rows, "read_rows", counted)
     monkeypatch.setattr(first_rows, "MOST_ROWS", 10)
     told = check_rows(look(tmp_path, [{}] * 30), None)
-    assert told is not None and "of whose first 10 rows" in told and read == list(range(1, 11))
+    assert told is not None and "none of its first 10 rows" in told and read == list(range(1, 11))
     read.clear()
     assert check_rows(look(tmp_path, [{"input": "a"}] * 30), None) is None and read == [1]
 
