@@ -1,14 +1,14 @@
-"""Model families: what a family is stands in one folder of this package, or in a file of the user's own.
+"""Model families. Each family is one folder of this package, or a file of the user's own.
 
-A family says its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its FLOPs;
-see `Family`. `common/` holds what families share. A folder registers its class under the `model_type` values of
+A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its
+FLOPs; see `Family`. `common/` holds what families share. A folder registers its class under the `model_type` values of
 `config.json` that it serves:
 
     @FAMILIES.register("my_model")
     class MyModel(Family): ...
 
-The command line asks for architectures, so nothing here imports torch or Megatron, but for the modules of layers, which
-a family imports when a model is built.
+Command-line parsing reads architectures, so this package does not import torch or Megatron at import time. A family
+imports its layer modules when a model is built.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ FAMILIES: Registry[Family] = Registry(
     package="slime.models",
     contract=Family,
 )
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def load_family(path: str) -> None:
-    """Makes a user's family known to this process: `pkg.module`, `path/to/file.py` or `pkg.module:ClassName`.
+    """Imports a user's family, given as `pkg.module`, `path/to/file.py` or `pkg.module:ClassName`.
 
-    Raises `ConfigError` if nothing stands there, or what stands there is not registered.
+    Raises `ConfigError` if there is no such module or class, or if it registers no family.
     """
     found = FAMILIES.get(path)
     if all(entry is not found for _, entry in FAMILIES):
@@ -58,9 +58,9 @@ def load_family(path: str) -> None:
 
 
 def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
-    """The family of a checkpoint, from its config.json; its own settings are those of `settings`, or the defaults.
+    """Returns the family for a checkpoint's config.json, with its settings taken from `settings` or else the defaults.
 
-    Raises `ConfigError` for a `model_type` that no family is registered for.
+    Raises `ConfigError` for a `model_type` without a registered family.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES:
@@ -72,12 +72,12 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
 
 
 def architecture(hf_config: HfConfig) -> dict[str, Any]:
-    """Megatron settings by field name. Raises `ConfigError` for an unknown family and for what it does not train."""
+    """Megatron settings by field name. Raises `ConfigError` for an unknown family or an unsupported option."""
     return family_of(hf_config).architecture(hf_config)
 
 
 def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
-    """Why an engine cannot hold this model in this layout, in a half sentence; None if it can.
+    """Half a sentence on why an engine cannot hold this model in this layout; None if it can.
 
     Raises `ConfigError` for an unknown family.
     """
@@ -86,7 +86,7 @@ def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
 
 
 def mtp_problem(hf_config: HfConfig) -> str | None:
-    """Why this model has no layer of multi-token prediction that is trained, in a half sentence; None if it has one.
+    """Half a sentence on why this model has no trainable multi-token prediction layer; None if it has one.
 
     Raises `ConfigError` for an unknown family.
     """
@@ -98,7 +98,7 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:
-    """Why samples of this model cannot share a prefix, in a half sentence; None if they can.
+    """Half a sentence on why samples of this model cannot share a prefix; None if they can.
 
     Raises `ConfigError` for an unknown family.
     """
@@ -106,7 +106,7 @@ def prefix_problem(hf_config: HfConfig) -> str | None:
 
 
 def images_problem(hf_config: HfConfig) -> str | None:
-    """Why this model reads no images that are trained on, in a half sentence; None if it does.
+    """Half a sentence on why this model cannot be trained on images; None if it can.
 
     Raises `ConfigError` for an unknown family.
     """

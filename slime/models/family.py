@@ -1,7 +1,7 @@
-"""`Family`: the contract of a model family, and what holds for a plain pre-norm decoder where a family does not differ.
+"""`Family`: the contract of a model family, with defaults for a plain pre-norm decoder.
 
-A family is an entry of `slime.models.FAMILIES`. It holds no state: a checkpoint's `config.json` is an argument of every
-method. A family that is a frozen dataclass has settings, its fields, as entries of every registry do.
+A family is an entry of `slime.models.FAMILIES`. It has no state: every method takes the checkpoint's `config.json`. A
+family that is a frozen dataclass has settings, its fields, like entries of every registry.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 
 class Family(ABC):
-    """One family of models. Its weight map is its own; the rest has a default."""
+    """One family of models. Each defines its own weight map; everything else has a default."""
 
     name: ClassVar[str]
     """The first `model_type` that it is registered for."""
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3")
-    """Rotary scalings that it trains."""
+    """Supported rotary scalings."""
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
-    """Entries of `layer_types` that it trains."""
+    """Supported entries of `layer_types`."""
     refused_biases: ClassVar[tuple[str, ...]] = ("mlp_bias", "attention_bias")
-    """Keys of the config that must not ask for a bias; a family with biases, or with words of its own for them, has
-    none."""
+    """Config keys that must not enable a bias. Empty for a family that supports biases or has its own keys for them."""
     per_layer: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types")
-    """Keys of the config that hold one entry per layer."""
+    """Config keys with one entry per layer."""
     rotates_itself: ClassVar[bool] = False
-    """Its attention makes its rotary embedding by itself; else the model makes cos and sin once for a packed row."""
+    """Its attention computes its own rotary embedding; otherwise the model computes cos and sin once per packed row."""
     output_norms: ClassVar[bool] = False
-    """Attention and MLP end with a norm before they are added."""
+    """Attention and MLP outputs are normed before they are added to the residual."""
     mtp_form: ClassVar[HeadForm] = HeadForm()
-    """How its layer of multi-token prediction, if it has one, is put together."""
+    """How its multi-token prediction layer, if any, is built."""
     shares_prefixes: ClassVar[bool] = False
-    """Its layers read other tokens through `PackedAttention` alone, without masks, and places from `PackedSequences`.
-    Then samples may share the tokens with which they begin (`--use-prefix-sharing`)."""
+    """Its layers see other tokens only through `PackedAttention`, without masks, and take positions from
+    `PackedSequences`. Then samples may share the tokens with which they begin (`--use-prefix-sharing`).
+    """
 
     sees_images: ClassVar[bool] = False
     """It has `images` and a `tower`, for `--multimodal-keys`."""
@@ -57,7 +57,7 @@ class Family(ABC):
     # --- the architecture ---------------------------------------------------------------------------------------------
 
     def architecture(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Megatron settings by field name. Raises `ConfigError` for what is not trained, and for a missing key."""
+        """Megatron settings by field name. Raises `ConfigError` for unsupported options and for a missing key."""
         refuse_unsupported(self, hf_config)
         try:
             return {**decoder_architecture(hf_config), **self.departures(hf_config)}
@@ -67,42 +67,45 @@ class Family(ABC):
             ) from missing
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """The Megatron settings in which it departs from `decoder_architecture`. Raises `ConfigError`."""
+        """Megatron settings that differ from `decoder_architecture`. Raises `ConfigError` for unsupported options."""
         return {}
 
     def check(self, args: Args) -> str | None:
-        """What the settings of a run ask of it that cannot work (got / because / do); None if nothing."""
+        """The problem with a run's settings for this family (got / because / do); None if there is no problem."""
         return None
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
-        """Why samples cannot share tokens with which they begin alike, in a half sentence; None if they can."""
+        """Half a sentence on why samples cannot share the tokens with which they begin; None if they can."""
         return None if self.shares_prefixes else f"{hf_config.get('model_type')} does not say that its layers can"
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """The config under which layer 0 is built as the checkpoint's layer of multi-token prediction; None without
-        one that is trained. Raises `ConfigError` for what is not trained."""
+        """The config that builds layer 0 as the checkpoint's multi-token prediction layer; None without a trainable
+        one.
+
+        Raises `ConfigError` for unsupported options.
+        """
         return None
 
-    # --- its tensors --------------------------------------------------------------------------------------------------
+    # --- tensors ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """One row per parameter: its names in Megatron, in files and in engines, and how ranks split it."""
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """How its model in an engine may spread over ranks beyond tensor and expert parallelism; for the weight map."""
+        """How an engine may spread the model over ranks, beyond tensor and expert parallelism."""
         return PLAIN
 
-    # --- its layers ---------------------------------------------------------------------------------------------------
+    # --- layers -------------------------------------------------------------------------------------------------------
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """The attention module of a layer. `standard`: Megatron's own, which it may build upon."""
+        """The attention module of a layer. `standard`: Megatron's own, on which it may build."""
         from slime.models.common.packed_attention import packed_attention
 
         return packed_attention(config, standard)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
-        """The MLP of a layer, or its experts: a module spec or a class. `standard`: Megatron's own."""
+        """The MLP or experts of a layer: a module spec or a class. `standard`: Megatron's own."""
         from slime.models.common.mlp import DenseMLP, ExpertLayer
 
         return ExpertLayer if is_sparse(hf_config, layer) else DenseMLP
@@ -112,28 +115,29 @@ class Family(ABC):
         return None
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """For each frequency which of a token's three positions (time, height, width) turns it; None: tokens have one
-        position."""
+        """For each frequency, the index of the position (time, height, width) that it uses; None: tokens have one
+        position.
+        """
         return None
 
-    # --- what it sees -------------------------------------------------------------------------------------------------
+    # --- vision -------------------------------------------------------------------------------------------------------
 
     def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
-        """How the checkpoint in `folder` reads images. Raises `ConfigError` for a family that reads none."""
+        """The image processor of the checkpoint in `folder`. Raises `ConfigError` for a family that reads no images."""
         raise ConfigError(f"got images for a {hf_config.get('model_type')}, which reads none; drop --multimodal-keys")
 
     def tower(
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> VisionTower:
-        """Its vision tower. `weights`: the tensors that its table carries, by their names in the files."""
+        """Its vision tower. `weights`: the tensors that its table carries, under their names in the files."""
         raise NotImplementedError(f"{type(self).__name__} has no vision tower")
 
-    # --- its cost -----------------------------------------------------------------------------------------------------
+    # --- cost ---------------------------------------------------------------------------------------------------------
 
     def flops(self, hf_config: HfConfig) -> FlopsModel:
-        """What a forward pass costs. Raises `ConfigError` for a missing key and for attention that is not modelled."""
+        """The cost of a forward pass. Raises `ConfigError` for a missing key or an unsupported kind of attention."""
         return decoder_flops(hf_config, self.attention_cost)
 
     def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
-        """Multiply-adds of the attention of a layer."""
+        """Multiply-adds of a layer's attention."""
         return grouped_query_cost(hf_config, layer)

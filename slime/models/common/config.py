@@ -1,5 +1,5 @@
-"""From a checkpoint's config.json to Megatron's settings: what decoders have in common, what none may ask for, and the
-settings of routed experts.
+"""Megatron settings from a checkpoint's config.json: the settings that decoders share, the options that no family
+supports, and the settings of routed experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slime.core.hf_config import HfConfig, num_experts_of
 if TYPE_CHECKING:
     from slime.models.family import Family
 
-# What keys of a `config.json` mean that many families share, in the spellings of transformers 4 and 5.
+# The meaning of `config.json` keys that many families share, in the spellings of transformers 4 and 5.
 
 _FALLBACK_THETA = 10000.0
 
@@ -27,12 +27,11 @@ def rope_of(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
 
 
 def rope_kind(scaling: Mapping[str, Any] | None) -> str:
-    """The kind of a scaling object, in either spelling; "default" for none."""
+    """The kind of a scaling object, in either spelling; "default" without one."""
     return str((scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default")
 
 
 def is_sparse(config: HfConfig, layer: int) -> bool:
-    """Whether this layer has routed experts."""
     if not num_experts_of(config):
         return False
     if kinds := config.get("mlp_layer_types"):
@@ -43,14 +42,14 @@ def is_sparse(config: HfConfig, layer: int) -> bool:
 
 
 def rotary_percent(config: HfConfig, default: float) -> float:
-    """The rotated part of a head, in the spelling of transformers 4 or 5."""
+    """The fraction of a head that is rotated, in the spelling of transformers 4 or 5."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
 
-# From a checkpoint's config.json to Megatron's settings: what decoders have in common, and what none may ask for.
-#
-# A family returns the settings in which it departs, and raises `ConfigError` for what cannot be trained.
+# Megatron settings from a checkpoint's config.json: the settings that decoders share, and the options that no family
+# supports. A family returns only the settings in which it differs, and raises `ConfigError` for an option that it
+# cannot train.
 
 ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -58,7 +57,7 @@ ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("original_max_position_embeddings",),
 }
-"""Rotary scalings that `common.rotary` computes -> what they need."""
+"""Rotary scalings that `common.rotary` computes -> the keys they need."""
 
 
 def decoder_architecture(config: HfConfig) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def decoder_architecture(config: HfConfig) -> dict[str, Any]:
 
 
 def refuse_unsupported(family: Family, config: HfConfig) -> None:
-    """Raises `ConfigError` for what a config may ask for and the family does not train."""
+    """Raises `ConfigError` for options of the config that the family does not train."""
     if config.get("use_sliding_window"):
         raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
     if config.get("hidden_act", "silu") != "silu":
@@ -128,11 +127,11 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
         raise ConfigError(f"got rotary scaling {kind!r} without {', '.join(missing)}; complete config.json")
 
 
-# Megatron's settings of routed experts, from the HF config: the two kinds of router that families have.
+# Megatron's settings of routed experts, from the HF config, for the two kinds of router.
 
 
 def softmax_experts(config: HfConfig) -> dict[str, Any]:
-    """Experts chosen by the softmax of their scores. Raises `ConfigError` where their sizes are missing."""
+    """Settings for experts chosen by the softmax of their scores. Raises `ConfigError` if their sizes are missing."""
     if not num_experts_of(config) or not config.get("moe_intermediate_size") or not config.get("num_experts_per_tok"):
         raise ConfigError(
             "the checkpoint's config.json lacks num_experts, num_experts_per_tok or moe_intermediate_size; it does not "
@@ -156,7 +155,7 @@ def softmax_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: HfConfig) -> dict[str, Any]:
-    """Megatron's settings of a sigmoid router with bias and groups, of its experts and the shared ones."""
+    """Settings for experts behind a sigmoid router with bias and groups, and for the shared experts."""
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ConfigError(
             f"got a router with scoring_func {config.get('scoring_func')} and topk_method "

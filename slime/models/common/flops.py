@@ -27,20 +27,20 @@ TRAIN_FORWARDS = 3
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Multiply-adds of the attention of one layer, whatever its kind."""
+    """Multiply-adds of one layer's attention, for any kind of attention."""
 
     per_token: int
-    """Of its projections, and of what else is done once per token."""
+    """Projections and other per-token work."""
     per_pair: tuple[tuple[int | None, int], ...] = ()
-    """(window in tokens or None for all before the query, multiply-adds per pair of query and key)."""
+    """(window in tokens, or None for all earlier tokens; multiply-adds per pair of query and key)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
-    """Cost of one architecture; all layers together."""
+    """The cost of one architecture, summed over all layers."""
 
     per_token: float
-    """FLOPs per token of all matrix products with weights, LM head apart."""
+    """FLOPs per token of all matrix products with weights, except the LM head."""
     per_logit: float
     """FLOPs of the LM head per position whose logits are computed."""
     per_pair: tuple[tuple[int | None, float], ...]
@@ -49,8 +49,8 @@ class FlopsModel:
     def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
         """FLOPs of a forward pass over one sequence.
 
-        `num_logits`: positions that the LM head is applied to (default: all). Without `causal`, all pairs count, as
-        in an implementation that computes masked pairs, too.
+        `num_logits`: the number of positions that the LM head is applied to (default: all). With `causal=False` all
+        pairs count, as in an implementation that also computes masked pairs.
         """
         pairs = 0.0
         for window, flops in self.per_pair:
@@ -62,18 +62,19 @@ class FlopsModel:
 
 
 def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
-    """10^12 FLOPs per second and GPU: the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
+    """10^12 FLOPs per second and GPU, for the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
 
-    `forward_flops`: sum over all samples of the whole batch; `num_gpus`: all that shared the work. 0 for no time.
+    `forward_flops`: the sum over all samples of the whole batch. `num_gpus`: all GPUs that shared the work. Returns 0
+    if `time_s` is 0.
     """
     return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
 
 
 def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], AttentionCost]) -> FlopsModel:
-    """Of a decoder with gated three-matrix MLPs, dense or with experts. `attention(config, layer)`: its attention.
+    """The cost model of a decoder with gated three-matrix MLPs, dense or with experts.
 
-    `config` may have the language model under `text_config`. Raises `ConfigError` for a missing key and for attention
-    that is not modelled.
+    `attention(config, layer)` gives the cost of a layer's attention. `config` may have the language model under
+    `text_config`. Raises `ConfigError` for a missing key or an unsupported kind of attention.
     """
     config = config.get("text_config") or config
     try:
@@ -91,7 +92,7 @@ def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], Attenti
 
 
 def grouped_query_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Grouped-query attention, in a window where the layer has one."""
+    """The cost of grouped-query attention, with a sliding window if the layer has one."""
     heads, kv_heads, head_dim = head_sizes(config)
     projections = int(config["hidden_size"]) * head_dim * (2 * heads + 2 * kv_heads)
     return AttentionCost(projections, ((_window(config, layer), 2 * heads * head_dim),))
@@ -105,7 +106,7 @@ def head_sizes(config: HfConfig) -> tuple[int, int, int]:
 
 
 def _window(config: HfConfig, layer: int) -> int | None:
-    """Tokens that a query of this layer sees at most; None for all before it."""
+    """The most tokens that a query of this layer sees; None for all earlier tokens."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
     if kind not in (None, "full_attention", "sliding_attention"):
@@ -121,6 +122,6 @@ def mlp_cost(config: HfConfig, layer: int) -> int:
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
-    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and a gate of its own
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: has its own size and a gate
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router

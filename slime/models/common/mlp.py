@@ -1,5 +1,5 @@
-"""MLPs of decoders: the dense gated one, and mixture of experts with its router, its ways of tokens, its stacked
-experts, and replay of recorded routing.
+"""MLPs of decoders: the dense gated MLP, and mixture of experts with its router, token dispatchers, stacked experts and
+routing replay.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from slime.ops.experts import (
 )
 from slime.ops.swiglu import swiglu
 
-# The gated MLP of decoders, on Megatron's: one op between its two linear layers (`slime.ops.swiglu`).
+# The gated MLP of decoders, based on Megatron's, with one fused op between its two linear layers (`slime.ops.swiglu`).
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with the activation of the families: silu(gate) * up, gate and up in one projection."""
+    """Megatron's MLP with SwiGLU, silu(gate) * up, and with gate and up in one projection."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[T_local, 1, H] -> [T_local, 1, H] and the output's bias, if any.
 
-        `per_token_scale`: [T], of an expert; it multiplies the activation, as in Megatron.
+        `per_token_scale`: [T], the router's weights when this MLP is an expert. It multiplies the activation, as in
+        Megatron.
         """
         mixed, bias = self.linear_fc1(hidden_states)
         out = swiglu(mixed if bias is None else mixed + bias)
@@ -68,7 +69,7 @@ class GatedMLP(MLP):
 
 
 class DenseMLP(GatedMLP):
-    """That of a dense layer."""
+    """The MLP of a dense layer."""
 
     def __init__(self, config: TransformerConfig) -> None:
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -76,26 +77,27 @@ class DenseMLP(GatedMLP):
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
-    """Megatron's shared experts, which are one MLP and perhaps a gate, with that activation."""
+    """Megatron's shared experts (one MLP, with an optional gate), with SwiGLU."""
 
 
-# Ways of tokens to the experts of a layer and back, in Megatron's protocol of a dispatcher.
+# Token dispatchers: they carry tokens to the experts of a layer and back, in Megatron's dispatcher protocol.
 #
 #     dispatch_preprocess, token_dispatch, dispatch_postprocess      tokens -> rows ordered by expert
 #     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
 #
-# Without expert parallelism rows are put in order on their rank, and no GPU waits for the host or the other way round
-# (`LocalDispatcher`). With it Megatron's two dispatchers carry them. Split sizes of the all-to-all have to be known to
-# the host: it waits once in each forward pass of a layer. The all-gather waits several times, for its selections too.
+# Without expert parallelism each rank orders its own rows, and neither the GPU nor the host waits for the other
+# (`LocalDispatcher`). With expert parallelism Megatron's two dispatchers carry the rows. The host must know the split
+# sizes of the all-to-all, so it waits once in each forward pass of a layer. The all-gather waits several times, also
+# for its selections.
 #
 # Invariants
 # 1. Every token reaches all experts that its router chose; nothing is dropped.
 # 2. Ranks of one expert group may hold rows of different lengths.
-# 3. On a CPU all are bit for bit Megatron's own.
+# 3. On a CPU the results equal Megatron's own, bit for bit.
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """All experts are on this rank: rows are put in their order and back."""
+    """For layers whose experts are all on this rank: orders the rows by expert and restores their order afterwards."""
 
     _plan: RowPlan
     _shape: torch.Size
@@ -108,19 +110,19 @@ class LocalDispatcher(MoETokenDispatcher):
         return rows, row_weights(probs, self._plan)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As they are."""
+        """Returns the rows unchanged."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, RowGroups, Tensor]:
-        """Adds which rows are whose."""
+        """Adds the grouping of rows by expert."""
         return hidden_states, self._plan.groups, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """As they are."""
+        """Returns the rows unchanged."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """As they are."""
+        """Returns the rows unchanged."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -129,7 +131,9 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's, with our order of rows: its own waits for the device to count them, and adds rows in their dtype."""
+    """Megatron's all-to-all with our row order. Megatron's own waits for the device to count rows, and sums rows in
+    their dtype.
+    """
 
     _plan: RowPlan
 
@@ -152,7 +156,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """Pads each rank's tokens to the longest row of the expert group; Megatron's own assumes equal lengths."""
 
     num_tokens: int
-    """Tokens of this rank without padding."""
+    """Tokens of this rank, without padding."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, 1, H], routing_map and probs [T, experts] -> hidden [T_max, H], probs [T_max, experts]."""
@@ -174,14 +178,14 @@ def _pad(x: Tensor, num_rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(num_rows, *x.shape[1:])]) if num_rows else x
 
 
-# The routed experts of a layer that one rank has, stacked: a tensor per projection, whatever the number of experts.
+# The routed experts that one rank holds, stacked: one tensor per projection for any number of experts.
 #
-# Optimizer, gradient buffers and memory know two parameters a layer. Weight tables, checkpoints and the engines go on
-# to speak of every expert: `training.model.names` gives views under their names.
+# The optimizer, gradient buffers and memory accounting see two parameters per layer. Weight tables, checkpoints and the
+# engines still see every expert: `training.model.names` gives views under the experts' names.
 #
 # Invariants
-# 1. Rows come ordered by expert. What leaves an expert is that of Megatron's sequential experts: with float32 on a CPU
-#    bit for bit, gradients of rows and weights among them.
+# 1. Rows come ordered by expert. The outputs equal those of Megatron's sequential experts: bit for bit with float32 on
+#    a CPU, including the gradients of rows and weights.
 # 2. Experts are whole on their rank: tensor-parallel ranks are data-parallel to them (`ExpertLayer`).
 
 
@@ -193,7 +197,8 @@ class StackedLinear(Module):
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         shape = (num_experts, size_out, size_in)
         self.weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # The norm of a gradient counts what is marked on every tensor-parallel rank; they share out experts.
+        # The gradient norm counts parameters with this mark on every tensor-parallel rank, and each rank has its own
+        # experts.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -202,15 +207,15 @@ class StackedLinear(Module):
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        """x [rows, in], weight [experts, out, in] -> [rows, out], in the form that the device has."""
+        """x [rows, in], weight [experts, out, in] -> [rows, out], by the implementation for this device."""
         return grouped_linear(x, weight, groups, form_of(x))
 
 
 class StackedExperts(Module):
-    """In place of Megatron's `SequentialMLP`: SwiGLU experts without bias."""
+    """SwiGLU experts without bias, in place of Megatron's `SequentialMLP`."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
-        """Weights are undefined until a checkpoint fills them."""
+        """Leaves the weights uninitialised until a checkpoint fills them."""
         super().__init__()
         gated = config.gated_linear_unit and config.activation_func is functional.silu
         assert gated and not config.add_bias_linear, "experts of all families are SwiGLU without bias"
@@ -221,9 +226,10 @@ class StackedExperts(Module):
         """weight [experts, H, F]."""
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and Megatron's bias: none.
+        """x [rows, H] ordered by expert, router weights [rows] -> [rows, H], and None for the bias that Megatron
+        expects.
 
-        `sizes`: the rows of each expert [experts], if they are not known as groups yet.
+        `sizes`: row groups, or the number of rows of each expert [experts].
         """
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
         inner = weighted_swiglu(self.linear_fc1(x, groups), weights, form_of(x))
@@ -253,17 +259,19 @@ class StackedExperts(Module):
 
 
 class ExactRouter(TopKRouter):
-    """Megatron's router with the choice and the weights of `transformers`.
+    """Megatron's router, choosing and weighting experts as `transformers` does.
 
-    Megatron's own divides sigmoid scores by their sum whatever the model says, takes softmax over the chosen logits
-    in their own dtype, and scores a group by topk / group_topk of its experts.
+    Megatron's own always divides sigmoid scores by their sum, takes the softmax over the chosen logits in their own
+    dtype, and scores a group by topk / group_topk of its experts.
     """
 
     choices: Choices | None = None
-    """Set while a layer runs whose row has choices of its own: see `routing_replay`."""
+    """Set while a layer runs on a row with recorded choices: see `RowRouting`."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 where not chosen, and bool of that shape."""
+        """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 where not chosen, and the mask of chosen
+        experts, bool [T, experts].
+        """
         config = self.config
         logits = logits.view(-1, config.num_moe_experts)
         wide = logits.float()
@@ -280,7 +288,9 @@ class ExactRouter(TopKRouter):
         return torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype)), routing_map
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[T, experts] -> numbers of the chosen experts [T, topk] (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+        """scores [T, experts] -> indices of the chosen experts [T, topk] (DeepSeek-V3, arXiv:2412.19437, section
+        2.1.2).
+        """
         groups = self.config.moe_router_num_groups or 1
         if (kept := self.config.moe_router_group_topk or groups) < groups:
             grouped = scores.unflatten(1, (groups, -1))
@@ -291,20 +301,19 @@ class ExactRouter(TopKRouter):
 
 
 class WideRouter(ExactRouter):
-    """A router whose weight is float32 whatever the training dtype, as engines hold it; its row is `wide`."""
+    """A router with a float32 weight for any training dtype, as in the engines; its row in the table is `wide`."""
 
     def reset_parameters(self) -> None:
-        """As Megatron's, which would round the weight to the training dtype."""
+        """Does the same as Megatron's, which would round the weight to the training dtype."""
         if self.config.perform_initialization:
             self.config.init_method(self.weight)
         self.weight.sequence_parallel = self.config.sequence_parallel
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's layer of experts, with our router, stacked experts, and dispatchers that do not wait (`dispatch`)."""
+    """Megatron's layer of experts with our router, stacked experts, and dispatchers that wait less for the host."""
 
     router_class: ClassVar[type[ExactRouter]] = ExactRouter
-    """What chooses them."""
     experts_class: ClassVar[type[torch.nn.Module]] = StackedExperts
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -315,7 +324,7 @@ class ExpertLayer(MoELayer):
             parts.submodules.shared_experts.module = GatedSharedExperts
         super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
-            # Megatron sets this under expert parallelism only, as if experts were otherwise split like dense layers.
+            # Megatron sets this only under expert parallelism, as if experts were otherwise split like dense layers.
             # Ours are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
             parameter.allreduce = False
         if groups.ep.size() == 1:
@@ -334,33 +343,34 @@ class WideRoutedExperts(ExpertLayer):
     router_class = WideRouter
 
 
-# Routers that take the choice of experts from a record, and keep the weights of the chosen ones their own (R3).
+# Routing replay (R3): routers take the choice of experts from a record, but compute the weights of the chosen experts.
 #
-# Engine and trainer round differently, and a router turns a rounding error into another expert. So the choice is taken
-# as it was made when the token was sampled, and the trainer's own logits say what the chosen experts weigh: gradients
-# flow into the router as they do without a record (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels
-# with the row that it is of, in `PackedSequences`; `RoutedLayer` lends it to its router while the layer runs.
+# Engine and trainer round differently, and a rounding error can make a router choose another expert. So the trainer
+# reuses the choice made when the token was sampled, and weights the chosen experts by its own logits: gradients flow
+# into the router as they do without a record (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels with
+# its row in `PackedSequences`; `RoutedLayer` passes it to the router while the layer runs.
 #
 # Invariants
-# 1. What a router reads belongs to the row that its layer was called with, also when the layer runs again for the
-#    backward pass, whatever other rows were run between: nothing is looked up by order or time.
+# 1. A router always reads the choices of the row that its layer was called with, even when the layer runs again for the
+#    backward pass and other rows ran in between: nothing is looked up by order or time.
 # 2. A token without a record gets the trainer's own choice.
-# 3. Without a row's routing a router computes what it always did, bit for bit.
+# 3. Without recorded routing a router computes the same bits as without replay.
 
 
 @dataclass(frozen=True, slots=True)
 class RowRouting:
-    """The choices of one row, T tokens of it on this rank."""
+    """The choices for one row, of which this rank has T tokens."""
 
     recorded: Mapping[int, Tensor]
-    """Layer -> [T, topk] numbers of experts; a row of numbers that no expert has was not recorded."""
+    """Layer -> expert indices [T, topk]; out-of-range indices mark a token that was not recorded."""
     replays: bool = True
-    """False: recorded choices are compared with the router's own, which stay."""
+    """False: recorded choices are only compared with the router's own choices, which are used."""
     keeps: dict[int, Tensor] | None = None
-    """Layer -> the choice made [T, topk], filled here for a later pass; None: nothing is kept."""
+    """Layer -> the choice made [T, topk], filled here for a later pass; None: nothing is recorded."""
     counts: Tensor | None = None
-    """[2] float64, added to: recorded choices of a token in a layer, and those of them whose experts are not the
-    router's own. None: not counted."""
+    """[2] float64, accumulated per token and layer: the number of recorded choices, and the number of those that differ
+    from the router's own choice. None: not counted.
+    """
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
         """See `slime.models.common.packed_attention.Choices`."""
@@ -380,10 +390,10 @@ class RowRouting:
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer; while it runs its router has the routing of the row that it was called with."""
+    """Megatron's layer; while it runs, its router has the recorded routing of the current row."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's, called by its block with the row's `PackedSequences` as `packed_seq_params`."""
+        """Runs Megatron's forward. The block passes the row's `PackedSequences` as `packed_seq_params`."""
         packed = kwargs.get("packed_seq_params")
         choices = None if packed is None else packed.routing
         if choices is None or not isinstance(self.mlp, MoELayer):

@@ -1,12 +1,12 @@
 """Multi-token prediction: one more layer that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437,
-section 2.2), which engines serve as the draft of their speculative decoding.
+section 2.2). Engines use it as the draft model for speculative decoding.
 
-`h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is what the model's output layer sees;
-the output layer, applied to the normed `h'`, predicts token t + 2. Embedding and output layer are the model's own;
-files of DeepSeek and GLM hold both a second time. `HeadForm` says where a family departs from the formula.
+`h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is the input of the model's output
+layer. The output layer, applied to the normed `h'`, predicts token t + 2. Embedding and output layer are the model's
+own; DeepSeek and GLM checkpoints store both a second time. `HeadForm` describes how a family differs from the formula.
 
-A family says in `Family.mtp_config` how the layer is built. Its parameters are rows of the table only where it is
-trained (`with_mtp`); else its tensors are carried along.
+`Family.mtp_config` says how the layer is built. Its parameters are rows of the table only if it is trained
+(`with_mtp`); otherwise its tensors are carried along.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ from slime.models.common.table import DRAFT, Row
 
 _KEY = "_trains_mtp"
 PREFIX = "mtp.layers.0."
-"""Of its parameters, in Megatron's own words."""
+"""Prefix of the layer's parameters in Megatron's names."""
 LAYER_PREFIX = PREFIX + "transformer_layer."
 CARRIED_DRAFT = r"draft\.(?!model\.embed_tokens\.weight$|lm_head\.weight$)"
-"""Resident tensors of a draft that is not trained: all but those that it has from the model."""
+"""Resident tensors of an untrained draft, except embedding and output layer, which it shares with the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """How a family puts its layer together."""
+    """How a family builds its multi-token prediction layer."""
 
     hidden_first: bool = False
     """The projection sees `[hnorm ; enorm]`."""
     blind_start: bool = False
-    """The embedding is zero where `h_t` is of the first token of a sequence."""
+    """The embedding is zero where `h_t` belongs to the first token of a sequence."""
 
 
 def with_mtp(hf_config: HfConfig) -> HfConfig:
-    """The config of a model whose layer of multi-token prediction is trained."""
+    """The config of a model with a trained multi-token prediction layer."""
     return {**hf_config, _KEY: True}
 
 
 def trains_mtp(hf_config: HfConfig) -> bool:
-    """Whether a config is one of `with_mtp`."""
+    """Whether `with_mtp` made this config."""
     return bool(hf_config.get(_KEY))
 
 
 def head_rows(hidden: int, names: tuple[str, str, str, str]) -> Rows:
-    """What stands around the layer; `names`: HF names, without `weight`, of the norm of the embedding, that of the
-    hidden state, the projection and the last norm. Engines have these names, too, unless `as_draft` changes them.
+    """The rows around the layer: norms and projection.
+
+    `names`: HF names, without `weight`, of the embedding's norm, the hidden state's norm, the projection and the last
+    norm. Engines use the same names unless `as_draft` changes them.
     """
     of_embedding, of_hidden, projection, last = names
     return (
@@ -62,7 +64,7 @@ def head_rows(hidden: int, names: tuple[str, str, str, str]) -> Rows:
 
 
 def layer_rows(rows: Iterable[Row], hf: str, engine: str) -> Rows:
-    """The rows of the layer, without prefixes yet, under their full names; `hf`, `engine`: what stands before."""
+    """Adds the prefixes to the rows of the layer; `hf`, `engine`: the prefixes of HF and engine names."""
     return tuple(
         dataclasses.replace(
             row,
@@ -76,7 +78,7 @@ def layer_rows(rows: Iterable[Row], hf: str, engine: str) -> Rows:
 
 
 def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
-    """The same with the names that an engine reports of its draft; `renamed`: how the draft itself calls a tensor."""
+    """The same rows with the names that an engine reports for its draft; `renamed`: maps a name to the draft's own."""
     return tuple(
         dataclasses.replace(
             row,
@@ -89,7 +91,7 @@ def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
 
 
 def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
-    """Of layer `number` in files of DeepSeek and GLM, behind the model's last one."""
+    """The rows of layer `number`, behind the model's last layer, in DeepSeek and GLM checkpoints."""
     hf = f"model.layers.{number}."
     names = (f"{hf}enorm", f"{hf}hnorm", f"{hf}eh_proj", f"{hf}shared_head.norm")
     around = as_draft(head_rows(hidden, names), lambda name: name.replace(hf, "model."))
@@ -97,21 +99,21 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
 
 
 def deepseek_duplicates(number: int) -> dict[str, str]:
-    """What such files hold of embedding and output layer a second time -> the first."""
+    """The second embedding and output layer in such checkpoints -> the first."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 
 
 def carried_mtp(hf_config: HfConfig) -> tuple[str, ...]:
-    """Patterns of what such files hold for multi-token prediction, and of the draft that an engine makes of it."""
+    """Patterns of the multi-token prediction tensors in such checkpoints, and of an engine's draft tensors."""
     first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
     return (*(rf"model\.layers\.{first + i}\." for i in range(count)), *((CARRIED_DRAFT,) if count else ()))
 
 
 def only_layer(hf_config: HfConfig) -> HfConfig | None:
-    """Layer 0 as such a layer, which always has experts; None if files have none.
+    """The config that makes layer 0 such a layer, which always has experts; None if the checkpoint has no such layer.
 
-    Raises `ConfigError` for several, of which each predicts from the one before it.
+    Raises `ConfigError` for several layers, because each would predict from the one before it.
     """
     count = int(hf_config.get("num_nextn_predict_layers") or 0)
     if count > 1:

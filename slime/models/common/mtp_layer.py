@@ -1,12 +1,12 @@
-"""The module of `slime.models.common.mtp`: norms, projection and one layer of the family, behind the model's last one.
+"""The module of `slime.models.common.mtp`: norms, a projection and one decoder layer, behind the model's last layer.
 
-Nothing of the model itself gets a gradient from it: hidden states, embedding and output layer are taken as they are. So
-reinforcement learning moves the model as it would without the layer, which only learns to foresee it.
+The model itself gets no gradient from it: hidden states, embedding and output layer are detached. So reinforcement
+learning updates the model as it would without this layer, and the layer only learns to predict its tokens.
 
 Invariants
-1. The token that follows a sequence's last one in a packed row is never looked at.
-2. Under sequence parallelism each rank works on its part of the row, and gradients of what is whole on every rank are
-   summed over the ranks by Megatron, as those of norms are.
+1. In a packed row, the last token of a sequence never sees the first token of the next one.
+2. Under sequence parallelism each rank works on its part of the row, and Megatron sums the gradients of replicated
+   parameters over the ranks, as it does for norms.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from slime.models.common.packed_attention import PackedSequences, RMSNorm, curre
 
 
 class MultiTokenLayer(torch.nn.Module):
-    """One layer of multi-token prediction."""
-
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         """`layer`: the specification of the family's layer."""
         super().__init__()
@@ -40,7 +38,7 @@ class MultiTokenLayer(torch.nn.Module):
         self.final_layernorm = RMSNorm(config, hidden, eps=eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """hidden, embedded [T_local, 1, H], of a token and of the one behind it -> normed states [T_local, 1, H]."""
+        """hidden of a token and embedded of the next token, both [T_local, 1, H] -> normed states [T_local, 1, H]."""
         both = [self.enorm(embedded), self.hnorm(hidden)]
         joined = torch.cat(both[::-1] if self.hidden_first else both, dim=-1)
         out, _ = self.transformer_layer(self.eh_proj(joined), attention_mask=None, packed_seq_params=packed)
@@ -48,7 +46,7 @@ class MultiTokenLayer(torch.nn.Module):
 
 
 class MultiTokenHead(torch.nn.Module):
-    """The layers of multi-token prediction: one. Its names are Megatron's."""
+    """The multi-token prediction layers, of which there is one. Its names are Megatron's."""
 
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         super().__init__()
@@ -56,8 +54,10 @@ class MultiTokenHead(torch.nn.Module):
         self.layers = torch.nn.ModuleList([MultiTokenLayer(config, layer, vp_stage, form)])
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """hidden [T_local, 1, H]: of this rank, without a gradient; embedded [T, H]: of the tokens behind these, T all
-        that share the row by tokens, before sequence parallelism. Returns states [T_local, 1, H].
+        """hidden [T_local, 1, H] of this rank's tokens, detached; embedded [T, H] of the next tokens -> states
+        [T_local, 1, H].
+
+        T counts the tokens of all sequence-parallel ranks together.
         """
         if self.blind_start:
             assert packed.positions is not None, "a packed row knows the positions of its tokens"
@@ -70,9 +70,9 @@ class MultiTokenHead(torch.nn.Module):
 
 
 def following(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """tokens [T] of a packed row -> [T] the token behind each; of a sequence's last one, itself.
+    """tokens [T] of a packed row -> the next token of each [T]; the last token of a sequence maps to itself.
 
-    `cu_seqlens` [N + 1]: where sequences begin, then T.
+    `cu_seqlens` [N + 1]: the start of each sequence, then T.
     """
     ends = cu_seqlens[1:].to(tokens.device, torch.int64) - 1
     return tokens.roll(-1).index_copy(0, ends, tokens.index_select(0, ends))

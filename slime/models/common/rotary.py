@@ -1,4 +1,5 @@
-"""Rotary embedding: frequencies as the HF config scales them, and the rotation for attention that applies its own.
+"""Rotary embedding: frequencies with the scaling of the HF config, and the rotation for attention that does not use the
+fused op.
 
 Sources: RoFormer (Su et al. 2021); llama 3 scaling as released with Llama 3.1; yarn (Peng et al. 2023,
 arXiv:2309.00071) with the two magnitudes of DeepSeek: `attention_factor` on cos and sin, `softmax_scale` on the scores.
@@ -23,7 +24,7 @@ Scaling = Mapping[str, Any]
 def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
     """[head_dim / 2] float32 rotary frequencies with the scaling of the HF config.
 
-    Megatron's own llama 3 scaling fixes three of its four parameters, so the frequencies are computed here.
+    Megatron's own llama 3 scaling hard-codes three of its four parameters, so the frequencies are computed here.
     """
     theta, scaling = rope_of(hf_config)
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
@@ -46,17 +47,17 @@ def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
 
 
 def _factor(hf_config: HfConfig, scaling: Scaling) -> float:
-    """By how much the context grew."""
+    """The ratio of the extended to the original context length."""
     original = float(scaling.get("original_max_position_embeddings") or 1)
     return float(scaling.get("factor") or hf_config["max_position_embeddings"] / original)
 
 
 def _yarn_share(theta: float, scaling: Scaling, head_dim: int) -> Tensor:
-    """[head_dim / 2] from 0 to 1: how far yarn interpolates a frequency."""
+    """[head_dim / 2] from 0 to 1: how far yarn interpolates each frequency."""
     original = float(scaling["original_max_position_embeddings"])
 
     def dimension(rotations: float) -> float:
-        """Which dimension turns so often within the original context."""
+        """The dimension that makes this many rotations within the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(float(scaling.get("beta_fast") or 32))
@@ -73,7 +74,7 @@ def _magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def attention_factor(hf_config: HfConfig) -> float:
-    """What cos and sin are multiplied by; 1 for all scalings but yarn."""
+    """The factor on cos and sin; 1 for all scalings but yarn."""
     _, scaling = rope_of(hf_config)
     if scaling is None or rope_kind(scaling) != "yarn":
         return 1.0
@@ -86,7 +87,7 @@ def attention_factor(hf_config: HfConfig) -> float:
 
 
 def softmax_scale(hf_config: HfConfig, head_dim: int) -> float:
-    """What scores are multiplied by in latent attention: 1 / sqrt(head_dim), and yarn's `mscale_all_dim` squared."""
+    """The factor on scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's `mscale_all_dim`."""
     _, scaling = rope_of(hf_config)
     all_dim = float((scaling or {}).get("mscale_all_dim") or 0)
     magnitude = _magnitude(_factor(hf_config, scaling), all_dim) if scaling and all_dim else 1.0
@@ -101,14 +102,14 @@ def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tens
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embedding of a model whose layers share one."""
+    """The rotary embedding that all layers of a model share."""
 
     frequencies: Tensor
-    """[r / 2] float32 on the device of the model."""
+    """[r / 2] float32 on the model's device."""
     factor: float
-    """What cos and sin are multiplied by."""
+    """The factor on cos and sin."""
     axes: Tensor | None = None
-    """[r / 2] int64: which of three positions turns each frequency; None: tokens have one position."""
+    """[r / 2] int64: the index of the position, of three, that each frequency uses; None: tokens have one position."""
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64, or [3, T] with `axes` -> cos and sin, each [T, r / 2] float32."""
@@ -121,9 +122,10 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """[T, heads, d] -> the same, rotated; pairs are (0, 1), (2, 3), … where `interleaved`, else (0, d / 2), ….
+    """[T, heads, d] -> the same, rotated. Pairs are (0, 1), (2, 3), … if `interleaved`, else (0, d / 2), ….
 
-    The result holds all first members, then all second ones: a fixed permutation, which products of q and k do not see.
+    The result holds the first members of all pairs, then the second ones. This fixed permutation cancels in products of
+    q and k.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

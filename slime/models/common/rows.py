@@ -1,6 +1,7 @@
-"""Constructors of rows, and the parts that decoders have in common. Names are without the layer's prefix.
+"""Constructors of rows, and the rows that decoders have in common.
 
-`at_layer` adds the prefixes; an engine's name is the first HF name unless it fuses.
+Names are without the layer's prefix, which `at_layer` adds. An engine's name is the first HF name unless it fuses
+tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Rows = tuple[Row, ...]
 
 
 def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
-    """Rows of a layer under their full names; `prefix`: what comes before `layers.` in HF and engine names."""
+    """Adds the prefixes to the rows of a layer; `prefix`: the part before `layers.` in HF and engine names."""
     hf = prefix + "layers.{layer}."
     return tuple(
         dataclasses.replace(
@@ -45,7 +46,7 @@ def column(
     engine: str | None = None,
     **options: Any,
 ) -> Row:
-    """Tensors stacked along the output features, which are split; one unit stands for all segments."""
+    """Tensors stacked along the output features, which are split. A single unit applies to all segments."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(units, Unit):
         units = (units,) * len(options.get("segments") or shapes)
@@ -53,20 +54,19 @@ def column(
 
 
 def row(megatron: str, name: str, out: int, size: int, unit: Unit = Unit.EVEN, **options: Any) -> Row:
-    """A weight [out, size] whose input features are split."""
+    """A weight [out, size] that is split along its input features."""
     engine = options.pop("engine", name)
     return Row(megatron, (name,), ((out, size),), engine, dim=1, units=(unit,), **options)
 
 
 def norm(megatron: str, name: str, size: int) -> Row:
-    """The weight of a norm."""
     return copy(f"{megatron}.weight", f"{name}.weight", size)
 
 
 def attention(
     s: ModelSizes, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, gated: bool = False
 ) -> Rows:
-    """Grouped-query attention: q, k and v fused per KV head. `gated`: every query head is followed by its gate."""
+    """Grouped-query attention, with q, k and v fused per KV head. `gated`: a gate follows every query head."""
     heads, d = (s.num_heads, s.num_kv_heads, s.num_kv_heads), s.head_dim
     sizes = tuple(n * d * (2 if gated and i == 0 else 1) for i, n in enumerate(heads))
     units = (Unit.HEADS, Unit.KV_HEADS, Unit.KV_HEADS)
@@ -102,7 +102,7 @@ def mlp(
     engines: tuple[str, str] | None = None,
     bias: bool = False,
 ) -> Rows:
-    """A gated MLP of `size` features; `engines`: resident names of [gate; up] and down (experts share theirs)."""
+    """A gated MLP of `size` features; `engines`: resident names of [gate; up] and of down, which experts share."""
     gate_up, down = engines or (f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight")
 
     def fc1(kind: str, *more: int) -> Row:
@@ -127,8 +127,8 @@ def experts(
 ) -> Rows:
     """A router and its gated experts. The engine stacks [gate; up] of all experts, and down of all experts.
 
-    `bias`: HF name of the router's correction bias; `shared`: HF name and features of the shared experts;
-    `shared_gate`: HF name of the weight that gates them.
+    `bias`: HF name of the router's correction bias. `shared`: HF name and features of the shared experts.
+    `shared_gate`: HF name of the weight of their gate.
     """
     hidden = s.hidden_size
     rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden),)
@@ -158,8 +158,9 @@ def decoder_table(
     mtp: Rows = (),
     duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: rows of that layer; `mtp`, `duplicates`:
-    as in the table."""
+    """Embedding, layers, final norm and output layer. `layer(sizes, number)` returns the rows of a layer; `mtp` and
+    `duplicates` are as in `FamilyTable`.
+    """
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
     tied = bool(hf_config.get("tie_word_embeddings", False))

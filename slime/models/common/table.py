@@ -1,10 +1,10 @@
-"""Rows that say how one Megatron parameter, its Hugging Face tensors and the engine's resident tensor belong together.
+"""The weight map: each row links one Megatron parameter, its Hugging Face tensors and the engine's resident tensor.
 
 Invariants
-1. Every Megatron parameter and every HF tensor of a model is named by exactly one row (`FamilyTable.check`), or the HF
-   tensor is one that the trainer carries along unread. A row of experts names one parameter per expert, under the
-   expert's number in the whole model; the engine holds all experts of a row in one tensor.
-2. A row is read in both directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
+1. Exactly one row names every Megatron parameter and every HF tensor of a model (`FamilyTable.check`), except HF
+   tensors that the trainer carries along unread. A row of experts names one parameter per expert, under the expert's
+   number in the whole model; the engine holds all experts of a row in one tensor.
+2. All directions use the same rows: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
    for verification. No direction has names or rules of its own.
 3. One formula splits every parameter: segments, interleaved in groups, in equal parts (`convert`).
 """
@@ -24,14 +24,14 @@ from slime.core.hf_config import HfConfig, num_experts_of
 from slime.core.text import listed
 from slime.core.topology import EngineLayout
 
-# How SGLang's model of a family spreads over the ranks of an engine, beyond tensor parallelism, which all have.
+# How SGLang spreads a family's model over the ranks of an engine, beyond tensor parallelism, which all families have.
 #
-# It stands in the model's own code (SGLang 0.5.16, `srt/models/`), family by family. A family says here what was read
-# there and proven; anything else is refused before a run starts (`problem`).
+# This depends on the model's code in SGLang 0.5.16 (`srt/models/`). A family declares only what was read there and
+# tested; anything else is refused before a run starts (`problem`).
 
 
 class Head(str, Enum):
-    """Which pipeline stages hold the output layer."""
+    """The pipeline stages that hold the output layer."""
 
     LAST = "last"
     EVERY = "every"
@@ -39,24 +39,24 @@ class Head(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What an engine may do with a family."""
+    """The parallel layouts that an engine supports for a family."""
 
     dp_attention: bool = False
-    """Attention, embedding and output layer may be shared by the ranks of a DP group alone."""
+    """A DP group may share attention, embedding and output layer among its own ranks."""
     dp_lm_head: bool = True
-    """With DP attention the output layer, too, may be shared by a DP group alone."""
+    """With DP attention, a DP group may share the output layer among its own ranks, too."""
     whole_embedding: bool = False
-    """With DP attention the embedding is whole on each rank instead."""
+    """With DP attention the embedding is whole on each rank."""
     stages: Head | None = None
-    """It may run in pipeline stages, and which of them hold the output layer; None: it may not."""
+    """The stages that hold the output layer; None: the model cannot run in pipeline stages."""
     tied_stages: bool = False
-    """In stages, a tied output layer is a tensor of its own on the last one, loaded from the embedding."""
+    """In stages, a tied output layer is a separate tensor on the last stage, loaded from the embedding."""
     whole_dense_mlp: bool = False
     """`moe_dense_tp_size` 1 makes the MLP of dense layers whole on each rank."""
     every_embedding: bool = False
-    """In stages, each one holds the embedding."""
+    """In stages, each stage holds the embedding."""
     whole_stages: bool = False
-    """A stage is one rank: its loader divides no experts."""
+    """A stage must be one rank, because its loader does not divide experts."""
 
 
 PLAIN = Spread()
@@ -64,7 +64,7 @@ PLAIN = Spread()
 
 
 def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: int) -> str | None:
-    """Why an engine cannot have this layout, in a half sentence; None if it can."""
+    """Half a sentence on why an engine cannot have this layout; None if it can."""
     if layout.dp_size > 1 and not spread.dp_attention:
         return "its attention in SGLang knows no DP attention"
     if layout.dp_lm_head and not spread.dp_lm_head:
@@ -83,32 +83,31 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
 
 
 LAYER = "{layer}"
-"""Stands for the layer number in name patterns."""
+"""The placeholder for the layer number in name patterns."""
 EXPERT = "{expert}"
-"""Stands for the number of a routed expert in name patterns."""
+"""The placeholder for the number of a routed expert in name patterns."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name of the embedding."""
 HEAD = "output_layer.weight"
 """Megatron's name of the output layer."""
 ATTENTION = ".self_attention."
-"""In Megatron's names of what attention, or what stands in its place, consists of."""
+"""Part of the Megatron names of all parameters of attention, or of the module in its place."""
 DRAFT = "draft."
-"""Before the name of a resident tensor of the draft, a model that an engine may serve beside the one that is trained:
-SGLang reports it so."""
+"""The prefix under which SGLang reports the resident tensors of the draft model."""
 
 
 class Unit(str, Enum):
-    """What the split dimension of a segment consists of: what no rank may hold a part of, and how engines pad it."""
+    """The unit of a segment's split dimension, which stays whole on one rank, and how engines pad it."""
 
     NONE = "none"
-    """Not split: whole on every rank (norms, biases added after the reduction)."""
+    """Whole on every rank (norms, biases added after the reduction)."""
     VOCAB = "vocabulary rows"
     """Vocabulary entries; trainer and engine pad them, each in its own way."""
     HEADS = "attention heads"
     """Query heads."""
     KV_HEADS = "KV heads"
-    """KV heads; engines replicate them where they are fewer than ranks."""
+    """KV heads; engines replicate them if there are fewer than ranks."""
     FEATURES = "MLP features"
     """Features of an MLP, which engines on a CPU pad."""
     EVEN = "features"
@@ -124,15 +123,17 @@ class Row:
     hf: tuple[str, ...]
     """The HF tensors that it holds, in fusing order."""
     shapes: tuple[tuple[int, ...], ...]
-    """Full shape of each HF tensor; of one expert's part where they are `stacked`."""
+    """Full shape of each HF tensor; if `stacked`, of one expert's part."""
     engine: str
-    """Name of the resident tensor of an SGLang model; rows and experts that share one are stacked along dim 0."""
+    """Name of the resident tensor in SGLang; rows and experts that share a tensor are stacked along dim 0."""
     dim: int | None = None
     """The dimension that tensor-parallel ranks split; None: whole on every rank."""
     units: tuple[Unit, ...] = ()
-    """Of each segment."""
+    """The unit of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim`, through the HF tensors laid end to end, of what is split separately; empty: one each."""
+    """Lengths along `dim`, over the concatenated HF tensors, of the parts that are split separately. Empty: one segment
+    per HF tensor.
+    """
     groups: int = 0
     """Megatron interleaves the segments in this many equal groups (KV heads, for example); 0: one group per rank."""
     wide: bool = False
@@ -140,11 +141,11 @@ class Row:
     stacked: bool = False
     """The HF tensors hold all experts along dim 0."""
     trained: bool = True
-    """Else a buffer or a frozen parameter, which is loaded, exported and synced but never trained."""
+    """False for a buffer or a frozen parameter, which is loaded, exported and synced but never trained."""
     engines: tuple[str, ...] = ()
-    """In place of `engine`, a resident tensor for each HF tensor: an engine may keep apart what the trainer fuses."""
+    """One resident tensor for each HF tensor, instead of `engine`, if the engine keeps apart what the trainer fuses."""
     plus_one: str = ""
-    """Resident tensor that an engine keeps beside this one: the weight of a zero-centred norm with its one added."""
+    """Resident tensor that an engine keeps beside this one: a zero-centred norm's weight plus one."""
     transposed: bool = False
     """The engine holds it as [in, out]."""
 
@@ -160,7 +161,7 @@ class Row:
             assert len(self.units) == len(self.segments), f"{self.megatron}: {self.units} for {self.segments}"
 
     def apart(self) -> tuple[Row, ...]:
-        """A row for each HF tensor, where `engines` names their resident tensors; else none."""
+        """One row per HF tensor if `engines` names their resident tensors; else empty."""
         out, first = [], 0
         for i, engine in enumerate(self.engines):
             assert self.dim is not None, f"{self.megatron} is not split"
@@ -176,20 +177,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes that decide where tensors are split."""
+    """The sizes that determine where tensors are split."""
 
     num_layers: int
     num_heads: int
     """Query heads."""
     num_kv_heads: int
-    """KV heads, which Megatron calls query groups."""
+    """Megatron calls them query groups."""
     head_dim: int
     hidden_size: int
     intermediate_size: int
     """MLP features of a dense layer."""
     vocab_size: int
     num_experts: int = 0
-    """Routed experts of each layer that has any; 0 for a dense model."""
+    """Routed experts of each layer that has experts; 0 for a dense model."""
     moe_intermediate_size: int = 0
     """MLP features of one routed expert."""
 
@@ -237,11 +238,11 @@ class Entry:
     expert: int | None = None
     """Number of the routed expert in its layer; None for everything else."""
     apart: tuple[Entry, ...] = ()
-    """This entry by resident tensors, where an engine has several for it."""
+    """One entry per resident tensor, if the engine has several for this row."""
     plus_one: str = ""
-    """As in the row."""
+    """Same as `Row.plus_one`."""
     layer: int | None = None
-    """Number of its layer; None before and after the layers."""
+    """The layer number; None before and after the layers."""
 
     @classmethod
     def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
@@ -261,22 +262,23 @@ class FamilyTable:
     """`model_type` of the HF config."""
     sizes: ModelSizes
     before: tuple[Row, ...]
-    """Ahead of the layers: the embedding."""
+    """The rows before the layers: the embedding."""
     layers: tuple[tuple[Row, ...], ...]
-    """The rows of each layer: those that this model has (optional biases already decided), in export order."""
+    """The rows of each layer of this model (optional biases already decided), in export order."""
     after: tuple[Row, ...]
-    """Behind the layers: final norm, output layer."""
+    """The rows after the layers: final norm, output layer."""
     tied: bool
-    """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
+    """The output layer shares the embedding, so neither Megatron nor the engine has a row for it."""
     mtp: tuple[Row, ...] = ()
-    """Of the layer of multi-token prediction, where it is trained; an engine holds them in its draft, if it has one."""
+    """The rows of a trained multi-token prediction layer; an engine holds them in its draft model, if it has one."""
     duplicates: Mapping[str, str] = field(default_factory=dict)
-    """HF tensors that files hold a second time -> the first, from which they are written. They are not read."""
+    """HF tensors stored a second time -> the first. They are not read, and an export writes them from the first."""
     carried: tuple[str, ...] = ()
-    """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source, and of
-    an engine's resident tensors that no weight sync brings."""
+    """Patterns (`re.match`) of HF tensors that an export copies from the source checkpoint, and of resident tensors
+    that no weight sync changes.
+    """
     spread: Spread = PLAIN
-    """How an engine may spread it over ranks."""
+    """How an engine may spread the model over ranks."""
     entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
     """Rows with layer and expert numbers, in export order."""
 
@@ -299,10 +301,10 @@ class FamilyTable:
 
     @cached_property
     def runs(self) -> tuple[tuple[Entry, ...], ...]:
-        """The entries in export order: the experts of a row and layer together, everything else by itself."""
+        """The entries in export order, grouped: the experts of a row and layer together, every other entry alone."""
         out: list[list[Entry]] = []
         for e in self.entries:
-            if e.expert:  # the first has number 0
+            if e.expert:  # expert 0 starts a new run
                 out[-1].append(e)
             else:
                 out.append([e])
@@ -324,7 +326,7 @@ class FamilyTable:
 
     @cached_property
     def together(self) -> Mapping[str, str]:
-        """HF tensor -> its resident tensor, where an engine loads the tensors of several rows at once or not at all."""
+        """HF tensor -> its resident tensor, if the engine must load the tensors of several rows in one call."""
         several = {name: held for name, held in self.resident.items() if len(held) > 1 and held[0].expert is None}
         return {hf: name for name, held in several.items() for e in held for hf in e.hf}
 
@@ -334,7 +336,7 @@ class FamilyTable:
 
     @cached_property
     def _by_hf(self) -> Mapping[str, Entry]:
-        """The first entry of each HF tensor: stacked experts share theirs."""
+        """HF tensor -> its first entry; stacked experts share an HF tensor."""
         return {name: e for e in reversed(self.entries) for name in e.hf}
 
     def entry(self, megatron_name: str) -> Entry:
@@ -348,7 +350,7 @@ class FamilyTable:
         return found
 
     def entry_of_hf(self, hf_name: str) -> Entry:
-        """The entry that a HF tensor belongs to. Raises `WeightSyncError` if the table does not know it."""
+        """The entry of an HF tensor. Raises `WeightSyncError` if the table does not know it."""
         found = self._by_hf.get(hf_name)
         if found is None:
             raise WeightSyncError(f"got HF tensor {hf_name!r}, which table {self.family!r} does not name")
@@ -365,20 +367,19 @@ class FamilyTable:
         return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
-        """Shape of a HF tensor as the config implies it."""
+        """Shape of an HF tensor according to the config."""
         entry = self.entry_of_hf(hf_name)
         shape = entry.row.shapes[entry.hf.index(hf_name)]
         return (self.sizes.num_experts, *shape) if entry.row.stacked else shape
 
     def carries(self, hf_name: str) -> bool:
-        """Whether a HF tensor is copied along and not held by the trainer."""
+        """Whether an HF tensor is carried along, not held by the trainer."""
         return any(re.match(pattern, hf_name) for pattern in self.carried)
 
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
-        """Refuses a model or checkpoint that the table misses or doubles a tensor of.
+        """Raises `ConfigError` that names every missing, unknown and duplicate tensor of a model or checkpoint.
 
-        A tied checkpoint may carry its redundant `lm_head.weight`; rotary buffers of old checkpoints are ignored.
-        Raises `ConfigError` that names every missing, unknown and doubled tensor.
+        A tied checkpoint may contain a redundant `lm_head.weight`; rotary buffers of old checkpoints are ignored.
         """
         for what, got, known in (("Megatron", megatron_names, self.megatron_names), ("HF", hf_names, self.hf_names)):
             if got is None:
@@ -394,7 +395,7 @@ class FamilyTable:
                 )
 
     def ignores(self, hf_name: str) -> bool:
-        """Whether a HF tensor of a checkpoint is none of the trainer's: carried, redundant or a rotary buffer."""
+        """Whether the trainer does not hold this HF tensor of a checkpoint: carried, redundant or a rotary buffer."""
         redundant = self.tied and hf_name.endswith("lm_head.weight")
         buffer = hf_name.endswith("rotary_emb.inv_freq")
         return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)

@@ -1,5 +1,5 @@
-"""What a family that reads images brings: a processor on the host, a vision tower on the device; and a packed row's
-images, as model and layers need them.
+"""What a family that reads images provides: a processor on the host and a vision tower on the device; and the images of
+a packed row, as model and layers need them.
 """
 
 from __future__ import annotations
@@ -19,38 +19,44 @@ Int64s = npt.NDArray[np.int64]
 
 
 class ImageProcessor(Protocol):
-    """From pictures to patches, and to the places of their tokens. Deterministic; `N` images."""
+    """Turns images into patches, and computes the positions of their tokens. Deterministic; `N` images."""
 
     @property
     def token_id(self) -> int:
-        """The placeholder: one in a rendered prompt, in token ids one for each token that the image is read as."""
+        """The id of the placeholder: one per image in a rendered prompt, in token ids one per image token."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Placeholders of an image of so many pixels. Raises `DataError` for a shape that the model cannot read."""
+        """The number of placeholders for an image of this size. Raises `DataError` for a size that the model cannot
+        read.
+        """
 
     def patches(self, images: Sequence[bytes]) -> tuple[npt.NDArray[np.float32], Int64s]:
-        """PNG files -> the patches of all of them, end to end [P, D], and grids [N, 3] of time, height and width."""
+        """PNG files -> the patches of all images, concatenated [P, D], and their grids [N, 3] of time, height and
+        width.
+        """
 
     def tokens_of(self, grids: Int64s) -> Int64s:
-        """grids [N, 3] -> placeholders of each image [N]."""
+        """grids [N, 3] -> number of placeholders per image [N]."""
 
     def positions(self, starts: Int64s, grids: Int64s, num_tokens: int) -> Int64s:
-        """Where images with these `grids` [N, 3] begin among the tokens of a sample, `starts` [N] -> positions of its
-        tokens [3, num_tokens] in time, height and width."""
+        """The positions of a sample's tokens [3, num_tokens] in time, height and width. `starts` [N]: the first token
+        of each image; `grids` [N, 3]: its size.
+        """
 
 
 class VisionTower(Protocol):
-    """A frozen model that sees."""
+    """A frozen vision encoder."""
 
     def __call__(self, pixels: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-        """pixels [P, D], grids [N, 3] on the host -> what stands in place of the placeholders [V, H], then what is
-        added to them behind the first layers, each [V, H]. No gradients."""
+        """pixels [P, D], grids [N, 3] on the host -> embeddings for the placeholders [V, H], then the features to add
+        to them after the first layers, each [V, H]. No gradients.
+        """
 
     def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name in an engine of one rank, tensor as it holds it) of every parameter."""
+        """(name in an engine of one rank, tensor in the engine's layout) of every parameter."""
 
     def leave(self) -> None:
-        """Goes to the host; the next call brings it back."""
+        """Moves the tower to the host; the next call moves it back."""
 
 
 @dataclass(slots=True)
@@ -58,20 +64,20 @@ class RowImages:
     """The images of a packed row of T tokens, with V placeholders."""
 
     pixels: Tensor
-    """[P, D] patches of the row's different images, end to end."""
+    """[P, D] patches of the row's distinct images, concatenated."""
     grids: Tensor
     """[N, 3] int64 on the host."""
     rows: Tensor
-    """[V] int64: where in the row placeholders stand."""
+    """[V] int64: positions of the placeholders in the row."""
     features: Tensor
-    """[V] int64: which of the tower's tokens each stands for; samples may have an image in common."""
+    """[V] int64: index of each placeholder's token in the tower's output; samples may share an image."""
     positions: Tensor
-    """[3, T] int64: where each token of the row stands in time, height and width."""
+    """[3, T] int64: the position of each token in time, height and width."""
     deep: list[Tensor] = field(default_factory=list)
-    """[V, H] each: what the layers add, from the first one on; the model makes them in its pass over the row."""
+    """[V, H] each: the features that the first layers add; the model computes them in its pass over the row."""
 
     def into(self, embedded: Tensor, tower: VisionTower) -> Tensor:
-        """embedded [T, 1, H] -> the same with what the tower sees in place of the placeholders."""
+        """embedded [T, 1, H] -> the same with the tower's output in place of the placeholders."""
         seen, *deep = (x.index_select(0, self.features) for x in tower(self.pixels, self.grids))
         self.deep = [x.unsqueeze(1).to(embedded.dtype) for x in deep]
         result: Any = embedded.index_copy(0, self.rows, seen.unsqueeze(1).to(embedded.dtype))

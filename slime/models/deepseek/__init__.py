@@ -1,5 +1,6 @@
-"""Models with latent attention: DeepSeek-V3 (V3.1, R1), Kimi-K2 and GLM-4.7-Flash; with the indexer of sparse attention
-DeepSeek-V3.2 and GLM-5."""
+"""Models with latent attention: DeepSeek-V3 (V3.1, R1), Kimi-K2 and GLM-4.7-Flash; with a sparse-attention indexer also
+DeepSeek-V3.2 and GLM-5.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,12 @@ class DeepSeek(Family):
     shares_prefixes = True
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
-        """An indexer chooses the keys of one whole sequence."""
         if indexer_kinds(hf_config):
             return "its indexer chooses keys for whole sequences"
         return super().prefix_problem(hf_config)
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Latent attention and experts. Raises `ConfigError` for what is not trained."""
+        """Settings of latent attention and experts. Raises `ConfigError` for unsupported options."""
         _refuse(hf_config)
         heads, nope, rope = (int(hf_config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
         return {
@@ -56,21 +56,20 @@ class DeepSeek(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """See `weights`."""
         mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
         return deepseek_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """Not with sparse attention, whose layer chooses keys with an indexer."""
+        """Without sparse attention only: the layer would choose keys with an indexer."""
         return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, the last one has the output layer; each one in GLM-4.7-Flash."""
+        """In pipeline stages, the last one has the output layer; in GLM-4.7-Flash each one has it."""
         head = Head.EVERY if hf_config["model_type"] == "glm4_moe_lite" else Head.LAST
         return Spread(dp_attention=True, stages=head, whole_dense_mlp=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """Latent attention, with an indexer where the layer has one."""
+        """Latent attention, with an indexer if the layer has one."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from slime.models.deepseek.layers import LatentAttention
@@ -78,7 +77,6 @@ class DeepSeek(Family):
         return ModuleSpec(module=LatentAttention, params={"hf_config": hf_config})
 
     def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
-        """See `flops`."""
         return latent_cost(hf_config, layer)
 
 

@@ -1,5 +1,6 @@
-"""DeepSeek-V3, GLM-4.7-Flash and GLM-5 without a tensor: the weight map, multiply-adds, and which layers choose
-keys."""
+"""DeepSeek-V3, GLM-4.7-Flash and GLM-5, without tensors: the weight map, multiply-adds, and the layers that choose
+keys.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_r
 from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
 from slime.models.common.table import FamilyTable, ModelSizes, Spread, Unit
 
-# Which layers of a model with sparse attention choose keys, and which use the choice of a layer before them.
+# Which layers of a model with sparse attention choose keys, and which reuse the choice of an earlier layer.
 
 
 def indexer_kinds(config: HfConfig) -> list[str]:
-    """Of each layer "full" (it chooses keys) or "shared" (it uses the choice before it); empty without an indexer."""
+    """For each layer "full" (it chooses keys) or "shared" (it reuses the previous choice); empty without an indexer."""
     if not config.get("index_topk"):
         return []
     num_layers = int(config["num_hidden_layers"])
@@ -31,14 +32,14 @@ def indexer_kinds(config: HfConfig) -> list[str]:
 
 # Latent attention with experts: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, GLM-5 and its sparse-attention indexer.
 #
-# Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
-# them in one bucket: a second call of its loader forgets what the first kept back. `w_kc` and `w_vc` are not
-# parameters; they are made again from `kv_b_proj` after each update. Shared experts have parameters of their own only
-# under `--disable-shared-experts-fusion`.
+# Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and needs them
+# in one bucket, because a second call of its loader forgets the tensor that the first call kept. `w_kc` and `w_vc` are
+# not parameters: the engine recomputes them from `kv_b_proj` after each update. Shared experts have their own
+# parameters only under `--disable-shared-experts-fusion`.
 
 
 def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
-    """Projections down to latents, whole on each rank, and up to heads, which are split."""
+    """The down projections to latents, whole on each rank, and the up projections to heads, which are split."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, nope, rope, value = (int(config[name]) for name in names)
     hidden, heads, q_rank = s.hidden_size, s.num_heads, int(config.get("q_lora_rank") or 0)
@@ -71,7 +72,7 @@ def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) 
 
 
 def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
-    """The indexer of a layer that has one. Interleaved, engines on a GPU stack keys' and weights' projections."""
+    """The rows of an indexer. For the interleaved kind, engines on a GPU stack the projections of keys and weights."""
     heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
     ours, hf = "self_attention.indexer", "self_attn.indexer"
     engine = f"{hf}.wk_weights_proj.weight" if config.get("indexer_rope_interleave") else None
@@ -86,8 +87,9 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
 
 
 def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """Rows of a model with latent attention, whose first layers are dense and whose others have experts. `mtp`: the
-    config of its layer of multi-token prediction, if that is trained.
+    """The rows of a model with latent attention, in which the first layers are dense and the others have experts.
+
+    `mtp`: the config of its multi-token prediction layer, if that is trained.
     """
     kinds = indexer_kinds(hf_config)
 
@@ -97,7 +99,7 @@ def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) ->
 
     num_layers = int(hf_config["num_hidden_layers"])
     without = [number for number, kind in enumerate(kinds) if kind == "shared"]
-    # Engines make an indexer for these layers, too, and do not use it.
+    # Engines create an unused indexer for these layers, too.
     carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
     if mtp is not None:
         sizes = ModelSizes.from_hf(hf_config)
@@ -123,7 +125,7 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
 
 
 def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Of one layer. Its queries see `index_topk` keys where there is an indexer, which scores all pairs."""
+    """The cost of one layer. With an indexer, which scores all pairs, queries see `index_topk` keys."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")

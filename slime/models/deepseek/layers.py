@@ -27,25 +27,27 @@ from slime.models.common.packed_attention import PackedAttention, PackedSequence
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 from slime.models.deepseek.config import indexer_kinds
 
-# The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5): which keys each query of a long sequence sees.
+# The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5), which chooses the keys that each query of a long
+# sequence sees.
 #
-# A small attention of its own scores all keys at or before a query; the best `index_topk` are kept. The choice has no
-# derivative, so the policy loss gives the indexer no gradient: its parameters are frozen, loaded, exported and synced
-# as they are. A sequence of at most `index_topk` tokens sees everything, and nothing is computed for it.
+# A small attention scores all keys at or before a query, and the best `index_topk` are kept. The choice has no
+# derivative, so the policy loss gives the indexer no gradient: its parameters are frozen, and are loaded, exported and
+# synced unchanged. In a sequence of at most `index_topk` tokens every query sees all keys, and the indexer does not
+# run.
 
 SCORES_AT_ONCE = 1 << 27
-"""Scores of heads, queries and keys that are held in memory together (float32)."""
+"""The most scores (heads x queries x keys, float32) held in memory at once."""
 
 
 class SparseIndexer(torch.nn.Module):
-    """Chooses keys for one layer. Whole on each tensor-parallel rank, where all compute the same choice."""
+    """Chooses keys for one layer. Every tensor-parallel rank holds all of it and computes the same choice."""
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.heads, self.dim, self.topk = (int(hf_config[f"index_{n}"]) for n in ("n_heads", "head_dim", "topk"))
         self.rope_dim = int(hf_config["qk_rope_head_dim"])
-        # Halves, whatever the pairs of the attention itself, unless the checkpoint says otherwise.
+        # Pairs are (i, i + d / 2), even if the attention interleaves them, unless the checkpoint says otherwise.
         self.interleaved = bool(hf_config.get("indexer_rope_interleave", False))
 
         def linear(size: int, out: int) -> torch.nn.Linear:
@@ -60,7 +62,7 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Whether a sequence of the row is longer than what a query may see.
+        """Whether a sequence of the row is longer than the number of keys that a query may see.
 
         Raises `ConfigError` for such a row under context parallelism.
         """
@@ -76,10 +78,11 @@ class SparseIndexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None]:
-        """Per sequence the chosen keys of each query, int32 [n, topk], or None where the sequence is short.
+        """For each sequence the chosen keys of each query, int32 [n, topk], or None for a short sequence.
 
-        hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are a part of the row under sequence parallelism;
-        cos and sin [T, 1, d / 2] are of the whole row. Of a query with fewer keys before it, the rest lies behind it.
+        hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are a part of the row under sequence parallelism; cos
+        and sin [T, 1, d / 2] are of the whole row. A query with fewer than topk keys before it fills up with later
+        keys.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
         row = torch.cat(projected, dim=-1)
@@ -112,7 +115,7 @@ class SparseIndexer(torch.nn.Module):
 
 
 def masks_of(chosen: list[Tensor | None]) -> list[Tensor | None]:
-    """Chosen keys [n, topk] -> which keys each query sees, bool [n, n]; None stays None."""
+    """Chosen keys [n, topk] -> the keys that each query sees, bool [n, n]; None stays None."""
     return [None if c is None else _mask(c) for c in chosen]
 
 
@@ -124,22 +127,23 @@ def _mask(chosen: Tensor) -> Tensor:
 
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one small latent.
 #
-# Megatron's own with the local specification splits the down projections. Here they are whole on each tensor-parallel
-# rank, as in the engines, and only what belongs to heads is split. It feeds `PackedAttention`, so context parallelism
-# is the same as elsewhere. DeepSeek-V3, GLM-4.7-Flash; with a `SparseIndexer` GLM-5.
+# With the local specification, Megatron's own splits the down projections. Here they are whole on each tensor-parallel
+# rank, as in the engines, and only the parameters of heads are split. It feeds `PackedAttention`, so context
+# parallelism works as elsewhere. DeepSeek-V3 and GLM-4.7-Flash use it; GLM-5 uses it with a `SparseIndexer`.
 #
 # Invariants
-# 1. The rotary part of a key is one for all heads: its gradient is summed over the tensor-parallel ranks.
-# 2. A layer without an indexer of its own uses the choice of the last layer with one, for the same row; both lie on one
-#    pipeline stage. The choice is kept with the row, so that recomputation finds that of the right layer.
+# 1. All heads share the rotary part of a key: its gradient is summed over the tensor-parallel ranks.
+# 2. A layer without an indexer reuses the choice of the last layer with one, for the same row; both are on one pipeline
+#    stage. The choice is stored with the row, so that recomputation finds the right layer's choice.
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3, but 1e-5
-in GLM-4.7-Flash and GLM-5: there the two differ by 4.5e-6 over the variance of a latent."""
+"""Epsilon of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3,
+but 1e-5 in GLM-4.7-Flash and GLM-5: there the two differ by 4.5e-6 over the variance of a latent.
+"""
 
 
 class LatentAttention(MegatronModule):
-    """The attention of one layer in Megatron's interface; it needs no rotary embedding from the model."""
+    """The attention of one layer in Megatron's interface; it takes no rotary embedding from the model."""
 
     frequencies: Tensor
 
@@ -150,7 +154,7 @@ class LatentAttention(MegatronModule):
         self.kv_rank, self.nope, self.rope, self.value = (int(hf_config[name]) for name in names)
         heads, head_dim, hidden = config.num_attention_heads, self.nope + self.rope, config.hidden_size
         self.heads = heads // config.tensor_model_parallel_size
-        """Of this rank."""
+        """Heads of this rank."""
         self.interleaved = bool(hf_config.get("rope_interleave", True))
         self.factor = attention_factor(hf_config)
         frequencies = inverse_frequencies(hf_config, self.rope).to(current_device())
@@ -181,14 +185,16 @@ class LatentAttention(MegatronModule):
         self._choose_indexer(hf_config)
 
     def _whole(self, size: int, out: int) -> torch.nn.Module:
-        """A linear layer that every tensor-parallel rank holds all of; its gradients are summed if it sees a part."""
+        """A linear layer, whole on every tensor-parallel rank. Sequence parallelism sums its gradients."""
         config = self.config
         linear = skip_init(torch.nn.Linear, size, out, bias=False, device=current_device(), dtype=config.params_dtype)
         linear.weight.sequence_parallel = config.sequence_parallel
         return linear
 
     def _choose_indexer(self, hf_config: HfConfig) -> None:
-        """Sets `indexer`, whose choice is used (`chooser`) and whether other layers use this one's (`shares`)."""
+        """Sets `indexer`, the layer that chooses the keys (`chooser`), and whether other layers reuse this choice
+        (`shares`).
+        """
         kinds, layer = indexer_kinds(hf_config), self.layer_number - 1
         self.chooser = max((i for i in range(layer + 1) if kinds[i] == "full"), default=None) if kinds else None
         self.shares = bool(kinds) and "shared" in kinds[layer + 1 : layer + 2]
@@ -200,7 +206,7 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and no bias."""
+        """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and None for the bias."""
         packed = packed_seq_params
         assert packed.positions is not None, "a packed row knows the positions of its tokens"
         cos, sin = cos_sin(packed.positions, self.frequencies, self.factor)
@@ -229,7 +235,7 @@ class LatentAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: list[Tensor | None] | None
     ) -> Tensor:
         """query, key [T, heads, nope + rope], value [T, heads, v] -> [T, heads * v]."""
-        missing = query.size(-1) - self.value if query.is_cuda else 0  # kernels of GPUs want equal heads
+        missing = query.size(-1) - self.value if query.is_cuda else 0  # GPU kernels need equal head sizes
         if missing > 0:
             value = torch.nn.functional.pad(value, [0, missing])
 
@@ -245,7 +251,7 @@ class LatentAttention(MegatronModule):
     def _masks(
         self, hidden: Tensor, query_latent: Tensor | None, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None] | None:
-        """What each query sees, per sequence; None where every query sees all before it."""
+        """For each sequence the keys that each query sees; None if every query sees all earlier keys."""
         if self.chooser is None:
             return None
         if self.indexer is not None:
@@ -261,7 +267,7 @@ class LatentAttention(MegatronModule):
 
 
 def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
-    """Raises `ConfigError` if one of the layers that begin a pipeline stage uses the choice of a layer before it."""
+    """Raises `ConfigError` if the first layer of a pipeline stage reuses the choice of an earlier layer."""
     for layer in first_layers:
         if kinds[layer : layer + 1] == ["shared"]:
             raise ConfigError(

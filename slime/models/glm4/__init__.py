@@ -25,7 +25,6 @@ class Glm4(Family):
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Half of each head is rotated, in interleaved pairs."""
         return {
             "add_qkv_bias": bool(hf_config.get("attention_bias", True)),
             "rotary_percent": rotary_percent(hf_config, 0.5),
@@ -33,7 +32,6 @@ class Glm4(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of a dense GLM-4."""
         bias = bool(hf_config.get("attention_bias", True))
 
         def layer(s: ModelSizes, _: int) -> Rows:
@@ -52,18 +50,18 @@ class Glm4(Family):
         return decoder_table(hf_config, layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, the last one has the output layer."""
+        """In pipeline stages, the last one has the output layer."""
         return Spread(stages=Head.LAST)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """With a norm on its output."""
+        """Attention with a norm on its output."""
         from slime.models.common.packed_attention import packed_attention
         from slime.models.glm4.layers import NormedAttention
 
         return packed_attention(config, standard, NormedAttention)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
-        """With a norm on its output."""
+        """An MLP with a norm on its output."""
         from slime.models.glm4.layers import NormedMLP
 
         return NormedMLP

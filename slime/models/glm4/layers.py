@@ -1,6 +1,6 @@
-"""GLM-4's layer has norms on both sides: besides those ahead of attention and MLP, one on what each of them answers.
+"""GLM-4's layer has four norms: one before and one after each of attention and MLP.
 
-The other two are part of the attention and of the MLP here, as `output_norm`, so that Megatron's layer stays as it is.
+The two on the outputs belong to attention and MLP here, as `output_norm`, so that Megatron's layer stays unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NormedAttention(RotatingAttention):
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *given: Any, **named: Any) -> tuple[Tensor, None]:
-        """As Megatron's: hidden states [T_local, 1, H] and no bias."""
+        """Returns hidden states [T_local, 1, H] and None for the bias, as Megatron's."""
         output, bias = super().forward(*given, **named)
         assert bias is None, "the norm comes after the output's bias, which this layer does not add"
         return self.output_norm(output), None
@@ -36,7 +36,7 @@ class NormedMLP(DenseMLP):
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, None]:
-        """As Megatron's: hidden states [T_local, 1, H] and no bias."""
+        """Returns hidden states [T_local, 1, H] and None for the bias, as Megatron's."""
         output, bias = super().forward(hidden_states, *given, **named)
         assert bias is None, "the norm comes after the output's bias, which this layer does not add"
         return self.output_norm(output), None

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: experts as in DeepSeek-V3 behind a dense first part; half of each head is rotated."""
+"""GLM-4.5 to 4.7: dense first layers, then experts as in DeepSeek-V3; half of each head is rotated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime.models.family import Family
 
 @FAMILIES.register("glm4_moe")
 class Glm4Moe(Family):
-    """Norms of q and k, and biases, where the config asks for them."""
+    """Norms of q and k, and biases, are optional in the config."""
 
     refused_biases = ()
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Half of each head is rotated; experts. Raises `ConfigError` for what the engine serves otherwise."""
+        """Partial rotation and experts. Raises `ConfigError` for settings that the engine serves differently."""
         if hf_config.get("tie_word_embeddings"):
             raise ConfigError("got a glm4_moe with tie_word_embeddings, which the engine would serve untied; untie it")
         return {
@@ -33,7 +33,7 @@ class Glm4Moe(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """The layer of multi-token prediction, after the last, is carried along where it is not trained."""
+        """Rows of the model; an untrained multi-token prediction layer, after the last layer, is carried along."""
         mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
 
         def layer(s: ModelSizes, number: int) -> Rows:
@@ -46,11 +46,11 @@ class Glm4Moe(Family):
         return decoder_table(hf_config, layer, spread=self.spread(hf_config), mtp=rows, duplicates=duplicates)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """As DeepSeek-V3's."""
+        """The same layer as DeepSeek-V3's."""
         return only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, each one has an output layer."""
+        """In pipeline stages, each one has an output layer."""
         return Spread(dp_attention=True, stages=Head.EVERY, whole_dense_mlp=True)
 
 

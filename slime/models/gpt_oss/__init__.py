@@ -1,6 +1,7 @@
-"""gpt-oss: attention with sinks, in windows on every second layer; biases everywhere; experts with a clamped SwiGLU.
+"""gpt-oss: attention with sinks, and with a sliding window in every second layer; biases everywhere; experts with a
+clamped SwiGLU.
 
-Files and trainer hold the experts of a layer stacked, [in, out], gates and values in turns. Engines hold [out, in].
+Files and trainer stack the experts of a layer as [in, out], with gates and values interleaved. Engines hold [out, in].
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 SWIGLU_LIMIT = 7.0
-"""At which gates and values are clamped; transformers has it in its code, SGLang reads `swiglu_limit`."""
+"""The clamp on gates and values. Transformers hard-codes it; SGLang reads `swiglu_limit`."""
 _EXPERTS = f"mlp.experts.local_experts.{EXPERT}"
 
 
 @FAMILIES.register("gpt_oss")
 class GptOss(Family):
-    """Every layer has experts; `intermediate_size` is that of an expert."""
+    """Every layer has experts; `intermediate_size` is the size of one expert."""
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
     refused_biases = ()
@@ -37,8 +38,9 @@ class GptOss(Family):
     shares_prefixes = True
 
     def check(self, args: Args) -> str | None:
-        """Engines hold experts in the order of the loader; SGLang would choose a kernel with another one. Experts get
-        no adapters."""
+        """The problem with a kernel that reorders the engine's experts, or with adapters on experts; None if there is
+        no problem.
+        """
         rows = self.weight_map(read_hf_config(str(args.hf_checkpoint))).layers[0]
         names = [name for row in rows if EXPERT in row.megatron for name in (row.megatron, *row.hf)]
         if args.lora_rank and any(re.search(p, n) for p in args.lora_target_modules or ("",) for n in names):
@@ -55,7 +57,9 @@ class GptOss(Family):
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Biases, experts. Raises `ConfigError` for what is not trained, or served otherwise."""
+        """Settings of biases and experts. Raises `ConfigError` for unsupported options, or ones that the engine serves
+        differently.
+        """
         if (quantised := quantisation_of(hf_config)) is not None:
             raise ConfigError(
                 f"got a gpt_oss in {quantised.get('quant_method')}, whose codes are not read; give a folder in "
@@ -75,16 +79,16 @@ class GptOss(Family):
         return {"add_bias_linear": True, "add_qkv_bias": True, **experts}
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of a gpt-oss in bfloat16."""
         return decoder_table(_of_experts(hf_config), _layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages of one rank, each with the output layer: SGLang 0.5.16 divides no plain experts with biases by EP,
-        and by TP it overwrites biases where they were sent from."""
+        """In pipeline stages of one rank, each with the output layer. SGLang 0.5.16 does not divide plain experts with
+        biases by EP, and with TP a weight update overwrites their biases.
+        """
         return Spread(stages=Head.EVERY, whole_stages=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """With sinks, and a window where the layer has one."""
+        """Attention with sinks, and with a window if the layer has one."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from slime.models.common.packed_attention import packed_attention
@@ -97,14 +101,13 @@ class GptOss(Family):
         return spec
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
-        """Experts with biases."""
         from slime.models.gpt_oss.layers import BiasedExpertLayer
 
         return BiasedExpertLayer
 
 
 def _of_experts(hf_config: HfConfig) -> HfConfig:
-    """Its config in the words of families that have dense layers, too."""
+    """The config with the keys of families that also have dense layers."""
     return {**hf_config, "moe_intermediate_size": hf_config["intermediate_size"]}
 
 

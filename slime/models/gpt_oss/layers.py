@@ -18,10 +18,10 @@ from slime.ops.experts import RowGroups, form_of, grouped_linear
 
 # Experts of gpt-oss: a clamped SwiGLU between two linear layers with biases, in the layout of its files.
 #
-#     gate, value = x W1 + b1, entries in turns; clamped at the limit, values on both sides
+#     gate, value = x W1 + b1, interleaved; gates clamped from above at the limit, values on both sides
 #     (value + 1) * gate * sigmoid(1.702 gate), through W2 and b2, times the router's weight
 #
-# Weights are [in, out]; biases are float32, as engines hold them. The grouped products are those of other families, on
+# Weights are [in, out]; biases are float32, as in the engines. The grouped products are those of the other families, on
 # transposed views.
 
 _ALPHA = 1.702
@@ -37,7 +37,8 @@ class BiasedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         self.bias = torch.nn.Parameter(torch.empty((num_experts, size_out), dtype=torch.float32, device=device))
         for parameter in (self.weight, self.bias):
-            # The norm of a gradient counts what is marked on every tensor-parallel rank; they share out experts.
+            # The gradient norm counts parameters with this mark on every tensor-parallel rank, and each rank has its
+            # own experts.
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -49,10 +50,10 @@ class BiasedLinear(torch.nn.Module):
 
 
 class BiasedExperts(torch.nn.Module):
-    """In place of `StackedExperts`; its names are theirs."""
+    """Replaces `StackedExperts`, with the same parameter names."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
-        """Weights are undefined until a checkpoint fills them."""
+        """Leaves the weights uninitialised until a checkpoint fills them."""
         super().__init__()
         hidden, size = config.hidden_size, config.moe_ffn_hidden_size
         assert size is not None, "the family says the size of an expert"
@@ -60,44 +61,42 @@ class BiasedExperts(torch.nn.Module):
         self.linear_fc2 = BiasedLinear(config, num_local_experts, size, hidden)
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and no bias that is left to add."""
+        """x [rows, H] ordered by expert, router weights [rows] -> [rows, H], and None: the bias is already added."""
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
         out = self.linear_fc2(clamped_swiglu(self.linear_fc1(x, groups)), groups)
         return (out * weights.unsqueeze(-1)).to(x.dtype), None
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """x [rows, 2F], gates and values in turns -> [rows, F]."""
+    """x [rows, 2F], gates and values interleaved -> [rows, F]."""
     gate, value = x[..., ::2].clamp(max=SWIGLU_LIMIT), x[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (value + 1) * gate * torch.sigmoid(gate * _ALPHA)
 
 
 class BiasedExpertLayer(ExpertLayer):
-    """A layer of such experts."""
+    """A layer of experts with biases."""
 
     experts_class = BiasedExperts
 
 
-# Attention with sinks, in a window or without (gpt-oss; sinks: Xiao et al. 2023, arXiv:2309.17453, learnt here).
+# Attention with sinks and an optional window (gpt-oss; sinks: Xiao et al. 2023, arXiv:2309.17453, learnt here).
 #
-# A head's sink is a score that stands beside those of the keys and takes its share of the softmax, but has no value. It
-# is computed as one more key, whose value is zero: queries get one more entry, the sink over the scale, and the key has
-# a one there, where all others have a zero. So every query sees it, whatever its window, and gradients need no formula
-# of their own. Queries are taken in slices, each with the keys that it may see, so that masks stay small.
+# A head's sink is a score beside those of the keys: it takes a share of the softmax, but has no value. It is computed
+# as one more key with a value of zero: queries get one more entry, the sink over the scale, and the sink key has a one
+# there where all other keys have a zero. So every query sees the sink, regardless of its window, and gradients need no
+# extra formula. Queries are processed in slices, each with the keys that it may see, so that masks stay small.
 #
-# It is plain PyTorch on every device: the kernel for whole rows knows neither sinks nor windows.
+# It is plain PyTorch on every device: the kernel for whole rows supports neither sinks nor windows.
 
 QUERIES_AT_ONCE = 1024
-"""Of one sequence."""
+"""Queries of one sequence per slice."""
 _MORE = 8
-"""Entries that heads of queries and keys get: kernels want a multiple of eight."""
+"""Entries added to the heads of queries and keys: kernels need a multiple of eight."""
 
 
 class SinkAttention(PackedAttention):
-    """The core attention of a layer."""
-
     def __init__(self, config: TransformerConfig, *given: Any, window: int | None, **named: Any) -> None:
-        """`window`: keys that a query sees at most, its own among them; None for all before it."""
+        """`window`: the most keys that a query sees, including its own; None for all earlier keys."""
         super().__init__(config, *given, **named)
         self.window = window
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
@@ -108,7 +107,7 @@ class SinkAttention(PackedAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
     ) -> Tensor:
-        """query [T, heads, d], key and value of what each sequence sees -> [T, heads, d]."""
+        """query [T, heads, d], keys and values that each sequence sees -> [T, heads, d]."""
         assert masks is None, "a mask of each sequence knows no sinks"
         scale = query.size(-1) ** -0.5
         sinks = (self.sinks / scale).to(query.dtype).expand(query.size(0), -1)
@@ -120,19 +119,21 @@ class SinkAttention(PackedAttention):
         return torch.cat([part for q, k, v in rows for part in self._of_sequence(q, k, v, sink, scale)])
 
     def _of_sequence(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, scale: float) -> Iterator[Tensor]:
-        """Slice by slice of one sequence, whose last query is aligned with its last key."""
+        """Yields the outputs of one sequence, slice by slice. Its last query is aligned with its last key."""
         behind = key.size(0) - query.size(0)
         for start in range(0, query.size(0), QUERIES_AT_ONCE):
             part = query[start : start + QUERIES_AT_ONCE]
             first, end = start + behind, start + behind + part.size(0)
             begin = 0 if self.window is None else max(0, first - self.window + 1)
-            # The sink stands in front of the keys that some query of the slice sees.
+            # The sink comes first, then the keys that at least one query of the slice sees.
             seen = torch.cat([sink.expand(1, key.size(1), -1), key[begin:end]])
             values = torch.cat([torch.zeros_like(value[:1]), value[begin:end]])
             yield _softmax_attention(part, seen, values, self._mask(first, end, begin, query.device), scale)
 
     def _mask(self, first: int, end: int, begin: int, device: torch.device) -> Tensor:
-        """Which of the sink and the keys from `begin` to `end` the queries at places `first` to `end` see."""
+        """For the queries at positions `first` to `end`: whether they see the sink and each of the keys `begin` to
+        `end`.
+        """
         places = torch.arange(first, end, device=device).unsqueeze(1)
         keys = torch.arange(begin, end, device=device)
         seen = keys <= places

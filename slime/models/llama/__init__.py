@@ -1,4 +1,4 @@
-"""Llama and what has its layout (SmolLM2): pre-norm, grouped-query attention, gated MLP."""
+"""Llama and models with its layout (SmolLM2): pre-norm, grouped-query attention, gated MLP."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slime.models.family import Family
 
 @FAMILIES.register("llama")
 class Llama(Family):
-    """The plain decoder. Its table knows biases, which are not trained yet."""
+    """The plain decoder. Its table supports biases, which cannot be trained yet."""
 
     shares_prefixes = True
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
+        """The rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
         bias, mlp_bias = (bool(hf_config.get(name, False)) for name in ("attention_bias", "mlp_bias"))
         return decoder_table(
             hf_config,
@@ -29,5 +29,5 @@ class Llama(Family):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, each one has an output layer."""
+        """In pipeline stages, each one has an output layer."""
         return Spread(stages=Head.EVERY)

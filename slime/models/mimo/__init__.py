@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's decoder, and a layer of multi-token prediction whose parts go by names of their own."""
+"""MiMo-7B: Qwen2's decoder, and a multi-token prediction layer with names of its own."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from slime.models.common.table import DRAFT, PLAIN, FamilyTable, ModelSizes, Spr
 from slime.models.qwen2 import Qwen2
 
 _HF = "model.mtp_layers.0."
-"""Before the tensors of its layer of multi-token prediction."""
+"""HF prefix of its multi-token prediction layer."""
 
 
 @FAMILIES.register("mimo")
 class MiMo(Qwen2):
-    """Its layer sees hidden states before embeddings, as in its files; SGLang's draft sees no embedding at the start of
-    a sequence."""
+    """Its multi-token prediction layer projects [hidden state; embedding], as in its files. In SGLang's draft the
+    embedding at the start of a sequence is zero.
+    """
 
     mtp_form = HeadForm(hidden_first=True, blind_start=True)
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """The layer of multi-token prediction is carried along where it is not trained."""
+        """Rows of the model; an untrained multi-token prediction layer is carried along."""
         mtp = _mtp_rows(hf_config) if trains_mtp(hf_config) else ()
         has_one = bool(hf_config.get("num_nextn_predict_layers"))
         carried = (_HF.replace(".", r"\."), CARRIED_DRAFT) if has_one and not mtp else ()
         return decoder_table(hf_config, _layer, carried=carried, spread=self.spread(hf_config), mtp=mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """A layer like the others."""
+        """The layer has the same architecture as the model's other layers."""
         return only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In no stages, unlike Qwen2."""
+        """Unlike Qwen2, it cannot run in pipeline stages."""
         return PLAIN
 
 
@@ -41,7 +42,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _mtp_rows(hf_config: HfConfig) -> Rows:
-    """The draft has the layer as a block of its own, and what stands around it beside it."""
+    """In the draft, the layer is a block, and the norms and the projection are beside it."""
     s = ModelSizes.from_hf(hf_config)
     names = (f"{_HF}token_layernorm", f"{_HF}hidden_layernorm", f"{_HF}input_proj", f"{_HF}final_layernorm")
     *before, last = as_draft(head_rows(s.hidden_size, names), lambda name: name.replace(_HF, "model."))

@@ -1,5 +1,6 @@
 """MiniMax-M2 (M2.1, M2.5): queries and keys are normed over all heads together, half of each head is rotated, and every
-layer has experts behind a sigmoid router with a correction bias."""
+layer has experts behind a sigmoid router with a correction bias.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ENGINE_READS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
-"""Keys of released configs that SGLang builds the model by, and their values; transformers has them in its code."""
+"""Config keys that SGLang reads, with the released models' values; transformers hard-codes them."""
 _FILE_NAMES = {"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts."}
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @FAMILIES.register("minimax_m2")
 class MiniMaxM2(Family):
-    """No dense layers and no shared experts; `intermediate_size` is that of an expert."""
+    """No dense layers and no shared experts; `intermediate_size` is the size of one expert."""
 
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Norms of q and k, the rotated part, experts. Raises `ConfigError` for what the engine serves otherwise."""
+        """Norms of q and k, partial rotation, experts. Raises `ConfigError` for settings that the engine serves
+        differently.
+        """
         for name, wanted in _ENGINE_READS.items():
             if hf_config.get(name) != wanted:
                 raise ConfigError(
@@ -50,38 +53,41 @@ class MiniMaxM2(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Modules for multi-token prediction, behind the last layer, are carried along where files have them."""
+        """Rows of the model; multi-token prediction modules, if files have any, are carried along."""
         first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_mtp_modules") or 0)
         carried = tuple(rf"model\.layers\.{first + i}\." for i in range(count))
         return decoder_table(_of_experts(hf_config), _layer, carried=carried, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, each one has the embedding, the last one the output layer, which DP attention leaves shared."""
+        """In pipeline stages, each one has the embedding and the last one the output layer, which all ranks share under
+        DP attention.
+        """
         return Spread(dp_attention=True, dp_lm_head=False, stages=Head.LAST, every_embedding=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """With norms over all heads."""
+        """Attention with norms over all heads together."""
         from slime.models.common.packed_attention import packed_attention
         from slime.models.minimax_m2.layers import WholeNormedAttention
 
         return packed_attention(config, standard, WholeNormedAttention)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
-        """Experts whose router is float32."""
+        """Experts behind a float32 router."""
         from slime.models.common.mlp import WideRoutedExperts
 
         return WideRoutedExperts
 
 
 def _of_experts(hf_config: HfConfig) -> HfConfig:
-    """Its config in the words of families that have dense layers, too."""
+    """The config with the keys of families that also have dense layers."""
     names = {"moe_intermediate_size": "intermediate_size", "n_routed_experts": "num_local_experts"}
     return {**hf_config, **{ours: hf_config[theirs] for ours, theirs in names.items()}, "topk_method": "noaux_tc"}
 
 
 def _rotary_percent(hf_config: HfConfig) -> float:
-    """The rotated part of a head: `rotary_dim` for SGLang, a factor for transformers. Raises `ConfigError` if they
-    differ."""
+    """The rotated fraction of a head: `rotary_dim` for SGLang, a factor for transformers. Raises `ConfigError` if they
+    differ.
+    """
     head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // int(hf_config["num_attention_heads"]))
     percent = int(hf_config.get("rotary_dim") or head_dim) / head_dim
     parameters: HfConfig = hf_config.get("rope_parameters") or {}
@@ -105,7 +111,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _as_filed(row: Row) -> Row:
-    """The names of its files, and a float32 router."""
+    """The row with the names in its files, and a float32 router."""
 
     def filed(name: str) -> str:
         for ours, theirs in (*_FILE_NAMES.items(), *_PROJECTIONS.items()):

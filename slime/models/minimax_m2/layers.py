@@ -1,8 +1,8 @@
-"""Norms of queries and keys over all heads of a token together, before the rotation (MiniMax-M2, `qk_norm_type` of its
-config: per_layer).
+"""Norms of queries and keys over all heads of a token together, before the rotation (MiniMax-M2, `qk_norm_type`
+"per_layer" in its config).
 
-Tensor-parallel ranks have some of the heads: they sum what they know of the mean square, forward and backward. On one
-rank it is the norm of this device.
+Each tensor-parallel rank has some of the heads, so the ranks sum their parts of the mean square, forward and backward.
+On a single rank the device's norm op does the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WholeNorm(torch.nn.Module):
     """A root mean square norm over the entries of all heads, of which each tensor-parallel rank has a part."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
-        """`size`: entries that this rank has."""
+        """`size`: entries on this rank."""
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         self.eps, self.tp_size = config.layernorm_epsilon, config.tensor_model_parallel_size
@@ -47,10 +47,10 @@ class WholeNorm(torch.nn.Module):
 
 
 class WholeNormedAttention(RotatingAttention):
-    """Attention with such norms of its queries and keys; the rotation is in plain PyTorch.
+    """Attention with these norms of its queries and keys; the rotation is in plain PyTorch.
 
-    They are not called `q_layernorm` and `k_layernorm`: Megatron sums gradients of these over tensor-parallel ranks, as
-    if each had all of the weight.
+    They are not called `q_layernorm` and `k_layernorm` because Megatron sums the gradients of those over
+    tensor-parallel ranks, as if each had the whole weight.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:

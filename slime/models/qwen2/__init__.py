@@ -13,17 +13,15 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen2")
 class Qwen2(Family):
-    """The biases are part of the architecture, not of the config."""
+    """The architecture always has these biases; the config does not mention them."""
 
     refused_biases = ()
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Biases on q, k and v."""
         return {"add_qkv_bias": True}
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of a dense Qwen2 or Qwen2.5."""
         return decoder_table(
             hf_config,
             lambda s, _: pre_norm(s.hidden_size, attention(s, qkv_bias=True), mlp(s.hidden_size, s.intermediate_size)),
@@ -31,5 +29,5 @@ class Qwen2(Family):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, the last one has the output layer."""
+        """In pipeline stages, the last one has the output layer."""
         return Spread(stages=Head.LAST, tied_stages=True)

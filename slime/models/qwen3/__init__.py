@@ -14,12 +14,11 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen3")
 class Qwen3(Family):
-    """The dense one. Its table knows biases, which are not trained yet."""
+    """The dense model. Its table supports biases, which cannot be trained yet."""
 
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Norms of q and k per head."""
         return {"qk_layernorm": True}
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
@@ -36,7 +35,7 @@ class Qwen3(Family):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, the last one has the output layer."""
+        """In pipeline stages, the last one has the output layer."""
         return Spread(dp_attention=True, stages=Head.LAST, tied_stages=True)
 
 
@@ -45,9 +44,9 @@ class Qwen3Moe(Qwen3):
     """Experts in all layers or in some."""
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Norms of q and k, and the experts. Raises `ConfigError` where their sizes are missing."""
+        """Norms of q and k, and experts. Raises `ConfigError` if their sizes are missing."""
         return {**super().departures(hf_config), **softmax_experts(hf_config)}
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, each one has an output layer."""
+        """In pipeline stages, each one has an output layer."""
         return Spread(dp_attention=True, stages=Head.EVERY)

@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), and full attention with a gate every few layers."""
+"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), and gated full attention in every few layers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Of linear attention, after `linear_`, in HF's and in Megatron's configuration."""
+"""Sizes of linear attention; the keys in HF's and Megatron's configuration have the prefix `linear_`."""
 
 
 @FAMILIES.register("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Family):
-    """The language model, which in Qwen3.5 and 3.6 lies under `text_config`; dense or with experts."""
+    """The language model, dense or with experts; in Qwen3.5 and 3.6 its config is under `text_config`."""
 
     refused_biases = ()
     layer_kinds = ("full_attention", "linear_attention")
@@ -40,17 +40,16 @@ class Qwen3Next(Family):
     PyTorch, or the kernels where they are installed and can run."""
 
     def check(self, args: Args) -> str | None:
-        """Tensor- and context-parallel ranks share whole key heads; kernels can run."""
+        """Checks that tensor- and context-parallel ranks get whole key heads, and that the kernels can run."""
         m = args.megatron
         tp_size, cp_size = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1
         return split_problem(m["linear_num_key_heads"], tp_size, cp_size) or self._kernel_problem(args)
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
-        """A delta net has a state that runs through the sequence, and no branches."""
         return "its linear attention carries a state along each sample"
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""
+        """Gated delta nets, gated attention, experts. Raises `ConfigError` for unsupported options."""
         sizes = {f"linear_{name}": int(hf_config[f"linear_{name}"]) for name in _SIZES}
         keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
         if values % keys:
@@ -92,26 +91,24 @@ class Qwen3Next(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """See `weights`."""
         mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
         return qwen_next_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """One layer with full attention. Files of Qwen3-Next have it, though its config does not say so."""
+        """One layer with full attention. Qwen3-Next checkpoints have it, although the config does not mention it."""
         if int(hf_config.get("mtp_num_hidden_layers", 1)) != 1:
             return None
         return {**hf_config, "layer_types": ["full_attention"], "full_attention_interval": 1}
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Qwen3.5 and 3.6 come inside multimodal models, whose embedding spreads in a way of its own.
+        """Qwen3.5 and 3.6 are part of multimodal models, in which SGLang spreads the embedding differently.
 
-        With experts every layer of these has some, so no dense one is left that `moe_dense_tp_size` could mean.
+        In the variants with experts every layer has experts, so `moe_dense_tp_size` has no dense layer to apply to.
         """
         wrapped, sparse = hf_config["model_type"] != "qwen3_next", num_experts_of(hf_config) > 0
         return Spread(dp_attention=True, whole_embedding=wrapped, whole_dense_mlp=wrapped and sparse)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """A gated delta net, or attention with a gate."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from slime.models.common.packed_attention import packed_attention
@@ -123,7 +120,6 @@ class Qwen3Next(Family):
         return packed_attention(config, standard, GatedAttention)
 
     def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
-        """See `flops`."""
         return mixer_cost(hf_config, layer)
 
     def _kernel_problem(self, args: Args) -> str | None:

@@ -1,5 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6 without a tensor: the weight map, multiply-adds, and which layers have linear
-attention."""
+"""Qwen3-Next, Qwen3.5 and 3.6, without tensors: the weight map, multiply-adds, and the layers with linear attention."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from slime.models.common.mtp import CARRIED_DRAFT, as_draft, head_rows, layer_ro
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
 from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Spread
 
-# Which layers have linear attention, and how far its heads can be split.
+# Which layers have linear attention, and how many ranks can split its heads.
 
 
 def is_linear(config: HfConfig, layer: int) -> bool:
-    """Whether the layer's attention is linear; the others have full attention. False for families without any."""
+    """Whether the layer has linear attention. False for families without any."""
     if kinds := config.get("layer_types"):
         return bool(kinds[layer] == "linear_attention")
     if not config.get("linear_num_key_heads"):
@@ -25,7 +24,7 @@ def is_linear(config: HfConfig, layer: int) -> bool:
 
 
 def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
-    """Why these ranks cannot share the heads of linear attention; None if they can. Each has whole key heads."""
+    """Why these ranks cannot share the heads of linear attention; None if they can. Each rank needs whole key heads."""
     if key_heads % (tp_size * cp_size) == 0:
         return None
     if cp_size == 1:
@@ -41,17 +40,18 @@ def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
 
 # Qwen3-Next, Qwen3.5 and 3.6: gated delta nets and gated attention, dense or with experts.
 #
-# Both orders of the released files make one Megatron parameter: Qwen3-Next lays its projections out per key head, while
-# Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is
-# carried along; so are layers for multi-token prediction.
+# The two orders in the released files map to the same Megatron parameter: Qwen3-Next orders its projections by key
+# head, while Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 are part of multimodal models; their
+# vision tower is carried along, and so are untrained multi-token prediction layers.
 
 CARRIED = (r"mtp\.", r"(model\.)?visual\.")
-"""HF tensors for multi-token prediction and of the vision tower."""
+"""HF tensors of multi-token prediction and of the vision tower."""
 
 
 def qwen_next_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """Rows of a Qwen3-Next or of the language model of a Qwen3.5 or 3.6. `mtp`: the config of its layer of multi-token
-    prediction, if that is trained.
+    """The rows of a Qwen3-Next, or of the language model of a Qwen3.5 or 3.6.
+
+    `mtp`: the config of its multi-token prediction layer, if that is trained.
     """
 
     def layer(s: ModelSizes, number: int) -> Rows:
@@ -80,7 +80,7 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, stacked: bool) -> Ro
 
 
 def _mtp_rows(config: HfConfig) -> Rows:
-    """The draft is a model of one layer, with the norms and the projection ahead of it beside that model."""
+    """The draft is a model of one layer, with the norms and the projection outside that model."""
     s = ModelSizes.from_hf(config)
     names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     around = map(_as_served, head_rows(s.hidden_size, names))
@@ -91,7 +91,7 @@ def _mtp_rows(config: HfConfig) -> Rows:
 
 
 def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
-    """A gated delta net; see `gated_delta` for the order within a key head."""
+    """A gated delta net; `GatedDeltaNet` gives the order within a key head."""
     key_heads, value_heads = int(hf_config["linear_num_key_heads"]), int(hf_config["linear_num_value_heads"])
     keys, value_dim = key_heads * int(hf_config["linear_key_head_dim"]), int(hf_config["linear_value_head_dim"])
     values, taps = value_heads * value_dim, int(hf_config["linear_conv_kernel_dim"])
@@ -126,7 +126,7 @@ def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
 
 
 def _stacked(row: Row) -> Row:
-    """Of a routed expert: the same in files where one tensor holds all experts, and [gate; up] of each."""
+    """The row of a routed expert for files that hold all experts in one tensor, with [gate; up] of each expert."""
     if EXPERT not in row.megatron:
         return row
     name = "mlp.experts.gate_up_proj" if len(row.hf) == 2 else "mlp.experts.down_proj"
@@ -135,13 +135,13 @@ def _stacked(row: Row) -> Row:
 
 
 def _as_served(row: Row) -> Row:
-    """SGLang keeps the language model at the top, and the parts of full attention in the layer itself."""
+    """The row with SGLang's names: the language model is at the top level, and full attention is part of the layer."""
 
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
 
     engine = resident(row.engine)
-    # Its zero-centred norms keep what they multiply with, weight plus one, beside the weight.
+    # For a zero-centred norm SGLang also keeps the effective weight, which is the stored weight plus one.
     zero_centred = row.megatron.endswith("norm.weight") and not row.megatron.endswith("out_norm.weight")
     plus_one = f"{engine.removesuffix('weight')}gemma_weight" if zero_centred else ""
     return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)
@@ -151,7 +151,7 @@ def _as_served(row: Row) -> Row:
 
 
 def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Of one layer: linear attention, or full attention, whose heads have a gate each."""
+    """The cost of one layer: linear attention, or full attention with a gate per head."""
     if is_linear(config, layer):
         return AttentionCost(_delta_net(config))
     plain = grouped_query_cost(config, layer)
@@ -160,8 +160,9 @@ def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
 
 
 def _delta_net(config: HfConfig) -> int:
-    """Per token: projections, convolution and recurrence (S k, the outer product and S q for each value head; in chunks
-    it takes more, and is faster)."""
+    """Per token: projections, convolution and recurrence (S k, the outer product and S q for each value head). The
+    chunked form does more operations, but is faster.
+    """
     key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
     key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
     qkv = 2 * key_heads * key_dim + value_heads * value_dim

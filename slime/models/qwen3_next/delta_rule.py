@@ -39,10 +39,10 @@ DeltaRule = Callable[..., Tensor]
 
 
 def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
-    """The implementation of the recurrence that `backend` (--qwen-gdn-backend) names.
+    """Returns the implementation of the recurrence for `backend` (--qwen-gdn-backend).
 
-    "auto" takes the kernels where they are installed and can run: they need a GPU and half precision. Raises
-    `ConfigError` where "fla" is asked for and cannot run.
+    "auto" takes the kernels if they are installed and can run: they need a GPU and half precision. Raises `ConfigError`
+    if "fla" is requested and cannot run.
     """
     reasons = kernel_problems(device, dtype)
     if backend == "fla" and reasons:
@@ -52,9 +52,9 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
 
 @functools.lru_cache(maxsize=8)
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the kernels cannot run here; empty if they can. Source of the last: flash-linear-attention, issue 640.
+    """Why the kernels cannot run here; empty if they can. Source of the last reason: flash-linear-attention, issue 640.
 
-    Asked once: each layer wants to know, and what is installed takes milliseconds to find out.
+    Cached, because each layer asks and the check of installed packages takes milliseconds.
     """
     on_gpu = device.type == "cuda"
     hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
@@ -75,7 +75,7 @@ def _triton() -> tuple[int, ...]:
 def fla_kernels(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor
 ) -> Tensor:
-    """The recurrence by Triton kernels; arguments and result as `chunked`. Half precision on a GPU only."""
+    """The recurrence with Triton kernels; arguments and result as in `chunked`. Half precision on a GPU only."""
     rule: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     row = (x.unsqueeze(0).contiguous() for x in (q, k, v))
     out, _ = rule(
@@ -95,7 +95,7 @@ def chunked(
     """The recurrence over a row of T tokens and N sequences of `lengths` [N] -> [T, h, d_v] in the dtype of `q`.
 
     q, k [T, h, d_k] before normalisation, v [T, h, d_v], g float32 [T, h] log decay, beta [T, h]. Queries are scaled by
-    1 / sqrt(d_k) as in attention. `cu_seqlens` is for kernels and not read here.
+    1 / sqrt(d_k) as in attention. `cu_seqlens` is unused here; the kernels need it.
     """
     plan = _plan(lengths, q.device)
     narrow, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -105,7 +105,7 @@ def chunked(
     decay = _decay(total)
     growth, last = total.exp(), total[..., -1:, :]
     scores = (q @ k.mT) * decay
-    system = beta * (k @ k.mT) * decay  # its diagonal and what is above it are not read
+    system = beta * (k @ k.mT) * decay  # the solver does not read the diagonal or above
     right = torch.cat([beta * v, beta * growth * k], dim=-1)
     free, bound = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.size(-1), k.size(-1)], dim=-1
@@ -114,7 +114,7 @@ def chunked(
     state = q.new_zeros(plan.widths[0], q.size(1), k.size(-1), v.size(-1))
     out = []
     for seen, query, key, fade, u, w in zip(*(x.split(plan.widths) for x in parts), strict=True):
-        state = state[: u.size(0)]  # the sequences that go on; the longest come first
+        state = state[: u.size(0)]  # the sequences that continue; the longest come first
         u = u - w @ state
         out.append(query @ state + seen @ u)
         state = fade * state + key.mT @ u
@@ -122,14 +122,14 @@ def chunked(
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x| over the last dimension, with the epsilon of the released models under the root."""
+    """x / |x| over the last dimension, with the released models' epsilon under the root."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _decay(total: Tensor) -> Tensor:
     """Running sums of log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
 
-    Masked before the exponential: above the diagonal it could overflow, and infinity times zero is not a number.
+    The mask comes before the exponential, which could overflow above the diagonal: infinity times zero is NaN.
     """
     size = total.size(-2)
     later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
@@ -138,17 +138,18 @@ def _decay(total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the tokens of a row are among its M chunks, sorted by their number in the sequence, long sequences first.
+    """The order of a row's tokens in its M chunks.
 
-    So the chunks that one turn of the loop takes lie together, and its sequences are the first of those before.
+    Chunks are sorted by their number in the sequence, long sequences first. So the chunks of one loop iteration are
+    contiguous, and its sequences are the first ones of the iteration before.
     """
 
     gather: Tensor
-    """[M * CHUNK] int64: the token of each place; T for padding."""
+    """[M * CHUNK] int64: the token in each slot; T for padding."""
     place: Tensor
-    """[T] int64: the place of each token."""
+    """[T] int64: the slot of each token."""
     widths: tuple[int, ...]
-    """Chunks of each turn, never growing."""
+    """Chunks of each loop iteration, non-increasing."""
 
     def chunks(self, x: Tensor) -> Tensor:
         """[T, h, d] -> [M, h, CHUNK, d], padded with zeros."""
@@ -162,7 +163,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
-    """Of a row with sequences of these lengths; all layers of a forward pass share it."""
+    """The plan for a row with sequences of these lengths; cached, so all layers of a forward pass share it."""
     num_tokens = sum(lengths)
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -1,4 +1,4 @@
-"""Layers of Qwen3-Next, Qwen3.5 and 3.6: the gated delta net, and full attention with a gate."""
+"""Layers of Qwen3-Next, Qwen3.5 and 3.6: the gated delta net, and gated full attention."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from slime.ops.qk_rotary import rotate
 
 # The gated delta net (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and Qwen3.5: a linear-attention mixer.
 #
-# Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads of this one are split over
-# tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is
-# the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
+# Megatron-core's own needs flash-linear-attention and refuses packed rows. Here tensor-parallel ranks split the key
+# heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the decay), and
+# `conv1d` per key head [q; k; v's], each with the value heads of that key head.
 #
-# Convolution and recurrence run through whole sequences. Under context parallelism a rank has chunks of them, so key
-# heads are split once more: before the convolution each rank gives its tokens of all heads for all tokens of its heads,
-# and after the recurrence back (`RowShard.by_heads`). Projections, norm and gate take each token by itself, and stay.
+# Convolution and recurrence need whole sequences, but under context parallelism a rank has only chunks of them. So key
+# heads are split once more: before the convolution each rank exchanges its tokens of all heads for all tokens of its
+# heads, and after the recurrence it exchanges them back (`RowShard.by_heads`). Projections, norm and gate are per token
+# and need no exchange.
 #
 # Invariants
 # 1. Convolution and recurrence start over at each sequence of a packed row.
-# 2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
+# 2. Decay, recurrence and the norm's statistics are float32 for any dtype of the model.
 # 3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key heads.
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """The mixer of one layer in Megatron's interface of an attention module."""
+    """The mixer of one layer in Megatron's attention interface."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, hf_config: HfConfig, backend: str = "auto", **_unused: Any
@@ -75,7 +76,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.out_proj = RowParallelLinear(size, config.hidden_size, input_is_parallel=True, **linear)
 
     def _shard(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """An undefined parameter of which each tensor-parallel rank holds a part along dim 0."""
+        """An uninitialised parameter that tensor-parallel ranks split along dim 0."""
         weight = torch.empty(*shape, dtype=dtype or self.config.params_dtype, device=self.in_proj.weight.device)
         parameter = torch.nn.Parameter(weight)
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
@@ -84,7 +85,9 @@ class GatedDeltaNet(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] -> [T, 1, H] (this rank's part of the row, under sequence or context parallelism), and no bias."""
+        """[T, 1, H] -> [T, 1, H] (this rank's part of the row, under sequence or context parallelism), and None for the
+        bias.
+        """
         packed = packed_seq_params
         mixed = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.groups, -1))  # [T, groups, features]
         values, rates = self.repeats * self.value_dim, [self.repeats, self.repeats]
@@ -107,10 +110,10 @@ class GatedDeltaNet(torch.nn.Module):
         lengths: tuple[int, ...],
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """What tokens learn of those before them: whole sequences of some key heads -> [T, value heads, d_v].
+        """Convolution and recurrence over whole sequences, for some key heads -> [T, value heads, d_v].
 
-        `parts`: qkv [T, groups, features], b and a [T, groups, value heads of each]. `weights`: what these heads have
-        of the convolution, of dt_bias and of A_log.
+        `parts`: qkv [T, groups, features], b and a [T, groups, value heads of each]. `weights`: the parts of the
+        convolution, dt_bias and A_log that belong to these heads.
         """
         qkv, b, a = parts
         taps, dt_bias, log_rate = weights
@@ -133,7 +136,8 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [T, heads, d_v] -> [T, heads, d_v] in the dtype of `x`."""
-        # Whole on each tensor-parallel rank and applied to the rank's own heads: its gradients are summed here.
+        # The weight is whole on each tensor-parallel rank but applies to the rank's own heads, so its gradients are
+        # summed here.
         weight = copy_to_tensor_model_parallel_region(self.weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -141,9 +145,9 @@ class GatedNorm(torch.nn.Module):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Depthwise convolution of x [T, C] with weight [C, 1, taps] -> [T, C]; a token sees its sequence up to itself.
+    """Depthwise causal convolution of x [T, C] with weight [C, 1, taps] -> [T, C], within each sequence.
 
-    Zeros between the sequences of the row separate them, so that one convolution of the whole row does for all.
+    Zeros between the sequences separate them, so one convolution covers the whole row.
     """
     spacing = weight.size(-1) - 1
     place = _places(lengths, spacing, x.device)
@@ -154,16 +158,16 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> T
 
 @functools.lru_cache(maxsize=8)
 def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Tensor:
-    """[T] int64: where each token goes when `spacing` entries are put ahead of each sequence."""
+    """[T] int64: the index of each token after `spacing` entries are inserted before each sequence."""
     ahead = spacing * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + ahead).to(device)
 
 
-# Full attention whose output passes a sigmoid gate (Qwen3-Next, Qwen3.5).
+# Full attention with a sigmoid gate on its output (Qwen3-Next, Qwen3.5).
 #
 # HF's `q_proj` holds [q; gate] per head, so `linear_qkv` holds [q, gate, q, gate, ..., k, v] per KV head; Megatron's
-# own gated attention expects [q..., gate..., k, v]. Norms are ops of this device; the split and the rotation are in
-# plain PyTorch, with the angles of the whole row.
+# own gated attention expects [q..., gate..., k, v]. Norms are this device's ops; split and rotation are plain PyTorch,
+# with the angles of the whole row.
 
 
 class GatedAttention(RotatingAttention):
@@ -189,5 +193,7 @@ class GatedAttention(RotatingAttention):
         return query, key, value.squeeze(1), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's own is compiled, which a CPU may lack."""
+        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's version uses torch.compile, which may fail
+        on a CPU.
+        """
         return x * gate.flatten(2).sigmoid()

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: a Qwen3 that reads images through a vision tower, which is frozen."""
+"""Qwen3-VL, dense: Qwen3 with a frozen vision tower for images."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 LANGUAGE, TOWER = "model.language_model.", r"(model\.)?visual\."
-"""What the tensors of the language model begin with in files; those of the tower, in files and in engines."""
+"""Prefix of the language model's tensors in files, and pattern of the tower's tensors in files and engines."""
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 @FAMILIES.register("qwen3_vl_text")
 class Qwen3VL(Qwen3):
-    """The language model, which lies under `text_config`, and with `--multimodal-keys` the tower."""
+    """The language model, with its config under `text_config`, and the tower if `--multimodal-keys` is set."""
 
     shares_prefixes = False
     sees_images = True
 
     def check(self, args: Args) -> str | None:
-        """The rows of a batch that has images are whole on each rank."""
+        """Rejects parallel layouts that split the rows of a batch with images."""
         if args.multimodal_keys is None:
             return None
         split = [f"--{name.replace('_', '-')} {size}" for name in _SPLITS if (size := args.megatron[name] or 1) > 1]
@@ -45,7 +45,7 @@ class Qwen3VL(Qwen3):
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """As Qwen3. Raises `ConfigError` where frequencies do not take turns among three positions."""
+        """The same as Qwen3's. Raises `ConfigError` unless frequencies are interleaved over three positions."""
         if self._sections(hf_config) is None:
             raise ConfigError(
                 "got a checkpoint of a Qwen3-VL without mrope_section, or with one that does not divide the rotary "
@@ -54,7 +54,7 @@ class Qwen3VL(Qwen3):
         return super().departures(hf_config)
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of the language model; engines hold it at the top."""
+        """The rows of the language model, which engines hold at the top level."""
         bias = bool(hf_config.get("attention_bias", False))
         table = decoder_table(
             hf_config,
@@ -75,17 +75,16 @@ class Qwen3VL(Qwen3):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Tensor parallelism alone: nothing else was proven with images."""
+        """Tensor parallelism only: nothing else was tested with images."""
         return PLAIN
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """Frequencies take turns: time, height, width, time, ... up to the sections of height and width, then time."""
+        """Frequencies alternate: time, height, width, time, ... up to the sections of height and width, then time."""
         sections = self._sections(hf_config)
         assert sections is not None, "refused by departures"
         return tuple(k % 3 if k < 3 * sections[k % 3] else 0 for k in range(sum(sections)))
 
     def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
-        """That of the checkpoint."""
         from slime.models.qwen3_vl.processor import Qwen3VLImages
 
         return Qwen3VLImages(hf_config, folder)
@@ -93,20 +92,20 @@ class Qwen3VL(Qwen3):
     def tower(
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> VisionTower:
-        """Transformers' own."""
+        """Wraps transformers' vision tower."""
         from slime.models.qwen3_vl.layers import Qwen3VLTower
 
         return Qwen3VLTower(hf_config, weights, dtype=dtype, device=device)
 
     def layer(self, hf_config: HfConfig, number: int) -> type | None:
-        """The first ones add what deeper layers of the tower see."""
+        """The first layers add the features of the tower's deeper layers."""
         from slime.models.qwen3_vl.layers import SeeingLayer
 
         deep = (hf_config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
         return SeeingLayer if number < len(deep) else None
 
     def _sections(self, hf_config: HfConfig) -> list[int] | None:
-        """Frequencies of time, height and width; None if they are not what transformers reads."""
+        """The number of frequencies for time, height and width; None if transformers would not read them."""
         rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         sections = rope.get("mrope_section") or ()
         heads = int(hf_config["num_attention_heads"])

@@ -12,15 +12,14 @@ from torch import Tensor
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import HfConfig
 
-# A decoder layer behind which the features of a deeper layer of the vision tower are added (DeepStack,
-# arXiv:2406.04334).
+# A decoder layer that adds features of a deeper vision-tower layer to its output (DeepStack, arXiv:2406.04334).
 
 
 class SeeingLayer(TransformerLayer):
-    """Megatron's, but for rows with images."""
+    """Megatron's layer; for rows with images it adds the tower's features."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's, called by its block with the row's `PackedSequences` as `packed_seq_params`."""
+        """Runs Megatron's forward. The block passes the row's `PackedSequences` as `packed_seq_params`."""
         hidden, context = super().forward(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
         images = None if packed is None else packed.images
@@ -32,16 +31,16 @@ class SeeingLayer(TransformerLayer):
 # The vision tower of Qwen3-VL: transformers' own module, frozen.
 
 ROWS = 64
-"""SGLang pads what it holds as an embedding, the positions of patches among it, to a multiple of so many rows."""
+"""SGLang pads tensors that it holds as embeddings, including the patch positions, to a multiple of this many rows."""
 
 
 class Qwen3VLTower:
-    """Patches in, features out. `weights`: by their names in the files, in any dtype."""
+    """Turns patches into features. `weights`: under their names in the files, in any dtype."""
 
     def __init__(
         self, hf_config: HfConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raises `CheckpointError` for weights that are not those of the config."""
+        """Raises `CheckpointError` if the weights do not match the config."""
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -62,7 +61,7 @@ class Qwen3VLTower:
         return seen.pooler_output, *seen.deepstack_features
 
     def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """See `VisionTower`; names are those of SGLang 0.5.16."""
+        """See `VisionTower`; the names are those of SGLang 0.5.16."""
         for name, tensor in self._model.named_parameters():
             held = tensor.detach().to(self._device, dtype)
             if name == "pos_embed.weight":

@@ -1,7 +1,7 @@
-"""Images as Qwen3-VL reads them: patches by transformers' processor for PIL, and the positions of their tokens.
+"""Images as Qwen3-VL reads them: patches by transformers' PIL processor, and the positions of their tokens.
 
-The processor for PIL, because it needs no torchvision and gives the same numbers on every machine; engines are started
-with it, too (`--sglang-disable-fast-image-processor`).
+The PIL processor needs no torchvision and gives the same numbers on every machine. Engines use it, too
+(`--sglang-disable-fast-image-processor`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Qwen3VLImages:
     """See `ImageProcessor`."""
 
     def __init__(self, hf_config: HfConfig, folder: Path) -> None:
-        """Raises `ConfigError` for a folder without the settings of the processor."""
+        """Raises `ConfigError` for a folder without processor settings."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         path = folder / SETTINGS
@@ -57,7 +57,7 @@ class Qwen3VLImages:
         return grids.prod(axis=1) // self._merge**2
 
     def positions(self, starts: Int64s, grids: Int64s, num_tokens: int) -> Int64s:
-        """See `ImageProcessor`. An image has one moment; text goes on behind its longer side."""
+        """See `ImageProcessor`. All tokens of an image share one time; text continues after its longer side."""
         out = np.empty((3, num_tokens), np.int64)
         at = place = 0
         for start, (time, height, width) in zip(starts.tolist(), grids.tolist(), strict=True):
@@ -72,6 +72,6 @@ class Qwen3VLImages:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """What the file says, without what names classes."""
+    """The processor's settings without the keys that name classes."""
     settings = json.loads(path.read_text())
     return {name: value for name, value in settings.items() if not name.endswith(("_type", "_class"))}
