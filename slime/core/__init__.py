@@ -1,4 +1,4 @@
-"""The vocabulary of all rooms: records that travel between them, ports, errors, and small tools that every room needs.
+"""What all packages share: records that travel between them, ports, errors, and small tools.
 
 Imports nothing else of slime and nothing heavy (no torch, Ray, Megatron or SGLang), so that the driver, the tests and
 the command line can import it at once.

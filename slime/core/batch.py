@@ -1,8 +1,8 @@
-"""`TrainBatch`: what the trainer receives.
+"""`TrainBatch`: the samples of one training step.
 
 The driver passes it by reference. Every training rank reads the same batch (shared memory on one host) and computes the
-same schedule from it, so no rank can see another split of the data. Routed experts, most of the bytes, may stay
-elsewhere (`Elsewhere`): a rank fetches those of the samples that it computes.
+same schedule from it, so all ranks agree on the split of the data. Routed experts, which are most of the bytes, may
+stay elsewhere (`Elsewhere`): each rank fetches them only for the samples that it computes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.sample import NOT_SAMPLED, Sample
 
 
 class Elsewhere(Protocol):
-    """An array that `numpy.asarray` fetches."""
+    """An array stored elsewhere; `numpy.asarray` fetches it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -128,9 +128,9 @@ class TrainBatch:
 
     @property
     def executions(self) -> tuple[int, ...]:
-        """[S] the number of each sample's execution, counted in order of appearance; siblings share it.
+        """[S] execution number of each sample, in order of appearance; fan-out siblings share it.
 
-        Group and index together identify an execution: a user's rollout may number executions from 0 in every group.
+        An execution is identified by group and index, because a user's rollout may count from 0 in every group.
         """
         numbers: dict[tuple[int, int], int] = {}
         return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in self.samples)

@@ -1,4 +1,4 @@
-"""Who caused an error: the user's line in a long trace, and how a process of the run ended, each in one sentence."""
+"""Finds the cause of an error: the user's line in a long traceback, and how a process ended, each in one sentence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slime.core.files import tail_of
 from slime.core.ports import ASK_AGAIN
 from slime.core.text import visible
 
-# A user's function runs deep inside a trace of Ray, threads and event loops. Its author wants to see one line: the last
-# one of his own code.
+# A user's function runs deep inside Ray, threads and event loops. Its author wants to see one line of the traceback:
+# the last one in their own code.
 
 RAISED_AT = ", raised at "
-"""Separates a reason from its place; the place does not count when failures are grouped by reason."""
+"""Separates a reason from its place, which is ignored when failures are grouped by reason."""
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
@@ -47,20 +47,20 @@ class Place:
 
 
 def blamed(places: Iterable[Place]) -> Place | None:
-    """The last frame of the user's code, else slime's last one; None without either. `places`: outermost first."""
+    """The last frame in the user's code, else the last one in slime; None without either. `places`: outermost first."""
     own = [place for place in places if not place.is_library]
     users = [place for place in own if not place.is_ours]
     return next(reversed(users or own), None)
 
 
 def place_of(error: BaseException) -> Place | None:
-    """The line to blame for `error`, see `blamed`."""
+    """The line to blame for `error`, chosen by `blamed`."""
     frames = traceback.extract_tb(error.__traceback__)
     return blamed(Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
 
 
 def place_in(trace: str) -> Place | None:
-    """`place_of` for a trace as Python prints it, chained errors included."""
+    """`place_of` for a printed traceback, including chained errors."""
     found = (Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
     return blamed(found)
 
@@ -84,9 +84,9 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def asks_again(error: BaseException) -> bool:
-    """Whether an HTTP 503 caused the error: an engine answers so when a weight sync ended the request.
+    """Whether an HTTP 503 caused the error, which is an engine's answer when a weight sync ended the request.
 
-    Recognises errors of aiohttp, httpx, requests and the clients of OpenAI and Anthropic; in a stream, by the text.
+    Recognises errors of aiohttp, httpx, requests and the OpenAI and Anthropic clients; in a stream, the error text.
     """
     return any(_says_503(one) or ASK_AGAIN in str(one) for one in causes(error))
 
@@ -107,16 +107,16 @@ def first_line(text: str, limit: int = 400) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-# The end of a process in one sentence. No pid: the process is gone, so it would identify nobody.
+# How a process ended, in one sentence. It leaves out the pid, which is useless once the process is gone.
 
 TAIL_BYTES, MOST_LINES = 16_000, 12
-"""How much of a log is read and shown."""
+"""How many bytes of a log are searched, and how many lines are shown."""
 CRASHES = ("Fatal Python error:", "terminate called", "Traceback (most recent call last):")
-"""How a crash report begins."""
+"""First words of a crash report."""
 
 
 def how_it_ended(status: int | None) -> str:
-    """`status`: as `subprocess` gives it, negative for a signal; None if unknown."""
+    """`status`: a return code of `subprocess`, negative for a signal; None if unknown."""
     if status is None:
         return "was killed, or it crashed"
     if status >= 0:
@@ -135,7 +135,7 @@ class Process:
     """For example `training rank 3`."""
     host: str
     log: Path | None = None
-    """In a folder that all hosts share, because the reader may be on another host."""
+    """Must be in a folder that all hosts share, because the reader may be on another host."""
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"
@@ -157,7 +157,7 @@ def here(name: str, log: Path | None = None) -> Process:
 
 
 def crash_in(log: Path) -> str:
-    """The last crash report of Python or C++ in a log; empty without one, as after SIGKILL."""
+    """The last crash report of Python or C++ in a log; empty if there is none, for example after SIGKILL."""
     try:
         lines = tail_of(log, TAIL_BYTES).splitlines()
     except OSError:

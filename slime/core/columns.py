@@ -1,13 +1,13 @@
 """`Column`: a list of numbers stored as a compact array.
 
-A Python list takes 32 bytes for a float and 36 for a token id; an array takes 2 to 8, and runs of equal numbers take
-next to nothing. With `UnpackedList` a record's field may hold either: reading it gives a list, which is the field's
-value from then on; code that knows columns asks for the array.
+A Python list takes 32 bytes per float and 36 per token id; an array takes 2 to 8, and runs of equal numbers take almost
+nothing. With `UnpackedList` a record's field may hold either. Reading the field converts it to a list for good; code
+that knows columns asks for the array.
 
 Invariants
 1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. Booleans, and numbers that
    no array holds exactly, stay a list.
-2. Arrays are never written to: records, their copies and checkpoints share them.
+2. Arrays are never written to, because records, their copies and checkpoints share them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import numpy.typing as npt
 LEAST = 32
 """Shorter lists stay lists."""
 LEAST_RUN = 8
-"""Runs are stored if their mean length is at least this."""
+"""Numbers are stored as runs if the mean run length is at least this."""
 Numbers = npt.NDArray[Any]
-"""[n], of a type in `_INTEGERS`, float32 or float64."""
+"""[n], dtype float32, float64 or one of `_INTEGERS`."""
 _INTEGERS = (np.uint8, np.uint16, np.int32, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
     values: Numbers
-    """[n] all of them, or [k] one for each run of equal numbers."""
+    """[n] all numbers, or [k] one per run of equal numbers."""
     counts: npt.NDArray[np.int32] | None = None
-    """[k] lengths of the runs."""
+    """[k] run lengths; None if `values` has all numbers."""
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """None for booleans, and where no array equals the list (NaN, beyond 64 bits, not a number)."""
+        """None for booleans, and if no array equals the list (NaN, integers beyond 64 bits, other types)."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
@@ -56,7 +56,7 @@ class Column:
 
     @property
     def distinct(self) -> Numbers:
-        """[at most n] every distinct number, in order of appearance; some may repeat."""
+        """[at most n] every distinct number in order of appearance, possibly with repetitions."""
         return self.values
 
     @property
@@ -75,7 +75,7 @@ class UnpackedList:
     """A descriptor over a slot that holds a list or a `Column`. Reading converts a column to a list, for good."""
 
     def __init__(self, slot: Any) -> None:
-        """`slot`: the class's own descriptor of the field."""
+        """`slot`: the field's original slot descriptor."""
         self._slot = slot
 
     def __get__(self, record: Any, owner: type | None = None) -> Any:
@@ -91,7 +91,7 @@ class UnpackedList:
         self._slot.__set__(record, value)
 
     def packed(self, record: Any) -> Any:
-        """The value without conversion."""
+        """The stored list or `Column`, without conversion."""
         return self._slot.__get__(record)
 
     def pack(self, record: Any) -> None:

@@ -1,11 +1,11 @@
-"""The cores that this process may use, and how threads of a process that computes on CPUs share them with other work.
+"""The number of cores that this process may use, and the thread settings of processes that compute on CPUs.
 
 A container's CPU quota limits time: threads run on all cores of the host until the quota is used up, then stop until
-the next period. More threads than the quota has cores only reach that point earlier.
+the next period. With more threads than the quota has cores, they only stop earlier.
 
-OpenMP's threads wait for each other in busy loops, many times in each layer. That is fastest while each thread has a
-core of its own. Where other work takes a core, the remaining threads burn theirs waiting for it: an engine of two
-threads on two busy cores makes a quarter of the tokens (`benchmarks/results/few_cores.json`).
+OpenMP threads wait for each other in busy loops, many times per layer. That is fastest while each thread has a core to
+itself. If other work takes one core, the threads on the other cores burn time waiting: an engine with two threads on
+two busy cores generates a quarter of the tokens (`benchmarks/results/few_cores.json`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""How threads wait. If the user set one of these, it stays."""
+"""Variables that choose how idle threads wait. A value that the user has set stays."""
 
 
 def usable_cores() -> int:
-    """Cores that the affinity of this process and the CPU quotas of its control groups allow, rounded up."""
+    """Cores that this process may use under its CPU affinity and the quotas of its control groups, rounded up."""
     allowed = min([len(os.sched_getaffinity(0)), *map(_quota, _control_groups())])
     return max(1, math.ceil(allowed))
 
@@ -30,7 +30,7 @@ def usable_cores() -> int:
 def stalled_share() -> float:
     """Share of the last minute in which all runnable threads of this control group waited for a core.
 
-    From the kernel's pressure stall information, which only cgroup v2 has; 0 without it.
+    Reads the kernel's pressure stall information; 0 without it (cgroup v1).
     """
     for group in _control_groups():
         for line in _lines(group / "cpu.pressure"):
@@ -40,9 +40,9 @@ def stalled_share() -> float:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Folders of this process's control group and its ancestors, its own first; some may not exist.
+    """Folders of this process's control group and then its ancestors; some may not exist.
 
-    A container often sees its own group at the top, whatever its name on the host.
+    A container often sees its own group as the root, under another name than on the host.
     """
     for line in _lines(OWN_CGROUPS):
         number, controllers, name = line.split(":", 2)
@@ -54,13 +54,13 @@ def _control_groups() -> Iterator[Path]:
 
 def _quota(group: Path) -> float:
     """Seconds of processor time per second that a group may use; infinity without a limit."""
-    files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of cgroup v2, and of v1
+    files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # cgroup v2 has the first, v1 the other two
     words = [word for file in files for line in _lines(group / file) for word in line.split()]
     return math.inf if len(words) != 2 or words[0] in ("max", "-1") else int(words[0]) / int(words[1])
 
 
 def _lines(file: Path) -> list[str]:
-    """Empty if the file cannot be read."""
+    """The lines of the file; empty if it cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -68,9 +68,9 @@ def _lines(file: Path) -> list[str]:
 
 
 def thread_variables(num_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a process that computes in `num_threads` threads; OpenMP and MKL read it once.
+    """Environment variables for a process that computes in `num_threads` threads; OpenMP and MKL read them at start.
 
-    Trainer and engine may each have as many. If there are not enough cores for both, waiting threads sleep.
+    Trainer and engine may each have `num_threads`. If there are not enough cores for both, waiting threads sleep.
     """
     number = str(num_threads)
     sleeps = 2 * num_threads > usable_cores() and not any(name in environment for name in WAITING)

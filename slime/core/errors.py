@@ -1,26 +1,26 @@
-"""The errors that slime raises on purpose, one for each boundary that can fail.
+"""The errors that slime raises on purpose, one class for each boundary that can fail.
 
-A message says what is wrong, with the value, why that cannot work, and what to do. Each class is also the matching
-standard exception, so that ordinary handlers work. All of them pickle.
+A message says what is wrong, with the value, why that cannot work, and what to do. Each class also derives from the
+matching standard exception, so that ordinary handlers catch it. All of them pickle.
 """
 
 from __future__ import annotations
 
 START_FLAG, SAVE_FLAG = "--engine-start-timeout-s", "--save-timeout-s"
-"""Flags that raise the limits of starting, and of saving and loading."""
+"""Flags for the time limits of engine start, and of saving and loading."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM arrived. Everything unwinds as after Ctrl-C; the exit code is 143."""
+    """SIGTERM arrived. The process unwinds as after Ctrl-C and exits with code 143."""
 
 
 class SlimeError(Exception):
     engines: tuple[str, ...] = ()
-    """Addresses of the engines that failed, if only some of several did."""
+    """Addresses of the failed engines, if only some of them failed."""
 
 
 class ConfigError(SlimeError, ValueError):
-    """The user asked for something unknown, contradictory or impossible; raised before any process starts."""
+    """A setting is unknown, contradictory or impossible. Raised before any process starts."""
 
 
 class DataError(SlimeError, ValueError):
@@ -32,11 +32,11 @@ class HookError(SlimeError, TypeError):
 
 
 class HookExited(SlimeError, RuntimeError):
-    """A user function raised `SystemExit`, `KeyboardInterrupt` or a cancellation that nobody asked for."""
+    """A user function raised `SystemExit`, `KeyboardInterrupt` or an unrequested `CancelledError`."""
 
 
 class LoopStalled(SlimeError, RuntimeError):
-    """A function blocked an event loop until its process had to end. Names the function."""
+    """A function blocked an event loop for so long that its process had to end. Names the function."""
 
 
 class EngineError(SlimeError, RuntimeError):
@@ -44,19 +44,19 @@ class EngineError(SlimeError, RuntimeError):
 
 
 class RequestRejected(EngineError):
-    """The engine says that this request can never succeed (HTTP 4xx); never retried."""
+    """The engine refused a request that cannot succeed (HTTP 4xx). Never retried."""
 
 
 class DeadlyRequest(EngineError):
-    """Every engine that worked on this request died; never retried."""
+    """Every engine that worked on this request died. Never retried."""
 
 
 class TakenBack(SlimeError, RuntimeError):
-    """The run ended a request early, because its step is over or a checkpoint is due. The execution is tried again."""
+    """The run cancelled a request, because its step is over or a checkpoint is due. The execution is tried again."""
 
 
 class GroupsFailed(EngineError):
-    """More groups of a step failed than chance explains: an engine, a user's function or a grader is broken."""
+    """Too many groups of a step failed to be chance: an engine, a user's function or a grader is broken."""
 
 
 class Unconfined(SlimeError, RuntimeError):
@@ -64,11 +64,11 @@ class Unconfined(SlimeError, RuntimeError):
 
 
 class ActorFailed(SlimeError, RuntimeError):
-    """A process of the run raised some other error: in a user's function, a library, or by a bug. Says where."""
+    """A process of the run raised another error, in a user's function, a library, or slime. Says where."""
 
 
 class ClusterFailed(ActorFailed):
-    """Ray cannot go on: it lost a host or an object, or memory or disk ran out. Quotes Ray."""
+    """Ray failed: it lost a host or an object, or ran out of memory or disk. Quotes Ray's message."""
 
 
 class ActorDied(EngineError):
@@ -76,7 +76,7 @@ class ActorDied(EngineError):
 
 
 class WorkerStalled(ActorDied):
-    """A rollout worker ended itself, because code blocked its event loop for too long. Says where."""
+    """A rollout worker exited because code blocked its event loop for too long. Says where."""
 
 
 class WeightSyncError(SlimeError, RuntimeError):
@@ -96,12 +96,12 @@ class LedgerError(SlimeError, AssertionError):
 
 
 class DeadlineExceeded(SlimeError, TimeoutError):
-    """A wait ran out. Says who waited for whom, for how long, and the last progress."""
+    """A wait exceeded its limit. Says who waited for whom, for how long, and the last progress."""
 
     @classmethod
     def waiting(
         cls, *, owner: str, for_what: str, limit_s: float, last_progress: str = "none", flag: str = ""
     ) -> DeadlineExceeded:
-        """The message of every expired wait. `flag`: the setting that raises the limit."""
+        """Builds the error, with the common message of all waits. `flag`: the setting that raises the limit."""
         said = f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}"
         return cls(said + (f"; {flag} raises the limit" if flag else ""))

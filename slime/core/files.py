@@ -1,4 +1,4 @@
-"""Files on disk: atomic and durable writes, permissions, the files of tokenizers, names on the hub, images of a run."""
+"""Files on disk: atomic and durable writes, permissions, tokenizer files, names on the hub, images of a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Writes a file atomically: a reader, or a crash, sees the old content or the new.
+    """Writes a file atomically: a reader sees the old content or the new, even after a crash.
 
-    `durable`: the content is on disk when this returns; its name is after `sync_to_disk` of the folder.
+    `durable`: the content is on disk when this returns. The name is durable only after `sync_to_disk` of the folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -43,7 +43,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True, indent: int | No
 
 
 def read_checkpoint_json(path: Path, *, or_else: str = "load another checkpoint") -> dict[str, Any]:
-    """The JSON object in a file that slime or a library wrote. Raises `CheckpointError`, which ends with `or_else`."""
+    """Reads a JSON object that slime or a library wrote. Raises `CheckpointError`, with the advice `or_else`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -54,7 +54,7 @@ def read_checkpoint_json(path: Path, *, or_else: str = "load another checkpoint"
 
 
 def sync_to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on disk. Raises `OSError`."""
+    """Waits until a file's content, or the names in a folder, are on disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,20 +63,20 @@ def sync_to_disk(path: Path) -> None:
 
 
 def tail_of(path: Path, num_bytes: int, start: int = 0) -> str:
-    """The text in the last `num_bytes` of a log, nothing before offset `start`. Raises `OSError`."""
+    """The last `num_bytes` of a log as text, but nothing before offset `start`. Raises `OSError`."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - num_bytes))
         return file.read().decode(errors="replace")
 
 
 def open_to_readers(path: Path) -> None:
-    """Gives a file the mode that the umask of this process asks for: safetensors leaves 0600."""
-    umask = int(fields_of(os.getpid()).get("Umask", "077"), 8)  # `os.umask` would have to change it, for every thread
+    """Gives a file the default mode under this process's umask, because safetensors creates files with 0600."""
+    umask = int(fields_of(os.getpid()).get("Umask", "077"), 8)  # `os.umask` can only read it by changing it
     os.chmod(path, 0o666 & ~umask)
 
 
 CONFIG, FAST = "tokenizer_config.json", "tokenizer.json"
-"""Files of a tokenizer."""
+"""Files of a tokenizer: its settings, and the fast tokenizer itself."""
 
 
 def is_code(folder: Path) -> bool:
@@ -92,9 +92,9 @@ _FILES = (".jsonl", ".zst", ".parquet", ".json", ".csv", ".txt", ".yaml", ".py")
 
 
 def download_hint(name: str, *, dataset: bool = False) -> str:
-    """How to download `name`, if it looks like a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`); else empty.
+    """A hint how to download `name`, if it looks like a Hugging Face hub name (`Qwen/Qwen3-0.6B`); else empty.
 
-    A path below a folder that exists, or with the suffix of a file, is not such a name. Downloads nothing.
+    A path below an existing folder, or with a file suffix, is not a hub name. Downloads nothing.
     """
     if not _NAME.fullmatch(name) or name.endswith(_FILES) or Path(name).parent.exists():
         return ""
@@ -104,10 +104,10 @@ def download_hint(name: str, *, dataset: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """The images of a run: PNG files that never change, named by the digest of their bytes.
+    """The images of a run: immutable PNG files, named by the digest of their bytes.
 
-    Samples, batches and checkpoints name images by digest; a client or a trainer that needs the bytes reads the file.
-    So each image is kept once.
+    Samples, batches and checkpoints refer to images by digest, so each image is stored once. A client or trainer that
+    needs the bytes reads the file.
     """
 
     folder: Path
@@ -117,16 +117,16 @@ class ImageFolder:
         return cls(Path(run_dir) / "images")
 
     def put(self, png: bytes) -> str:
-        """Keeps an image; returns its digest, 32 hex digits."""
+        """Stores an image; returns its digest, 32 hex digits."""
         digest = hashlib.sha256(png).hexdigest()[:32]
         file = self._file(digest)
         if not file.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_bytes(file, png, durable=False)  # the dataset still has it
+            replace_bytes(file, png, durable=False)  # after a crash the dataset still has the image
         return digest
 
     def read(self, digest: str) -> bytes:
-        """Raises `DataError` if it is not there."""
+        """The bytes of an image. Raises `DataError` if it is missing."""
         try:
             return self._file(digest).read_bytes()
         except OSError as error:

@@ -1,6 +1,6 @@
-"""A checkpoint's `config.json` as a flat mapping, for language models and for the multimodal models around them.
+"""A checkpoint's `config.json` as a flat mapping, for language models and multimodal models.
 
-`slime.models` knows what the keys mean.
+`slime.models` interprets the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.core.files import download_hint
 from slime.core.user_files import read_json
 
 HfConfig = Mapping[str, Any]
-"""As `read_hf_config` returns it."""
+"""The result of `read_hf_config`."""
 
 
 def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
@@ -33,8 +33,9 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
 def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
     """Whether files store all experts of a layer in one tensor: (in the model's layers, in multi-token prediction).
 
-    config.json does not say it. Released multimodal models do, unless they are quantised; transformers stores experts
-    one by one. Without weights, or with damaged ones, which their reader will refuse, this assumes a released model.
+    config.json does not say so. Released multimodal models use one tensor, unless they are quantised; transformers
+    stores experts one by one. If the weights are missing or damaged, this assumes a released model; the code that loads
+    the weights reports the damage.
     """
     names = tensor_names(directory)
     if not names:
@@ -46,7 +47,7 @@ def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:
-    """Tensor names from the checkpoint's index, or from its first file without an index; empty if that is damaged."""
+    """Tensor names from the checkpoint's index, or else from its first file; empty if that is missing or damaged."""
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:
         if index.is_file():
@@ -58,15 +59,15 @@ def tensor_names(directory: Path) -> tuple[str, ...]:
 
 
 def quantisation_of(config: HfConfig) -> Mapping[str, Any] | None:
-    """config.json's description of quantised weights; None without."""
+    """The quantisation settings in config.json; None if the weights are not quantised."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found or None
 
 
 def text_config(config: HfConfig) -> dict[str, Any]:
-    """A config with its `text_config` lifted to the top; `wrapper_type` then names the multimodal model around it.
+    """The config with `text_config` merged into the top level; `wrapper_type` then names the multimodal model.
 
-    Like transformers and SGLang, takes `tie_word_embeddings` from the outer model alone.
+    Like transformers and SGLang, reads `tie_word_embeddings` only from the outer config.
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -77,7 +78,7 @@ def text_config(config: HfConfig) -> dict[str, Any]:
 
 
 def num_experts_of(config: HfConfig) -> int:
-    """Routed experts of each layer, whatever the family calls them; 0 for a dense model."""
+    """Number of routed experts per layer, under any family's name for it; 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -86,9 +87,9 @@ _CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_
 
 
 def context_length_of(config: HfConfig) -> int | None:
-    """The maximum length of prompt and response together, as SGLang reads it; None if the config does not say.
+    """Maximum length of prompt plus response, derived as SGLang does it; None if the config does not say.
 
-    A scaled rotary embedding multiplies it, unless the config names the original length.
+    Scaled rotary embeddings multiply the length, unless the config also gives the original length.
     """
     length = next((config[key] for key in _CONTEXT_KEYS if isinstance(config.get(key), int)), None)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -1,12 +1,12 @@
-"""`Lease`: only one run at a time writes into a folder, on whatever host.
+"""`Lease`: only one run at a time, across all hosts, writes into a folder.
 
 A file in the folder names the owner, and a thread of the owner renews it. A newcomer takes the folder at once if the
-owner is gone (same host, no such process). Otherwise it watches the file: if the owner renews it, the newcomer is
-refused; if the owner is silent for `SILENCE_S` (on the same host also without any other sign of life, see `silence`),
-the newcomer takes the folder. The old owner finds out at its next `check`, which precedes each write that could destroy
-another run's files.
+owner's process is gone, which it can only see on the same host. Otherwise it watches the file. If the owner renews it,
+the newcomer is refused. If the owner is silent for `SILENCE_S` (and, on the same host, shows no other sign of life, see
+`silence`), the newcomer takes the folder. The old owner notices at its next `check`, which precedes each write that
+could destroy another run's files.
 
-Consumes and produces: one small file. Waits for: a silent owner, up to `SILENCE_S` of silence. Nobody wakes it.
+Consumes and produces: one small file. Waits for: an owner that may be dead, up to `SILENCE_S` of silence, by polling.
 
 Invariants
 1. Clocks of different hosts are never compared: an owner counts its renewals, and the newcomer watches the count.
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = ".owner.json"
 BEAT_S = 5.0
-"""Between renewals."""
+"""Seconds between renewals."""
 SILENCE_S = 60.0
-"""An owner that is silent for so long loses its folder. Longer than a brief outage of a file server."""
+"""An owner that is silent for this long loses its folder. Longer than a brief outage of a file server."""
 MOST_BYTES = 65_536
 """The largest owner file that is read."""
 _LOOK_S = 0.5
@@ -50,8 +50,9 @@ _held: dict[Path, Lease] = {}
 
 
 def check(folder: Path) -> None:
-    """Call before replacing or removing something in `folder`. Raises `CheckpointError` if this process had the folder
-    and another run has taken it.
+    """Raises `CheckpointError` if another run has taken `folder` from this process.
+
+    Call it before replacing or removing something in the folder.
     """
     lease = _held.get(folder.resolve())
     if lease is not None:
@@ -59,10 +60,10 @@ def check(folder: Path) -> None:
 
 
 class Lease:
-    """Context manager: inside, the folder belongs to this run."""
+    """Context manager that holds the folder for this run."""
 
     def __init__(self, folder: Path, run_id: str, *, flag: str, file: Path | None = None) -> None:
-        """`flag`: the setting that names the folder; `file`: the owner file, by default in the folder."""
+        """`flag`: the setting that names the folder. `file`: the owner file; by default it is in the folder."""
         self.folder, self._flag = folder.resolve(), flag
         self._file = file or self.folder / FILE_NAME
         self._own: dict[str, Any] = {"token": uuid.uuid4().hex, "run_id": run_id, **_this_process(), "beat": 0}
@@ -70,7 +71,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="slime-lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Raises `ConfigError` if the folder is not writable, or another run writes there."""
+        """Takes the folder. Raises `ConfigError` if it is not writable, or another run writes there."""
         self._made = not self._file.parent.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,7 @@ class Lease:
             time.sleep(_LOOK_S)
 
     def _create(self) -> bool:
-        """Whether there was no file, so that this run is the owner now."""
+        """Creates the owner file; returns False if one exists already."""
         draft = self._file.with_name(f"{self._file.name}.{self._own['token']}")
         draft.write_text(json.dumps(self._own))
         try:
@@ -158,7 +159,7 @@ class Lease:
         replace_text(self._file, json.dumps(self._own), durable=False)
 
     def _read(self) -> dict[str, Any] | None:
-        """The owner; None without a file; empty if the file names no owner, as after a power failure."""
+        """The owner; None if there is no file; empty if the file is damaged, for example by a power failure."""
         try:
             owner = json.loads(read_small(self._file, MOST_BYTES))
         except FileNotFoundError:
@@ -177,7 +178,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _space() -> str:
-    """Where a pid is unique: this boot of this machine, in this PID namespace."""
+    """Identifies the scope in which pids are unique: this boot of this machine and this PID namespace."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
@@ -192,7 +193,7 @@ def _started(pid: int) -> float | None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether the file names no owner, or a process of this host that has ended."""
+    """Whether the owner file is damaged, or names a process of this host that has ended."""
     return not owner or (owner["space"] == _space() and _started(owner["pid"]) != owner["started"])
 
 

@@ -1,7 +1,7 @@
-"""The ports: what one room needs of another that it may not import. Tests satisfy them with small hand-made fakes.
+"""Ports: interfaces between packages that may not import each other. Tests implement them with small fakes.
 
-`EngineControl` is the control plane of one SGLang server; `serving/control.py` implements it over HTTP, and `weights/`
-talks to engines through it alone.
+`EngineControl` is the control plane of one SGLang server. `serving/control.py` implements it over HTTP, and `weights/`
+uses nothing else to reach engines.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any, Protocol
 from slime.core.topology import EngineLayout, EngineRank
 
 WeightVersion = int
-"""Number of a weight sync: the first of a run is version 1; a resumed run continues the count."""
+"""Number of a weight sync. The first sync of a run is version 1; a resumed run continues the count."""
 
 TOKEN_VERSIONS_KEY = "token_weight_version"
-"""In an answer's `meta_info`: the weight version of each token, from engines that report it."""
+"""Key in an answer's `meta_info` with the weight version of each token, if the engine reports it."""
 
 OWN_REQUESTS = "slime-"
-"""Prefix of the ids of the run's own requests, which its client continues when a weight sync ends one."""
+"""Prefix of the ids of the run's own requests. If a weight sync ends such a request, the run's client continues it."""
 ASK_AGAIN = "this request was ended because the engine's weights change; ask again"
 """Answer to other clients when a weight sync ends their request."""
 ROUTED_EXPERTS_MARK = "-experts-"
-"""In a request's id, before a number N: return the routed experts from token N on. It is in the id because
-sglang-router 0.3.2 passes ids on and drops fields that it does not know."""
+"""Precedes a number N in a request's id: return the routed experts from token N on. It is part of the id because
+sglang-router 0.3.2 passes ids on but drops unknown fields."""
 
 
 class Hasher(Protocol):
-    """Digest of one tensor that arrives in parts."""
+    """Computes the digest of one tensor that arrives in parts."""
 
     def add(self, parts: Sequence[Any]) -> None:
-        """Adds tensors of one device, as if stacked along dim 0. They may be kept until `flush`."""
+        """Adds tensors of one device, as if concatenated along dim 0. May keep them until `flush`."""
         ...
 
     def flush(self) -> None:
-        """Reads the kept tensors and releases them; a GPU does so in its queue, without waiting."""
+        """Reads the kept tensors and releases them. On a GPU this only enqueues work and does not wait."""
         ...
 
     def finish(self) -> str:
@@ -44,10 +44,10 @@ class Hasher(Protocol):
 
 
 class Digest(Protocol):
-    """The function that an engine applies to its tensors, on their device."""
+    """The digest function that an engine applies to its tensors, on their device."""
 
     def __call__(self, parts: Any) -> str:
-        """Hex digest of a tensor, or of several as if stacked along dim 0."""
+        """Hex digest of a tensor, or of several as if concatenated along dim 0."""
         ...
 
     def begin(self) -> Hasher:
@@ -55,7 +55,7 @@ class Digest(Protocol):
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
-        """Several digests at once, which is faster on a GPU."""
+        """The hex digests of several hashers at once, which is faster on a GPU."""
         ...
 
 
@@ -65,15 +65,15 @@ class RankChecksums:
 
     rank: EngineRank
     layout: EngineLayout
-    """As far as the engine reports it: `tp_size`, `pp_size` and `dp_size`."""
+    """The engine reports only `tp_size`, `pp_size` and `dp_size`."""
     checksums: Mapping[str, str]
-    """Resident tensor name -> digest."""
+    """Name of a tensor in the engine -> digest."""
 
 
 class EngineControl(Protocol):
     """Control plane of one inference server.
 
-    Every method raises `EngineError` on refusal and `DeadlineExceeded` on silence.
+    Every method raises `EngineError` if the server refuses and `DeadlineExceeded` if it does not answer.
     """
 
     @property
@@ -81,11 +81,11 @@ class EngineControl(Protocol):
 
     @property
     def layout(self) -> EngineLayout:
-        """How its ranks divide the model."""
+        """How the engine's ranks divide the model."""
         ...
 
     def pause(self, mode: str = "abort") -> None:
-        """Stops serving: `abort` ends running requests; `retract` and `in_place` keep them."""
+        """Stops serving. `abort` ends running requests; `retract` and `in_place` keep them."""
         ...
 
     def resume(self) -> None: ...
@@ -117,7 +117,7 @@ class EngineControl(Protocol):
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:
-        """`load_format`: None for one broadcast per tensor; "flattened_bucket" for one broadcast of all."""
+        """`load_format`: None for one broadcast per tensor, "flattened_bucket" for one broadcast of all tensors."""
         ...
 
     def update_weights_from_disk(
@@ -125,7 +125,7 @@ class EngineControl(Protocol):
     ) -> None: ...
 
     def weight_checksums(self) -> list[RankChecksums]:
-        """Digests of all tensors; at least one entry per engine rank."""
+        """Digests of all tensors, with at least one entry per engine rank."""
         ...
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None: ...

@@ -1,4 +1,4 @@
-"""Processes of a run and addresses of hosts. Imports nothing heavy, because it is used before torch is imported."""
+"""Processes of a run and addresses of hosts. Imports nothing heavy, because it runs before torch is loaded."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from urllib.parse import urlsplit
 from slime.core.errors import ConfigError
 
 RUN_ID_ENV = "SLIME_RUN_ID"
-"""A variable in every process of a run, by which the guardian finds what a dead driver left behind."""
+"""Environment variable of every process of a run, by which the guardian finds processes that a dead driver left."""
 
 
 def new_run_id() -> str:
-    """Short, practically unique, sortable by time and safe in file names: `20260131-235959-1a2b3c`."""
+    """A short, practically unique id that sorts by time and is safe in file names: `20260131-235959-1a2b3c`."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def scratch_prefix(kind: str = "") -> str:
-    """Prefix of every temporary folder; the guardian of the run removes those whose owner was killed."""
+    """Prefix of every temporary folder, by which the run's guardian finds and removes folders of killed processes."""
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
 
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket: Linux's `sun_path` without its last byte."""
 SHORT_ROOM = "/tmp"
-"""For sockets, if the path of the temporary folder is too long."""
+"""Folder for sockets if the path of the temporary folder is too long."""
 OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"
 """The longest socket path that torch, multiprocessing or SGLang use below their temporary folder."""
 OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 
 
 def longest_room(below: str) -> int:
-    """Most bytes of a folder's path that leave space for a socket at the path `below` in it."""
+    """Longest path of a folder, in bytes, that leaves space for a socket at the path `below` inside it."""
     return SOCKET_PATH_BYTES - len(os.fsencode(f"/{below}"))
 
 
 def socket_room(below: str, *, given: str | None = None) -> str:
-    """A parent for temporary folders with sockets: TMPDIR's folder, or /tmp if its path is too long.
+    """A parent for temporary folders with sockets: TMPDIR, or /tmp if the path of TMPDIR is too long.
 
-    `below`: the longest socket path in it. `given`: RAY_TMPDIR, which is then the only choice. Raises `ConfigError` if
-    no folder fits.
+    `below`: the longest socket path inside. `given`: the value of RAY_TMPDIR; if set, it is the only candidate. Raises
+    `ConfigError` if no folder fits.
     """
     most = longest_room(below)
     room = os.path.abspath(given) if given else tempfile.gettempdir()
@@ -68,7 +68,7 @@ def too_long(variable: str, room: str, below: str) -> str:
 
 
 def ray_folder(run_id: str) -> Path:
-    """The private folder around the files of the run's local Ray. Raises `ConfigError` as `socket_room` does."""
+    """The private folder for the files of the run's local Ray. Raises `ConfigError` as `socket_room` does."""
     name = f"slime-ray-{run_id.rpartition('-')[2]}"  # short: Ray adds 65 characters
     return Path(socket_room(f"{name}/{OF_RAY}", given=os.environ.get("RAY_TMPDIR")), name)
 
@@ -77,9 +77,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(expected_parent: int | None) -> None:
-    """Asks the kernel (Linux) for SIGKILL when the parent thread ends; exits at once if it ended already.
+    """Makes the kernel (Linux) send SIGKILL when the parent thread ends; exits at once if the parent is already gone.
 
-    `expected_parent`: pid of the starter; None if unknown. Raises `OSError` if the kernel refuses.
+    `expected_parent`: pid of the parent; None if unknown. Raises `OSError` if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -101,7 +101,7 @@ def is_loopback(address: str) -> bool:
 
 
 def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address in a text, with or without brackets and zone; None if it is not one."""
+    """Parses an IP address, with or without brackets and zone; None if `address` is not one."""
     try:
         ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -120,10 +120,10 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make gloo and NCCL of a process on this host use the interface of `address`.
+    """Environment variables that make gloo and NCCL use the network interface of `address` on this host.
 
-    Without them both guess: gloo looks up the host's own name, often to an address that others cannot reach. On
-    loopback only gloo needs its interface; NCCL moves data by other means there. Variables in `given` stay.
+    Without them both guess: gloo resolves the host's own name, often to an address that other hosts cannot reach. On
+    loopback only gloo needs an interface, because NCCL moves data by other means there. Variables in `given` stay.
     """
     if is_loopback(address):
         wanted = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -148,12 +148,12 @@ def server_url(text: str) -> str:
 
 
 def http_url(host: str, port: int) -> str:
-    """IPv6 addresses get brackets."""
+    """`http://host:port`, with brackets around an IPv6 address."""
     return f"http://{host_port(host, port)}"
 
 
 def host_port(host: str, port: int) -> str:
-    """IPv6 addresses get brackets."""
+    """`host:port`, with brackets around an IPv6 address."""
     return f"{in_brackets(host)}:{port}"
 
 
@@ -162,12 +162,12 @@ def in_brackets(host: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """The host in a URL of `server_url`."""
+    """The host in a URL from `server_url`."""
     return str(urlsplit(url).hostname)
 
 
 def address_towards(host: str) -> str:
-    """The address of this host that `host` can reach. Sends nothing. Raises `OSError` without a route."""
+    """The local address that this host uses towards `host`. Sends nothing. Raises `OSError` if there is no route."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

@@ -1,7 +1,7 @@
-"""Extension points: names on the command line and the classes that they select, one file per entry.
+"""Extension points: names on the command line that select classes, one file per entry.
 
 A registry belongs to a package. Every module of that package may register entries under public names. A user's own file
-does the same, and the command line names it by its path:
+does the same, and the command line refers to it by its path:
 
     ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages",
@@ -15,18 +15,18 @@ does the same, and the command line names it by its path:
         some_setting: float = 1.0
         "Its help text; the flag is --some-setting."
 
-An entry is a class. If it is a frozen dataclass, its fields are settings: the command line has their flags as soon as
-the entry is known, and `build` fills them. Asking for names imports the package's modules, so these import torch and
-the engines inside functions only.
+An entry is a class. If it is a frozen dataclass, its fields are settings: the command line gets their flags as soon as
+the entry is registered, and `build` fills them. Listing the names imports the package's modules, so these import torch
+and the engines only inside functions.
 
-An entry may refuse settings with `check(self, args: Args) -> str | None`, which is called before anything starts on the
-entries that a run has chosen. It returns one message (what is wrong, why, what to do) or None; it does not raise.
+An entry may refuse settings with `check(self, args: Args) -> str | None`, which is called before anything starts, on
+the entries that a run has chosen. It returns one message (what is wrong, why, what to do) or None; it does not raise.
 
 Invariants
 1. A name has one entry; registering another one is an error.
-2. A name that is not registered is an import path; anything else is refused with the names that exist.
-3. A built-in module that cannot be imported raises each time names are asked for; its names are never just missing.
-4. A thread that asks while another one imports waits for it.
+2. A name that is not registered must be an import path. Anything else is refused, and the error lists the known names.
+3. If a built-in module cannot be imported, every lookup raises; its names are never silently missing.
+4. A lookup waits while another thread imports the package.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from typing import Any, Generic, TypeVar
 from slime.core.errors import ConfigError
 from slime.core.text import nearest
 
-# Loading by path imports the user's module, so it happens on request only, never while this package is imported.
+# Loading by path imports the user's module, so it happens only on request, never while this package is imported.
 
 
 class LoadingFailed(Exception):
-    """A path leads to no object. The message says why; the caller adds the setting."""
+    """A path cannot be loaded. The message says why; the caller adds the setting's name."""
 
 
 def load_module(name: str) -> ModuleType:
-    """The module `pkg.mod`, or that of a file `path/to/file.py`, which is imported once per process.
+    """Imports the module `pkg.mod` or the file `path/to/file.py`, once per process.
 
-    Raises `LoadingFailed`, also for any error of the user's module.
+    Raises `LoadingFailed`, also for any error that the user's module raises.
     """
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
@@ -68,7 +68,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_object(path: str) -> Any:
-    """The object at `pkg.mod:name`, `pkg.mod.name` or `path/to/file.py:name`; the name behind a colon may have dots.
+    """Loads `pkg.mod:name`, `pkg.mod.name` or `path/to/file.py:name`; the name after a colon may contain dots.
 
     Raises `LoadingFailed`.
     """
@@ -86,7 +86,7 @@ def load_object(path: str) -> Any:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """Raises whatever the module raises."""
+    """Imports a file as a module. Errors of the module pass through."""
     name = f"slime_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -107,13 +107,13 @@ C = TypeVar("C", bound=type)
 
 
 def settings_of(entry: type[Any], settings: object) -> dict[str, Any]:
-    """The fields of an entry, filled from the attributes of `settings` with the same names."""
+    """Field name -> value for each field of `entry`, read from the attribute of `settings` with that name."""
     fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
     return {field.name: getattr(settings, field.name) for field in fields if field.init}
 
 
 class Registry(Generic[T]):
-    """The entries of one extension point, in this process."""
+    """The entries of one extension point in this process."""
 
     def __init__(self, what: str, *, flag: str, package: str, contract: type[Any]) -> None:
         """`what`: the noun for messages; `flag`: the setting that names an entry; `package`: holds the built-in
@@ -139,7 +139,7 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """Sorted names of the built-in entries and of those that users' files have registered so far."""
+        """Sorted names of all built-in entries and of the entries that users' files have registered so far."""
         self._import_all()
         return tuple(sorted(self._entries))
 
@@ -150,7 +150,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def get(self, name: str) -> type[T]:
-        """The entry of a registered name, or a user's class at an import path. Raises `ConfigError` for other names."""
+        """The class registered as `name`, or a user's class at that import path. Raises `ConfigError` without one."""
         self._import_all()
         if name in self._entries:
             return self._entries[name]
@@ -162,7 +162,7 @@ class Registry(Generic[T]):
         return self._of_path(name)
 
     def build(self, name: str, settings: object) -> T:
-        """The entry of `name` with its fields from `settings`, see `settings_of`."""
+        """An instance of the entry `name`, with its fields from `settings` (`settings_of`)."""
         entry = self.get(name)
         return entry(**settings_of(entry, settings))
 
@@ -179,13 +179,13 @@ class Registry(Generic[T]):
         try:
             importlib.import_module(name)
         except BaseException:
-            # A second import would register its entries twice.
+            # Otherwise the next import of the module would register its entries twice.
             self._entries = {n: entry for n, entry in self._entries.items() if entry.__module__ != name}
             self._complete = False
             raise
 
     def _of_path(self, path: str) -> type[T]:
-        """A class at a path, or the one entry that the module at the path registers."""
+        """The class at a path, or the only entry that the module at that path registers."""
         try:
             found = self._only_entry_of(path) if path.endswith(".py") else self._class_or_module(path)
         except LoadingFailed as error:
@@ -219,8 +219,8 @@ class Registry(Generic[T]):
 
 
 def _is_module(path: str) -> bool:
-    """Whether a module of this name can be found; imports its parent packages."""
+    """Whether `path` names a module that exists. Imports its parent packages."""
     try:
         return ":" not in path and importlib.util.find_spec(path) is not None
-    except Exception:  # raised by a user's package; the first error already says so
+    except Exception:  # a user's package raised it; the caller reports the first error
         return False

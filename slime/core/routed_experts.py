@@ -1,13 +1,14 @@
 """`RoutedExperts`: the experts that the engine chose for each token of a sequence, layer by layer.
 
-An engine chooses when it reads a token, so the last sampled token has no row. A sample has rows from its first token
-on. They join part by part (turns, interrupted requests), and existing rows stay: a row belongs to the token that was
-sampled from it, under that weight version. Newer weights that read the same tokens again choose other experts; such a
-row belongs to no trained log-prob, so it is dropped, and the trainer chooses by itself.
+An engine chooses experts when it reads a token, so the last sampled token has no row. A sample has rows from its first
+token on, appended part by part (turns, interrupted requests). Existing rows are never replaced: the row of a token
+must come from the weight version that sampled the next token. If newer weights read the same tokens again, they choose
+other experts, which belong to no trained log-prob. Such a row is dropped, and the trainer routes that token itself.
 
 Invariants
-1. Row i belongs to token `start + i` and has one entry per layer; entries of dense layers mean nothing.
-2. A row is either whole or not recorded; then all its entries are `not_recorded(dtype)`, which no expert has.
+1. Row i belongs to token `start + i` and has one entry per layer; entries of dense layers have no meaning.
+2. A row is recorded completely or not at all. In an unrecorded row all entries are `not_recorded(dtype)`, which is not
+   the number of any expert.
 3. Arrays are never written to.
 """
 
@@ -29,24 +30,24 @@ Ids: TypeAlias = "npt.NDArray[np.uint8 | np.int16]"
 """[rows, L, topk]"""
 _WORD, _ROWS_AT_ONCE = 8, 256
 _MIXES = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
-"""Shifts and factors of splitmix64 (Steele et al., 2014)."""
+"""Shifts and factors of splitmix64 (Steele et al., 2014), for `digests_of`."""
 _ON_THE_WIRE = np.dtype("<i4")
 """SGLang 0.5.16 sends base64 of int32, one number per token, layer and choice."""
 
 
 def dtype_for(num_experts: int) -> npt.DTypeLike:
-    """The narrowest of uint8 and int16 that holds every expert and one number for "not recorded"."""
+    """The narrower of uint8 and int16 that holds all expert numbers and the mark for unrecorded rows."""
     return np.uint8 if num_experts < np.iinfo(np.uint8).max else np.int16
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """The number that marks a row without a record."""
+    """The number that marks unrecorded rows."""
     return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
-    """Sizes of a model's routing."""
+    """The model's sizes that determine the format of its routed experts."""
 
     num_experts: int
     """Routed experts per layer."""
@@ -56,7 +57,7 @@ class ExpertFormat:
     """[L] whether a layer has routed experts."""
 
     def decode(self, text: str, *, start: int, num_rows: int) -> RoutedExperts:
-        """Rows of an engine's base64, `num_rows` of them, the first for token `start`.
+        """Decodes `num_rows` rows from an engine's base64; the first belongs to token `start`.
 
         Raises `DataError` for another number of rows, an unknown expert, or a row that the engine never wrote.
         """
@@ -86,15 +87,15 @@ class ExpertFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """Choices for consecutive tokens of a sequence."""
+    """The chosen experts for consecutive tokens of a sequence."""
 
     ids: Ids
     """[rows, L, topk] expert numbers."""
     start: int = 0
-    """The token of the first row."""
+    """Index of the first row's token in the sequence."""
     read: tuple[int, int] | None = None
-    """(number of tokens in the request, weight version that read them) of an engine's answer; other versions may have
-    sampled some of these tokens. None: each row belongs to the version that sampled its token."""
+    """For an engine's answer: (number of tokens in the request, weight version that read them). Other versions may have
+    sampled some of these tokens. None: every row comes from the version that sampled from it."""
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
@@ -105,12 +106,12 @@ class RoutedExperts:
 
     @property
     def end(self) -> int:
-        """One past the token of the last row."""
+        """Index of the token after the last row's."""
         return self.start + len(self.ids)
 
     @property
     def recorded(self) -> npt.NDArray[np.bool_]:
-        """[rows]"""
+        """[rows] whether the row is recorded."""
         recorded: npt.NDArray[np.bool_] = self.ids[:, 0, 0] != not_recorded(self.ids.dtype)
         return recorded
 
@@ -145,9 +146,9 @@ class RoutedExperts:
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """[rows] eight bytes per row, to compare rows of one dtype; numpy releases the GIL meanwhile.
+    """[rows] a 64-bit digest per row, to compare rows of one dtype. NumPy releases the GIL while it computes.
 
-    Each word of a row is mixed by an invertible function and multiplied by its own odd number; the digest is the sum.
+    Mixes each word of a row with an invertible function, multiplies it by an odd number for its position, and sums up.
     """
     flat = np.ascontiguousarray(ids).reshape(len(ids), math.prod(ids.shape[1:])).view(np.uint8)
     out = np.empty(len(flat), np.uint64)
@@ -170,10 +171,10 @@ def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
 def without_newer(
     more: RoutedExperts, versions: Sequence[int], first: int, num_read: int, read_under: int
 ) -> RoutedExperts:
-    """`more` without the rows from which other weights sampled.
+    """`more`, with rows marked as unrecorded where other weights than `read_under` sampled the next token.
 
-    `versions`: of the tokens from number `first` on, negative where not sampled; `read_under`: the version that read
-    the first `num_read` tokens of the sequence.
+    `versions`: weight versions of the tokens from index `first` on, negative where not sampled. `read_under`: the
+    version that read the first `num_read` tokens of the sequence.
     """
     sampled_by = np.asarray(versions[: max(0, num_read - first)])
     rows = first - 1 + np.flatnonzero((sampled_by >= 0) & (sampled_by != read_under)) - more.start
@@ -192,14 +193,14 @@ def join(
     versions: Sequence[int] = (),
     first: int = 0,
 ) -> RoutedExperts | None:
-    """The rows of a sequence from its first token on: those known, then the new ones of `more`; None without any.
+    """The rows of a sequence from its first token on: `known`, then the new rows of `more`; None if there are none.
 
-    `versions`: of the tokens from number `first` on, negative where not sampled. Where other weights than those that
-    read `more` sampled a token, its row is dropped: nobody knows which experts gave its log-prob. Tokens between the
-    rows may have no record.
+    `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If other weights than
+    those that read `more` sampled a token, the experts behind its log-prob are unknown, and the row is marked as
+    unrecorded. So are rows between `known` and `more`.
 
-    Raises `DataError` for other layers or topk, and for a row of the last of `num_tokens` tokens: no engine has read
-    it.
+    Raises `DataError` if layers or topk differ, or if there is a row for the last of `num_tokens` tokens, which no
+    engine has read yet.
     """
     if more is None:
         return known

@@ -1,4 +1,4 @@
-"""What exists for plugins of the public slime: a table of its import paths (`names`), and the functions behind them.
+"""Support for plugins of the public slime: a table of its import paths (`names`) and the functions behind them.
 
-Nothing else of ours imports this package, but `slime` itself, which asks for the table.
+Only `slime/__init__.py` imports this package, to install the table.
 """

@@ -1,5 +1,5 @@
-"""Generation as functions of the public slime ask for it: sampled and graded executions and groups, the state that they
-read, grading by name, and the name of the fully asynchronous rollout.
+"""The generation functions of the public slime: sample and grade executions or groups, `GenerateState`, grading by
+name, and the name of the fully asynchronous rollout.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args
 
-# An execution, or a group, for rollout functions of the user's that make their own loop: sampled and graded.
+# Sampling and grading of an execution or a group, for users' rollout functions that write their own loop.
 
 _STATUS = {Outcome.ABORTED: Status.ABORTED}
-"""Of a sample whose execution did not finish; any other has failed."""
+"""Outcome of an unfinished execution -> status of its samples; FAILED for any other outcome."""
 
 
 async def generate_and_rm(
     args: Args, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """A finished sample with its reward, or the siblings of a fan-out. One that did not finish says so by its status,
-    ABORTED or FAILED, and has no reward.
+    """Samples and grades one execution; returns its sample, or a list of fan-out siblings.
+
+    If the execution does not finish, the status is ABORTED or FAILED and there is no reward.
     """
     context, siblings = current(), [sample] if isinstance(sample, Sample) else list(sample)
     hook = RolloutHooks.load(args).generate
@@ -46,7 +47,7 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Args, group: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
-    """The same of each execution of a group, all at once."""
+    """`generate_and_rm` for each execution of a group, concurrently."""
     return await all_or_first_error([generate_and_rm(args, one, sampling_params, evaluation) for one in group])
 
 
@@ -58,24 +59,21 @@ def _with_status(execution: Execution) -> list[Sample]:
     return execution.samples
 
 
-# `GenerateState`: what functions of the public slime ask for the tokenizer, the parameters and the end of a step.
+# `GenerateState`: tokenizer, sampling parameters and the end of a step, for functions of the public slime.
 
 
 class GenerateState:
-    """One for each event loop on which executions run, whoever asks; made of the rollout that runs.
-
-    Raises `HookError` outside a rollout.
-    """
+    """One instance per event loop, built from the current rollout. Raises `HookError` outside a rollout."""
 
     args: Args
     tokenizer: Any
-    """That of the policy."""
+    """The policy's tokenizer."""
     processor: None = None
-    """Of images; text alone is trained."""
+    """Always None: there is no image processor."""
     semaphore: asyncio.Semaphore
-    """As many places as the engines have: for functions that ask by clients of their own."""
+    """Limits concurrent requests to what the engines serve; for functions that use their own HTTP client."""
     sampling_params: dict[str, Any]
-    """Those of training; a function gets a copy of its own."""
+    """Sampling parameters of training rollouts. Each function gets its own copy."""
 
     _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = (
         weakref.WeakKeyDictionary()
@@ -96,7 +94,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run ends what the calling execution has under way, which is not finished then."""
+        """Whether the run is aborting the calling execution. Reading True marks the execution as unfinished."""
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         ended = scope is not None and scope.aborted
         if ended and transcript is not None:
@@ -108,12 +106,12 @@ class GenerateState:
 #
 #     --rollout-function-path slime.rollout.fully_async.generate_rollout_fully_async         # the same as --fully-async
 #
-# The settings read the name alone. The worker (`schedules.fully_async`) lives for the whole run, so that no call of one
-# step could be it; evaluation is the same with every schedule, and may be called.
+# The settings only read the name. The worker (`schedules.fully_async`) lives for the whole run, so a call for one step
+# cannot replace it. Evaluation does not depend on the schedule and may be called.
 
 
 def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """Evaluates as `loop.generate_rollout`. Raises `HookError` for a step of training."""
+    """Evaluates as `loop.generate_rollout` does. Raises `HookError` for a training step."""
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     raise HookError(
@@ -123,17 +121,20 @@ def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, 
     )
 
 
-# Grading by functions of the user's: the built-in graders, by the names of `--rm-type`.
+# Users' functions call the built-in graders by their `--rm-type` names.
 #
-# In the rollout the pool of graders is asked. In a grader's own process, where reward functions run, the grader is
-# called at once: that process can be killed already.
+# Inside a rollout the call goes to the grader pool. Inside a grader process, where users' reward functions run, it
+# calls the grader directly, because that process can already be killed.
 
 LIMIT_S = 30.0
-"""Of a grader that is called here."""
+"""Time limit of a grader that is called directly."""
 
 
 async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
-    """The reward of one sample, by its metadata's `rm_type` or that of the settings. Raises `DataError` without one."""
+    """The reward of one sample, from the grader named by its metadata `rm_type` or by `--rm-type`.
+
+    Raises `DataError` if neither names one, or if the sample stays unscored.
+    """
     try:
         pool = current().graders
     except HookError:
@@ -148,7 +149,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
-    """The rewards of several. Raises as `async_rm`."""
+    """The rewards of several samples, in order. Raises as `async_rm` does."""
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 

@@ -1,9 +1,10 @@
-"""`post`: one HTTP request with tries, as functions of the public slime send them; to `/generate` by the run's client.
+"""`post`: one HTTP request with retries, for functions of the public slime.
 
-What goes to a router of the run is not sent there: the engine client has the key, outlives weight syncs and engines
-that end, and notes which weights sampled each token (`transcript`). The answer is worded as SGLang's.
+A request to `/generate` on a router of the run goes through the engine client instead: the client has the key, survives
+weight syncs and lost engines, and records which weights sampled each token (`transcript`). The answer has SGLang's
+format.
 
-Waits for: the client, whose limits are its own, or a server, at most `TIMEOUT_S` for each try. Is woken by its answer.
+Waits for: the client, which has its own limits, or a server, at most `TIMEOUT_S` per try. Woken by: the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from slime.rollout.guard import waiting
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0
 ROUTING_KEY = "x-smg-routing-key"
-"""Header by which the router sends requests of one session to one engine."""
+"""Header that makes the router send all requests of a session to one engine."""
 _READ = {"input_ids", "text", "sampling_params", "return_logprob"}
 _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
@@ -39,15 +40,15 @@ _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "image_data": (None, []),
     "rid": (None,),
 }
-"""Further entries of a request -> values that ask for nothing."""
+"""Other entries of a request -> the values that have no effect, and are therefore accepted."""
 
 
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """The JSON of the answer, or its text if it is none. Raises what the last try raised, or `HookError`.
+    """Returns the parsed JSON answer, or the text if it is not JSON.
 
-    A status that no other try can mend (4xx) is raised at once.
+    Raises the error of the last try, or `HookError`. A status that a retry cannot fix (4xx) is raised at once.
     """
     client = _client_of(url)
     if client is not None:
@@ -79,7 +80,7 @@ async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str]
 
 
 def _client_of(url: str) -> EngineClient | None:
-    """The client of the model whose router has this address; None for others, and outside a rollout."""
+    """The client for the model whose router is at `url`; None for any other address, and outside a rollout."""
     try:
         context = current()
     except HookError:
@@ -92,7 +93,7 @@ def _client_of(url: str) -> EngineClient | None:
 
 
 def _routers(context: RolloutContext) -> dict[str | None, tuple[Any, Any]]:
-    """Address of each model's router; None: the policy's."""
+    """Model -> address of its router. The key None is the policy."""
     args = context.args
     found: dict[str | None, tuple[Any, Any]] = {None: (args.sglang_router_ip, args.sglang_router_port)}
     found.update(args.sglang_model_routers or {})
@@ -100,7 +101,7 @@ def _routers(context: RolloutContext) -> dict[str | None, tuple[Any, Any]]:
 
 
 async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """An answer of the engine. Raises `HookError` for a request that it would answer otherwise than asked."""
+    """The engine's answer in SGLang's format. Raises `HookError` for fields that the engine client cannot honour."""
     odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
     if odd:
         raise HookError(
@@ -122,7 +123,7 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 
 def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Sampling parameters within the limits of the execution; None if it may sample no more."""
+    """Sampling parameters, capped by the execution's token limits; None if no tokens are left."""
     limits, context = LIMITS.get(), current()
     if limits is None or client is not context.client:
         return params
@@ -133,7 +134,7 @@ def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> 
 
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
-    """As SGLang answers."""
+    """The generation in the format of SGLang's answers."""
     versions = generation.versions
     pairs = zip(generation.log_probs, generation.tokens, strict=True)
     meta = {

@@ -1,4 +1,4 @@
-"""Loss masks and context parallelism as functions of the public slime ask for them."""
+"""Loss masks and context parallelism, for functions of the public slime."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from slime.data.conversations import SftTokens, sft_row
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Loss masks of conversations for functions of the public slime: as the chat template writes the turns of the model.
+# Loss masks of conversations: the chat template decides which tokens belong to the model's turns.
 
 
 class MultiTurnLossMaskGenerator:
-    """Of one tokenizer."""
+    """Loss masks for conversations, with one tokenizer."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        """`tokenizer_type` chose rules for one kind of template; the template itself says it all."""
+        """`tokenizer_type` has no effect: the mask follows from the chat template itself."""
         self.tokenizer = tokenizer
         self._chat = ChatRenderer(tokenizer, kwargs={})
 
     def get_loss_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """([T] ids, [T] 1 where the model writes). Raises `DataError` for what the template cannot write as the model
-        would have, and for a conversation that one sequence cannot hold.
+        """([T] ids, [T] 1 where the model writes).
+
+        Raises `DataError` if the template cannot reproduce the model's turns, or if the conversation needs more than
+        one training sample.
         """
         masks = self.get_loss_masks(messages, tools)
         if len(masks) > 1:
@@ -41,11 +43,11 @@ class MultiTurnLossMaskGenerator:
     def get_loss_masks(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """One pair as of `get_loss_mask` for each training sample: together they train each turn once."""
+        """One pair, as from `get_loss_mask`, per training sample; together they train each turn once."""
         return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
-        """The texts of the runs that the mask has."""
+        """The text of each run of trained tokens."""
         runs: list[list[int]] = [[]]
         for token, trained in zip(token_ids, loss_masks, strict=True):
             if trained:
@@ -59,17 +61,20 @@ def _pair(one: SftTokens) -> tuple[list[int], list[int]]:
     return list(one.tokens), [0] * (len(one.tokens) - one.response_length) + list(one.loss_mask)
 
 
-# What functions of the public slime do about context parallelism, where every rank has whole responses: nothing.
+# Context parallelism: every rank has whole responses here, so these functions return their input unchanged.
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """[R] of a whole response, as it was given. Raises ValueError for a part of one."""
+    """Returns `tensor` ([R], a whole response) unchanged. Raises ValueError if its length is not `response_length`."""
     _require_whole(tensor, response_length)
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int, *args: Any, **kwargs: Any) -> Any:
-    """[R] the part of this rank, which is all of it; a list or a tensor. Raises ValueError for a part of one."""
+    """Returns `log_prob` ([R], a list or a tensor) unchanged, because each rank needs all of it.
+
+    Raises ValueError if its length is not `response_length`.
+    """
     _require_whole(log_prob, response_length)
     return log_prob
 

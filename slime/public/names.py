@@ -1,12 +1,12 @@
-"""The names that plugins of the public slime import, and what each is here.
+"""The names that plugins of the public slime import, and the objects that they stand for here.
 
-Plugins say `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
-finder, asked before all others, makes the module when somebody imports it, and imports what it names then. (A folder
-of that name may still lie in a checkout that was updated, with nothing but compiled files in it.)
+Plugins write `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
+finder creates the module, and imports its objects, when a plugin imports it. The finder runs before all others, because
+an updated checkout may still have a folder of that name with only compiled files in it.
 
 Invariants
-1. Nothing is imported before a plugin asks for it; nothing of ours asks.
-2. A module of the table has the names of its row and makes nothing of its own.
+1. Nothing is imported before a plugin asks for it; our own code never does.
+2. A module of the table has exactly the names of its row and defines nothing itself.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "Sample": "slime.core.sample:Sample",
     },
 }
-"""Module -> public name -> `module:name` here."""
+"""Public module -> public name -> `module:name` in this repository."""
 
 
 class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -123,14 +123,14 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module of the table; None for any other."""
+        """The spec of a module in `ALIASES`; None for any other module."""
         if fullname not in ALIASES:
             return None
         is_package = any(other.startswith(fullname + ".") for other in ALIASES)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Imports what the names of the module are here."""
+        """Imports the objects behind the module's names."""
         row = ALIASES[module.__name__]
         for name, place in row.items():
             where, _, own = place.partition(":")
@@ -139,15 +139,15 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def keep_old_paths() -> None:
-    """Asks the table before any other finder. Called once, when `slime` is imported."""
+    """Installs `PublicNames` as the first finder. Called once, when `slime` is imported."""
     if not any(isinstance(finder, PublicNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, PublicNames())
 
 
 class SingletonMeta(type):
-    """Metaclass; the arguments of the first call make the instance, those of others are not looked at."""
+    """Metaclass of singletons: the first call creates the instance; later calls ignore their arguments."""
 
-    _made: dict[type, Any] = {}  # noqa: RUF012 - of all classes
+    _made: dict[type, Any] = {}  # noqa: RUF012 - shared by all classes on purpose
     _lock = threading.Lock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +158,6 @@ class SingletonMeta(type):
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Forgets them all; for tests."""
+        """Forgets all instances; for tests."""
         with SingletonMeta._lock:
             SingletonMeta._made.clear()

@@ -1,8 +1,8 @@
-"""Samples as the public slime records them in its rollouts -> ours. Their fields come as plain JSON.
+"""Converts samples that the public slime recorded, given as plain JSON, into our `Sample`.
 
-The public slime notes the weight version of each request, ours that of each token. With one version all sampled tokens
-have it; with several it is not recorded which token is of which, and they get the oldest. Which tokens an engine
-sampled is what the loss mask says.
+The public slime records a weight version per request, we record one per token. If a sample has a single version, all
+its sampled tokens get it. If it has several, nothing says which token has which, so all get the oldest. The loss mask
+tells which tokens an engine sampled.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ _LEFT_OUT = frozenset(
         "trace",
     }
 )
-"""What a replay has no use for."""
+"""Fields that a replay does not use."""
 _NEEDED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
-"""Of these, what the tokens cannot be trained without."""
+"""Fields of `_LEFT_OUT` without which the tokens cannot be trained; a sample that has one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The groups of a rollout, and what was left behind."""
+    """The converted groups of a rollout, and counts of what was dropped."""
 
     groups: tuple[tuple[Sample, ...], ...]
-    """By prompt, in the order of their first samples."""
+    """One group per prompt, ordered by first sample."""
     left_out: Mapping[str, int]
     """Field -> number of samples that had it set."""
     num_mixed: int
-    """Samples with several weight versions."""
+    """Number of samples with several weight versions."""
 
 
 def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converted:
-    """Our samples, by prompt. `rollout_id`: the step, whose weights sampled what names no version.
+    """Converts `samples` and groups them by prompt.
 
-    Raises `DataError` for a sample without its prompt's number, with images, or that contradicts itself.
+    `rollout_id`: the step, used as the weight version of samples that record none. Raises `DataError` for a sample
+    without `group_index`, with images, or with inconsistent fields.
     """
     groups: dict[int, list[Sample]] = {}
     left_out: Counter[str] = Counter()

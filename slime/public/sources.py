@@ -1,10 +1,10 @@
-"""The prompts of `--prompt-data` as a class of samples, for data sources of the user's that derive from it.
+"""Data sources over `--prompt-data`, as base classes for users' own data sources.
 
     class MySource(RolloutDataSourceWithBuffer):
         def get_samples(self, num_samples): ...
 
-Named with `--data-source-path`, it stands behind the Data Buffer, which gives identities and keeps the ledger
-(`slime.buffer.data_source`). Consumes rows and returned groups, produces groups; called under the buffer's lock.
+With `--data-source-path` the class feeds the Data Buffer, which assigns ids and keeps the ledger
+(`slime.buffer.data_source`). Consumes rows and returned groups, produces groups. The buffer calls it under its lock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from slime.settings import Args
 
 
 class RolloutDataSource:
-    """New groups, endlessly; without `--prompt-data` their prompts are empty."""
+    """Yields new groups without end. Without `--prompt-data`, their prompts are empty."""
 
     def __init__(self, args: Args) -> None:
-        """Reads the data. Raises what reading it raises."""
+        """Loads the dataset. Raises as `load_prompts` does."""
         self.args = args
         tokenizer = load_tokenizer(args) if args.prompt_data is not None else None
         most, images = args.rollout_max_prompt_len, image_column(args) if tokenizer is not None else None
@@ -35,7 +35,7 @@ class RolloutDataSource:
         self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """So many groups of `n_samples_per_prompt` samples, whose ids the Data Buffer gives."""
+        """`num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer assigns their ids."""
         return [self._new_group() for _ in range(num_samples)]
 
     def _new_group(self) -> list[Sample]:
@@ -46,17 +46,17 @@ class RolloutDataSource:
         return samples
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes no group back. Raises RuntimeError."""
+        """Raises RuntimeError: this class keeps no returned groups."""
         raise RuntimeError(f"got groups for {type(self).__name__}, which keeps none; derive from the one with a buffer")
 
     def save(self, rollout_id: int) -> None:
-        """Files where it is in the data, beside the checkpoint of the step."""
+        """Writes the data cursor next to the checkpoint of the step."""
         path = self._file(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._state()))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Goes on from there. Raises `CheckpointError` without the file, or over other data."""
+        """Restores the data cursor of a step. Raises `CheckpointError` if the file is missing or the data differ."""
         if rollout_id is None:
             return
         path = self._file(self.args.load, rollout_id)
@@ -81,20 +81,20 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The same, which serves groups that came back first."""
+    """A `RolloutDataSource` that keeps returned groups and serves them first."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)
         self.buffer: list[list[Sample]] = []
-        """Groups that came back, the oldest first."""
+        """Returned groups, oldest first."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Those of the buffer, then new ones."""
+        """Groups from the buffer, then new ones."""
         taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
         return taken + super().get_samples(num_samples - len(taken))
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back."""
+        """Puts returned groups into the buffer."""
         self.buffer += samples
 
     def _state(self) -> dict[str, Any]:

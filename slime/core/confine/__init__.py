@@ -1,16 +1,16 @@
-"""Confines processes that run foreign input: programs of a model, commands of an agent, graders of texts.
+"""Confines processes that handle untrusted input: programs that a model wrote, an agent's commands, graders of texts.
 
-All three use it. A supervisor leaves the network and the other namespaces and becomes a user that nobody else is
-(`leave`), builds what its children see of the file system (`view.build`), and forks them. Each child takes its limits
-and gives up its rights, and by Landlock (`confine`) and a filter of system calls (`Calls`) the remaining files, sockets
-and calls (`give_up`). While they run, the supervisor watches their memory (`view.exceeds`).
+A supervisor enters new namespaces without a network and switches to an unused user id (`leave`), builds the file system
+that its children see (`view.build`), and forks them. Each child sets its limits, drops its privileges, and gives up all
+other files, sockets and system calls with Landlock (`confine`) and seccomp (`Calls`); `give_up` does these steps. While
+the children run, the supervisor watches their memory (`view.exceeds`).
 
 Standard library only, Linux only: supervisors run this without any package.
 
 Invariants
-1. What a process gave up does not come back, for it and all that it starts.
-2. A process started by root becomes another user's, if root may change that, because the kernel bounds the number of
-   processes of every user but root.
+1. A process and its descendants never regain a right that it gave up.
+2. A process started by root switches to another user where possible, because the kernel limits the number of processes
+   of every user except root.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 READ, ALL = 0b1101, -1
-"""Landlock's rights to a path: execute, read a file, list a folder; and all of them."""
+"""Landlock rights to a path. `READ`: execute, read a file, list a folder. `ALL`: every right."""
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-"""What Python needs of a system."""
+"""System files that Python needs."""
 _RIGHTS_SINCE, _OF_FILES = {1: 13, 2: 14, 3: 15, 5: 16}, 0b1100000000000111
-"""Number of file rights since a version of Landlock; the rights that apply to a plain file."""
+"""Landlock version -> number of file rights that it knows; and a mask of the rights that apply to a plain file."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 
 def readable_libraries(more: Iterable[str] = ()) -> dict[str, int]:
-    """Read rights for this Python, its system, and `more`."""
+    """Path -> `READ`, for this Python, the system libraries, and the paths in `more`."""
     return dict.fromkeys((*LIBRARIES, sys.prefix, sys.base_prefix, *more), READ)
 
 
 def confine(allowed: Mapping[str, int]) -> bool:
-    """By Landlock, restricts this process and its children to files below these paths, without TCP or signals to
-    others.
+    """Restricts this process and its children with Landlock to files below the `allowed` paths.
 
-    `allowed`: path -> rights (`READ`, `ALL`); missing paths are skipped. Returns False without Landlock (Linux 5.13).
+    Newer versions of Landlock also deny TCP and signals to other processes. `allowed`: path -> rights (`READ`, `ALL`);
+    missing paths are skipped. Returns False if the kernel lacks Landlock (Linux 5.13).
     """
     abi = _libc.syscall(_CREATE_RULESET, None, 0, 1)
     if abi < 1:
@@ -70,13 +70,12 @@ def confine(allowed: Mapping[str, int]) -> bool:
     return bool(_libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
 
 
-# The filter of system calls (seccomp(2)) is a program of classic BPF. It sees the number of a call and its arguments in
-# registers, never memory. Calls whose arguments are in memory are refused as by a kernel without them (`clone3`,
-# io_uring), so that libraries use older ones. Only for x86-64 and aarch64; a call by the table of another architecture
-# ends the process.
+# The system call filter (seccomp(2)) is a classic BPF program. It sees a call's number and the arguments in registers,
+# but no memory. Calls with arguments in memory (`clone3`, io_uring) fail with ENOSYS, so libraries fall back to older
+# ones. Supports x86-64 and aarch64; a call through another architecture's table kills the process.
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> column below, and its name in the kernel."""
+"""Machine -> (column in `_TABLE`, the kernel's audit architecture)."""
 _X32 = 0x40000000
 _TABLE = """
 clone 56 220, fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, socketpair 53 199,
@@ -96,14 +95,14 @@ modify_ldt 154 -1, chmod 90 -1, fchmod 91 52, fchmodat 268 53, chown 92 -1, fcho
 fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, utime 132 -1, utimes 235 -1, futimesat 261 -1,
 utimensat 280 88, iopl 172 -1, ioperm 173 -1
 """
-"""Call, its number on x86-64 and on aarch64; -1 without one."""
+"""System call, its number on x86-64 and on aarch64; -1 if it does not exist there."""
 _SAME = """
 pidfd_getfd 438, pidfd_send_signal 424, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432,
 fspick 433, mount_setattr 442, quotactl_fd 443, open_tree_attr 467, io_uring_setup 425, io_uring_enter 426,
 io_uring_register 427, clone3 435, memfd_secret 447, process_madvise 440, process_mrelease 448, fchmodat2 452,
 setxattrat 463, landlock_create_ruleset 444, landlock_add_rule 445, landlock_restrict_self 446, file_setattr 469
 """
-"""Call, its number on both."""
+"""System call, its number on both architectures."""
 _NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _TABLE.split(","))}
 _NUMBERS |= {name: (int(number), int(number)) for name, number in map(str.split, _SAME.split(","))}
 
@@ -122,23 +121,23 @@ _FILES = _words("""
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat file_setattr
 """)
 _ATTRIBUTES = _words("setxattr lsetxattr fsetxattr setxattrat")
-"""Refused as by a file system without them: access lists of a file in memory are not part of its size."""
+"""Fail with EOPNOTSUPP: the attributes of a file in memory do not count towards its size."""
 _LANDLOCK = _words("landlock_create_ruleset landlock_add_rule landlock_restrict_self")
-"""Rules are memory that nothing bounds, and a confined process has its own already."""
+"""Refused, because rules take memory without a limit and a confined process is already restricted."""
 _OWN_PACE = _words("sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority ioprio_set")
 _WATCHES = _words("inotify_init inotify_init1")
 _KILLS = _words("kill tgkill rt_sigqueueinfo rt_tgsigqueueinfo")
 _OF_PROCESSES = _words("prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr")
 _OF_MANY = _words("tkill pidfd_send_signal setpriority ioprio_set")
-"""Calls on a process. The first argument of `_KILLS` and `_OF_PROCESSES` is its number, where 0 means the caller in the
-latter; `_OF_MANY` name processes in other ways."""
+"""Calls on other processes. `_KILLS` and `_OF_PROCESSES` take a pid first (in the latter, 0 means the caller);
+`_OF_MANY` identify processes in other ways."""
 _MISSING = _words("io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret io_setup") + _LANDLOCK
-"""Refused as by a kernel without them: programs can go on."""
+"""Fail with ENOSYS, so that programs fall back to other calls."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX = 1031, 8, 15
 _SET_OWNER_BY_IOCTL = (0x8901, 0x8902)
-"""Who gets a signal when a file is ready."""
+"""ioctl requests that choose which process gets a signal when a file is ready."""
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _PROTOCOLS = (0, 6, 17)
@@ -153,22 +152,22 @@ _SECCOMP, _SET_MODE_FILTER, _ALL_THREADS = (317, 277), 1, 1
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The system calls that a process keeps, and its children at most.
+    """The system calls that a process may still make. Its children may make no others.
 
-    Pipes and sockets keep the buffer sizes that the kernel chose, because no limit of a process counts that memory.
-    Nobody may change the limits of another process, which may be the supervisor.
+    Pipes and sockets keep their default buffer sizes, because no process limit counts that memory. No process may
+    change the limits of another one, which could be the supervisor.
     """
 
     internet: bool = False
-    """Sockets of TCP and UDP, and those that list the devices of the network."""
+    """TCP and UDP sockets, and netlink sockets that list network devices."""
     unix: bool = False
-    """Sockets with a path or a name. Without it: only connected pairs, no watches of files, and no choice of processors
-    and priority, by which a program could slow itself down."""
+    """Unix sockets with a path or a name. Without it: only connected pairs, no file watches, and no setting of CPU
+    affinity or priority, with which a program could slow itself down."""
     programs: bool = True
-    """Starting and signalling other processes, and changing owners, rights and times of files, which Landlock does not
+    """Starting and signalling other processes, and changing owners, modes and times of files, which Landlock does not
     check. Without it: only threads."""
     namespaces: bool = False
-    """Namespaces and mounts, for a process that will confine others."""
+    """Creating namespaces and mounts, for a process that will confine others."""
 
     @staticmethod
     def available() -> bool:
@@ -176,7 +175,7 @@ class Calls:
         return platform.machine() in _ARCHITECTURES and sys.byteorder == "little" and state >= 0
 
     def give_up(self) -> bool:
-        """Gives up all other calls. False if the kernel has no such filter."""
+        """Installs the filter. Returns False if the kernel does not support it."""
         if not self.available():
             return False
         filters = self._filters()
@@ -196,7 +195,7 @@ class Calls:
         return [*program, _step(_RETURN, _ALLOW)]
 
     def _answers(self) -> Iterator[tuple[str, list[bytes]]]:
-        """(call, the filter's answer to it)"""
+        """Pairs of a call's name and the filter steps that answer it."""
         kept = {*_LOOKED_AT, *_KILLS, *_OF_PROCESSES, *(_NAMESPACES if self.namespaces else ())}
         kept |= {*_FILES, *_OF_MANY} if self.programs else set()
         kept |= {*_LANDLOCK} if self.namespaces else set()
@@ -243,7 +242,7 @@ class Calls:
         return [*answer, _refuse(errno.EAFNOSUPPORT)]
 
     def _socketpair(self) -> list[bytes]:
-        """Datagram sockets of a pair can send to a path, too."""
+        """Refuses datagram pairs unless `unix` is set, because they can also send to a path."""
         answer = [_argument(0), _step(_EQUAL, _UNIX, 1, 0), _refuse(errno.EAFNOSUPPORT)]
         if not self.unix:
             kinds = _one_of((_STREAM, _SEQPACKET), [_step(_RETURN, _ALLOW)])
@@ -264,19 +263,19 @@ def _refuse(number: int) -> bytes:
 
 
 def _argument(number: int, *, upper: bool = False) -> bytes:
-    """The argument's lower half, which is all that the kernel takes of an int; or its upper half."""
+    """Loads the lower half of an argument, which is all that the kernel reads of an int, or the upper half."""
     return _step(_LOAD, _ARGUMENTS + 8 * number + 4 * upper)
 
 
 def _one_of(values: tuple[int, ...], then: list[bytes]) -> list[bytes]:
-    """If the loaded value is one of these: `then`, which must return."""
+    """Runs `then`, which must return, if the loaded value is one of `values`."""
     tests = [_step(_EQUAL, value, len(values) - i - 1, 0) for i, value in enumerate(values)]
     tests[-1] = _step(_EQUAL, values[-1], 0, len(then))
     return list(itertools.chain(tests, then))
 
 
 FIRST_USER, NUM_USERS = 1_000_000_000, 1_000_000_000
-"""Ids that no system assigns."""
+"""Range of user ids that no system assigns."""
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USER, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 LANDLOCK, CALLS = "Landlock", "seccomp"
@@ -286,29 +285,29 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def any_user() -> int:
-    """A random user and group id that nobody else has."""
+    """A random, unused id for a user and its group."""
     return FIRST_USER + secrets.randbelow(NUM_USERS)
 
 
 def become(user: int) -> None:
-    """Turns this process of root into another user's."""
+    """Switches this process from root to `user`."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def show_own_files() -> None:
-    """Lets this process read its own files in /proc again, which a change of user prevents."""
+    """Lets this process read its own files in /proc again after a change of user, which forbids that."""
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ()) -> dict[str, int] | None:
-    """Moves this process, which must have one thread, into new namespaces; None if that is not permitted.
+    """Moves this process, which must have only one thread, into new namespaces; returns None if that is not permitted.
 
-    Its own user namespace makes that possible without privileges, on kernels and in containers that allow it.
-    `user`: what a process of root becomes, if it may; it keeps its rights in the namespaces. `keep`: files and folders
-    for a `view`; the result has a descriptor of each, because the new user might not find them. Raises `OSError` if one
-    is missing.
+    A new user namespace makes this possible without privileges, on kernels and in containers that allow it. `user`: the
+    user that a root process switches to if possible; it keeps its capabilities in the namespaces. `keep`: files and
+    folders for a `view`. Returns a descriptor for each of them, because the new user might not reach the paths. Raises
+    `OSError` if one is missing.
     """
     uid, gid = os.getuid(), os.getgid()
     change = user is not None and uid == 0
@@ -332,7 +331,7 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
 
 
 def _start_mapper(user: int) -> tuple[int, int]:
-    """Forks a process that gives this one the ids of `user` in its coming user namespace: (pipe to tell it, pid).
+    """Forks a process that maps `user` into the caller's future user namespace; returns (pipe to start it, its pid).
 
     The forked process stays outside, where root may assign any id.
     """
@@ -355,10 +354,10 @@ def _start_mapper(user: int) -> tuple[int, int]:
 def give_up(
     *, limits: Mapping[int, int], calls: Calls, user: int | None, files: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Does the last steps of confinement, in the only order that works; returns those of `LANDLOCK`, `CALLS` that fail.
+    """Does the last steps of confinement, in the only order that works. Returns `LANDLOCK` or `CALLS` for each failure.
 
-    `limits`: RLIMIT -> value. `user`: what a process of root becomes, if it may; None: unchanged. `files`: for
-    `confine`; None: everything in view.
+    `limits`: RLIMIT -> value. `user`: the user that a root process switches to if possible; None: no change. `files`:
+    path -> rights for `confine`; None: no Landlock.
     """
     bounds = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: MEMORY_LOCKED_BYTES, resource.RLIMIT_MSGQUEUE: 0}
     for limit, value in (bounds | dict(limits)).items():
@@ -376,6 +375,6 @@ def give_up(
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Closes all descriptors above 2 except `kept`."""
+    """Closes all file descriptors above 2 except `kept`."""
     for begin, end in itertools.pairwise([2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
         os.closerange(begin + 1, end)

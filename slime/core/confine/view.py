@@ -1,8 +1,8 @@
-"""The file system of a confined process: its own root, with the system's programs and libraries to read.
+"""The file system of a confined process: its own root, with the system's programs and libraries read-only.
 
-A process that has left its mount namespace makes it once (`build`). Each confined process enters it (`enter`) in a
-mount namespace of its own, with bounded places to write in memory, which vanish with the namespace. It contains nothing
-else of the outside, no socket of another program either.
+A process that has left its mount namespace builds the view once (`build`). Each confined process enters it (`enter`) in
+its own mount namespace, with writable folders of limited size in memory that vanish with the namespace. Nothing else of
+the host is visible, not even sockets of other programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SHOWN_OF_PROC = frozenset(("cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "sys"))
 SHOWN_OF_PROC |= {"thread-self", "uptime", "version", "vmstat"}
-"""Besides processes; everything else of /proc (the kernel's command line, its keys and symbols) is empty."""
+"""Entries of /proc that stay visible besides processes. All others, such as the kernel's command line, are empty."""
 SMALLER = MappingProxyType(
     {
         "user/max_inotify_instances": "16",
@@ -30,14 +30,14 @@ SMALLER = MappingProxyType(
         "net/ipv4/tcp_wmem": "4096 65536 131072",
     }
 )
-"""Settings below /proc/sys -> values in the namespaces, for queues and buffers that would grow."""
+"""Settings below /proc/sys -> values in the namespaces, to bound queues and buffers."""
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _READ_ONLY = 0x1000, 0x4000, 0x40000, 2, 4, 8, 1
 _DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = 2, -100, 0x8000, 442
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Existing paths and their real paths, without those inside of others or of `SYSTEM`."""
+    """Existing paths and their real paths, except those inside another path or inside `SYSTEM`."""
     found = {name for path in paths if os.path.exists(path) for name in (path, os.path.realpath(path))}
     kept: list[str] = []
     for path in sorted(found, key=len):
@@ -52,10 +52,10 @@ def build(
     places: Mapping[str, tuple[int, int] | None],
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Makes the view in the folder `root`. Raises `OSError` with the name of the step that failed.
+    """Builds the view in the folder `root`. Raises `OSError` with the name of the step that failed.
 
-    `readable`: path -> descriptor, from `confine.leave`, shown at the same path; `places`: folder -> arguments of
-    `writable`, None for an empty folder; `texts`: name of a file in /etc -> content.
+    `readable`: path -> descriptor from `confine.leave`, shown at the same path. `places`: folder -> arguments of
+    `writable`, or None for an empty folder. `texts`: name of a file in /etc -> content.
     """
     mount("none", "/", None, _REC | _PRIVATE)
     mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -81,7 +81,7 @@ def build(
 
 
 def show(source: str, target: str) -> None:
-    """Shows a file or folder of the outside, read-only."""
+    """Bind-mounts a file or folder of the host at `target`, read-only."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -93,13 +93,13 @@ def show(source: str, target: str) -> None:
 
 
 def writable(target: str, num_bytes: int, num_files: int) -> None:
-    """An empty place in memory."""
+    """Mounts an empty, writable folder in memory at `target`."""
     options = f"size={num_bytes},nr_inodes={num_files},mode=700"
     mount("tmpfs", target, "tmpfs", _NOSUID | _NODEV, options)
 
 
 def show_processes(target: str) -> None:
-    """/proc of the PID namespace whose first process this is, with what programs need of it."""
+    """Mounts /proc of this process's PID namespace, reduced to the entries that programs need."""
     mount("proc", target, "proc", _NOSUID | _NODEV | _NOEXEC)
     Path(target, "sys/user/max_user_namespaces").write_text("0")
     for name, value in SMALLER.items():
@@ -116,7 +116,7 @@ def show_processes(target: str) -> None:
 
 
 def enter(root: str) -> None:
-    """Makes the view the read-only root of all processes of this mount namespace."""
+    """Makes the view the read-only root of this mount namespace."""
     os.chdir(root)
     _must("pivot_root", _libc.pivot_root(b".", b"."))
     _must("pivot_root", _libc.umount2(b".", _DETACH))
@@ -141,11 +141,13 @@ def _must(what: str, status: int) -> None:
         raise OSError(f"{what} ({os.strerror(ctypes.get_errno())})")
 
 
-# Memory of a process tree, to bound it where no control group is lent, because the kernel bounds only single processes.
+# The memory of a process tree. Without a control group the kernel limits only single processes, so the supervisor
+# measures the whole tree.
 #
-# Counted are private memory, swapped or not, and shared memory, but no files. The first check sums what each process
-# has mapped, which is cheap. Only if that is too much, shared pages are counted once, as the kernel divides them. The
-# kernel does not report its memory for sockets and pipes, so their number is bounded as if all were full.
+# It counts private memory (resident or swapped) and shared memory, but no files. The first check is cheap: it sums what
+# each process has mapped. Only if that exceeds the limit, the second check divides shared pages among the processes, as
+# the kernel does (PSS). The kernel does not report its memory for sockets and pipes, so their number is limited as if
+# all buffers were full.
 
 _OF_STATUS = ("RssAnon", "RssShmem", "HugetlbPages", "VmSwap")
 _OF_MAPS = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_Hugetlb")
@@ -153,7 +155,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def threads_of(pid: int) -> list[int]:
-    """The main thread first, which may end before others; empty if the process is gone."""
+    """Thread ids, the main thread first (it may have ended before the others); empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:
@@ -161,7 +163,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Children of all its threads; empty if the process is gone."""
+    """Pids of the children of all its threads; empty if the process is gone."""
     found: list[int] = []
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
@@ -179,7 +181,7 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether one of its threads still runs; otherwise it only waits to be reaped."""
+    """Whether a thread of the process still runs. If not, the process is gone or waits to be reaped."""
     return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
 
 
@@ -192,7 +194,7 @@ def fields_of(pid: int) -> dict[str, str]:
 
 
 def processor_with_children_s(pids: Iterable[int]) -> float:
-    """Processor time of these processes and of the children that they waited for, in seconds."""
+    """Processor time of these processes and of their reaped children, in seconds."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):
@@ -201,7 +203,7 @@ def processor_with_children_s(pids: Iterable[int]) -> float:
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
-    """Whether these processes together exceed the memory, or have more sockets and pipes than would fill it."""
+    """Whether the processes together use more than `most_bytes`, or have so many sockets and pipes that they could."""
     if sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes:
         return True
     most_open = most_bytes // _buffer_bytes()
@@ -210,14 +212,14 @@ def exceeds(pids: Collection[int], most_bytes: int) -> bool:
 
 @functools.cache
 def _buffer_bytes() -> int:
-    """Buffer of a socket, which is larger than that of a pipe; no confined process may change it."""
+    """Buffer size of a socket. A pipe's is smaller, and confined processes cannot change either."""
     one, other = socket.socketpair()
     with one, other:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def _open_of(pid: int) -> list[str]:
-    """Paths of its descriptors, from a thread that has not ended."""
+    """Paths in /proc of the process's open descriptors, read from a live thread."""
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
             if names := os.listdir(f"/proc/{thread}/fd"):
@@ -226,7 +228,7 @@ def _open_of(pid: int) -> list[str]:
 
 
 def _buffers(pids: Iterable[int]) -> set[str]:
-    """The kernel's names of their sockets and pipes."""
+    """The distinct sockets and pipes of the processes, by the kernel's names."""
     found = set()
     for pid in pids:
         for name in _open_of(pid):
@@ -236,7 +238,7 @@ def _buffers(pids: Iterable[int]) -> set[str]:
 
 
 def _with_memory(pid: int) -> tuple[int, dict[str, str]]:
-    """A thread for which the kernel reports the process's memory, with its status; not for threads that ended."""
+    """A live thread and its status, because the kernel reports no memory for a thread that has ended."""
     fields: dict[str, str] = {}
     for thread in (pid, *threads_of(pid)[1:]):
         fields = fields_of(thread)
@@ -251,7 +253,7 @@ def _mapped_bytes(pid: int) -> int:
 
 
 def _share_bytes(pid: int) -> int:
-    """Its memory with shared pages divided; everything mapped if the kernel does not divide."""
+    """The process's proportional share of memory; all of its mapped memory if the kernel does not report shares."""
     try:
         lines = Path(f"/proc/{_with_memory(pid)[0]}/smaps_rollup").read_text().splitlines()
     except OSError:
