@@ -21,8 +21,8 @@ from slime.training.foreign import inert
 
 SPARE_BYTES = 4 << 30
 """Address space beside what the process has already, and what the file is."""
-_METADATA_FACTOR, _ROLLOUT_FACTOR = 4, 32
-"""Memory per byte of a file; the numbers of a rollout become Python objects."""
+_TENSORS, _OBJECTS = 4, 32
+"""Memory per byte of a file of tensors, or of one whose numbers become Python objects."""
 MAX_DEPTH = 200
 VALUES_PER_BYTE, SPARE_VALUES = 4, 100_000
 """Limit of the values of a sample. A pickle that names nothing twice has at most one per byte."""
@@ -41,7 +41,9 @@ def _limited(what: str, num_bytes: int) -> Iterator[None]:
         yield
     except Exception as error:  # a damaged or hostile file can cause any
         reason = f"{error}" or type(error).__name__
-        raise CheckpointError(f"{what} cannot be read: {one_line(reason, 600)}") from error
+        raise CheckpointError(
+            f"{what} cannot be read: {one_line(reason, 600)}; fetch it again, or give another file"
+        ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -58,7 +60,7 @@ class Folder:
         self.tensors = {}
         self._chunks: dict[str, list[_Chunk]] = {}
         metadata = folder / _METADATA
-        with _limited(str(metadata), _METADATA_FACTOR * metadata.stat().st_size), metadata.open("rb") as file:
+        with _limited(str(metadata), _OBJECTS * metadata.stat().st_size), metadata.open("rb") as file:
             self._index(inert.load(file).fields)
 
     def _index(self, fields: dict[str, Any]) -> None:
@@ -73,7 +75,7 @@ class Folder:
     def tensor(self, key: str, at: tuple[int, ...] = ()) -> Tensor:
         """A tensor, or the one of numbers `at` on its leading axes."""
         kind, size = self.tensors[key]
-        with _limited(f"{key} in {self._folder}", _METADATA_FACTOR * self._largest_file()):
+        with _limited(f"{key} in {self._folder}", _TENSORS * self._largest_file()):
             axes = len(at)
             out = torch.empty(size[axes:], dtype=kind)
             missing = out.numel()
@@ -139,7 +141,7 @@ class Rollout:
             return _Plain(VALUES_PER_BYTE * self._num_bytes + SPARE_VALUES).of(held, f"sample {number}")
 
     def _limited(self) -> Any:
-        return _limited(str(self._path), _ROLLOUT_FACTOR * self._num_bytes)
+        return _limited(str(self._path), _OBJECTS * self._num_bytes)
 
 
 class _Plain:

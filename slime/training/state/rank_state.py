@@ -54,6 +54,8 @@ from slime.training.state.shards import (
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
+logger = logging.getLogger(__name__)
+
 # Megatron's distributed optimizer gives each rank a range of a flattened parameter. A stack of experts is one parameter
 # there, so a range may hold the end of one expert, some whole ones and the beginning of another.
 
@@ -118,9 +120,6 @@ def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
         torch.cuda.set_rng_state(tensors[RNG + "cuda"])
     prefix = RNG + "megatron."
     get_cuda_rng_tracker().set_states({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
