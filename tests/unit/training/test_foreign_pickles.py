@@ -211,6 +211,7 @@ def test_without_trust_nothing_is_read(
 ) -> None:
     """Law: the message says what to give."""
     source = make(tmp_path, tmp_path / "mark")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     for name in ("load", "load_archive"):
         monkeypatch.setattr(inert, name, lambda _file: pytest.fail("it was opened"))
     assert _convert(source, tmp_path / "out", "--hf-checkpoint", str(tmp_path)) == 2
