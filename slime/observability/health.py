@@ -1,13 +1,13 @@
-"""Is the run well? Detectors over the logged steps; each has a threshold, and says what it saw and what to do.
+"""Health checks: detectors over the logged steps. Each has a threshold and reports what it saw and what to do.
 
-`HealthWatch` is pure: no clock, no file, no other state. `HealthSink` feeds it while a run goes on and logs what it
-finds; the report feeds it the rows of `metrics.jsonl` again and so finds the same.
+`HealthWatch` is pure: it reads no clock and no file. `HealthSink` feeds it during a run and logs its findings; the
+report feeds it the rows of `metrics.jsonl` and so finds the same.
 
 Invariants
-1. A detector looks at the steps so far alone, so the same rows give the same findings, live or afterwards.
-2. What begins is reported once. It is over when as many steps in a row are well as had to be unwell, and may come back.
-3. Thresholds are for runs that go wrong: what a run that learns does (falling entropy, more and more groups solved) is
-   none of it.
+1. A detector looks only at the steps so far, so the same rows give the same findings, live or afterwards.
+2. A finding is reported once when it begins. It ends after as many good steps in a row as bad ones were needed to begin
+   it, and may begin again.
+3. Thresholds are for failing runs: normal learning (falling entropy, more and more groups solved) gives no finding.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from slime.observability.sinks import AXES, StepRecord, read_jsonl
 logger = logging.getLogger(__name__)
 
 EQUAL_STEPS = 2
-"""Steps in a row in which no reward differs from another."""
+"""Steps in a row whose rewards are all equal."""
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
-"""Above half of the samples, three steps in a row: a small first batch may be so by chance."""
+"""More than half of the samples, in three steps in a row: a small first batch may be truncated by chance."""
 START_STEPS = 3
-"""What a value was at the start is the median of its first steps."""
+"""The start value of a metric is the median of its first steps."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
-"""Below a tenth of the start and below 0.05 nats (a next token of 99 %): nothing else is tried any more."""
+"""Below a tenth of the start value and below 0.05 nats (a next token at 99 %), the policy has stopped exploring."""
 SOLVED_REWARD = 0.95
-"""From here a policy that is sure of itself is what was wanted."""
+"""With at least this reward, low entropy is the wanted result."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
-"""Three times the start, and more than float32 rounds."""
+"""Three times the start value, and more than float32 rounding errors."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
-"""Means over tokens: a worst token jumps by chance, a mean does not. Of the batch, and of the probe of async runs."""
+"""Means over tokens, for the batch and for the probe of asynchronous runs. The worst token would jump by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong from a step on."""
+    """A problem that begins at a step."""
 
     kind: str
-    """Its name: one of `DETECTORS`."""
+    """A key of `DETECTORS`."""
     step: int
-    """The step in which it was found."""
+    """The step at which it was found."""
     text: str
     """What was seen, why that is bad, and what to do."""
     last_step: int | None = None
-    """The step in which it was over; None while it goes on."""
+    """The step at which it ended; None while it lasts."""
 
 
 Series = Mapping[str, Sequence[float]]
 """Metric -> its values so far."""
 Detector = Callable[[Series], str | None]
-"""What is wrong with the latest step, in words, or None."""
+"""Returns the problem with the latest step, in words, or None."""
 
 
 def equal_rewards(seen: Series) -> str | None:
-    """All rewards of a step are the same: nothing tells a good answer from a bad one."""
+    """All rewards of a step are equal, so nothing separates good answers from bad ones."""
     spread, reward = seen["rollout/raw_reward_std"], seen["rollout/raw_reward"]
     if not spread or not reward or spread[-1] > 1e-12:
         return None
@@ -74,7 +74,7 @@ def equal_rewards(seen: Series) -> str | None:
 
 
 def truncation(seen: Series) -> str | None:
-    """Most samples never came to their end."""
+    """Most samples were truncated before their end."""
     share = seen["rollout/truncated_ratio"]
     if not share or share[-1] <= TRUNCATED_SHARE:
         return None
@@ -85,7 +85,7 @@ def truncation(seen: Series) -> str | None:
 
 
 def entropy_collapse(seen: Series) -> str | None:
-    """The policy is sure of every token, and not because it solves its task."""
+    """The policy is certain of every token although it does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
     if len(entropy) <= START_STEPS or (reward and reward[-1] >= SOLVED_REWARD):
         return None
@@ -99,7 +99,7 @@ def entropy_collapse(seen: Series) -> str | None:
 
 
 def mismatch_rises(key: str) -> Detector:
-    """The detector of trainer and engine drifting apart, by the mean that `key` holds."""
+    """The detector of a growing difference between trainer and engine, for the mean in metric `key`."""
 
     def detect(seen: Series) -> str | None:
         values = seen[key]
@@ -118,13 +118,13 @@ def mismatch_rises(key: str) -> Detector:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A detector and when it speaks."""
+    """A detector and the number of steps that it needs."""
 
     detect: Detector
     metric: str
-    """The step counts when this metric is logged."""
+    """A step counts if it logs this metric."""
     steps: int
-    """So many steps in a row, to begin and to be over."""
+    """Bad steps in a row before a finding begins, and good steps in a row before it ends."""
 
 
 DETECTORS: Mapping[str, Rule] = {
@@ -138,10 +138,10 @@ NEEDED = frozenset({"rollout/raw_reward", *(rule.metric for rule in DETECTORS.va
 
 
 class HealthWatch:
-    """Remembers what it needs of the steps it was shown."""
+    """Runs the detectors over the steps that it is given."""
 
     def __init__(self, *, learns_from_rewards: bool = True) -> None:
-        """`learns_from_rewards`: False for distillation and fine-tuning, whose rewards may all be equal."""
+        """`learns_from_rewards`: False for distillation and fine-tuning, where equal rewards are normal."""
         self._rules = {k: rule for k, rule in DETECTORS.items() if learns_from_rewards or k != "equal rewards"}
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._unwell: dict[str, int] = defaultdict(int)
@@ -149,7 +149,7 @@ class HealthWatch:
         self._open: dict[str, Finding] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """What begins with this record, and what is over (`last_step` is set)."""
+        """Returns the findings that begin with this record, and those that end (`last_step` is set)."""
         for key in NEEDED & metrics.keys():
             if math.isfinite(metrics[key]):
                 self._seen[key].append(metrics[key])
@@ -158,7 +158,7 @@ class HealthWatch:
 
     @property
     def still(self) -> list[Finding]:
-        """What is not over, with the figures of the last step."""
+        """The findings that still last, with the figures of the latest step."""
         return list(self._open.values())
 
     def _judge(self, kind: str, rule: Rule, step: int) -> Finding | None:
@@ -181,7 +181,7 @@ def _step(row: Mapping[str, float]) -> int:
 
 
 def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool = True) -> list[Finding]:
-    """All that was found in the rows of `metrics.jsonl`, by the step in which it began."""
+    """All findings in the rows of `metrics.jsonl`, ordered by the step at which they began."""
     watch = HealthWatch(learns_from_rewards=learns_from_rewards)
     found: dict[tuple[str, int], Finding] = {}
     for row in rows:
@@ -192,12 +192,12 @@ def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool =
 
 
 class HealthSink:
-    """Warns in the log, and so on the console, when something goes wrong, and says when it is over."""
+    """Logs a warning, also on the console, when a problem begins, and a line when it ends."""
 
     essential = False
 
     def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True) -> None:
-        """`metrics_jsonl`: what a run that is resumed logged before, so that a start is the start of the run."""
+        """`metrics_jsonl`: the rows of earlier starts, so that a resumed run keeps its start values."""
         self._watch = HealthWatch(learns_from_rewards=learns_from_rewards)
         for row in read_jsonl(metrics_jsonl) if metrics_jsonl.is_file() else ():
             self._watch.see(_step(row), row)
@@ -210,9 +210,9 @@ class HealthSink:
                 logger.info("over at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def learns_from_rewards(settings: Mapping[str, object]) -> bool:
-    """Whether rewards are what a run learns from, by its settings."""
+    """Whether a run with these settings learns from rewards."""
     return settings.get("loss_type") != "sft_loss" and not settings.get("use_opd")

@@ -1,4 +1,4 @@
-"""Logging of one process: short lines on stderr, the same lines with their date in a file of the run folder."""
+"""Logging of one process: short lines on stderr, and the same lines with dates in a file of the run folder."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from slime.core.text import visible
 
 NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "fsspec")
-"""Libraries whose INFO lines would bury ours (httpx logs every request)."""
+"""Libraries whose INFO lines would drown ours (httpx logs every request)."""
 
 
 FILE_ONLY = {"file_only": True}
-"""`extra=` of a record that belongs into the file and not on the console."""
+"""`extra=` for a record that goes to the file but not to the console."""
 
 
 class VisibleFormatter(logging.Formatter):
-    """Spells control characters out: a line may carry what a model, a tool or a dataset says."""
+    """Escapes control characters, because a line may contain text of a model, a tool or a dataset."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, its traceback included."""
+        """Returns the escaped line, with its traceback."""
         return visible(super().format(record))
 
 
@@ -30,8 +30,8 @@ def setup_logging(
 ) -> None:
     """Replaces the handlers of the root logger. Safe to call again.
 
-    `log_path`: also write there. `process`: names the lines; default: the name of the file. `crashes`: where the
-    process is when a signal like SIGSEGV ends it is written there, too; for processes whose stderr nobody reads.
+    `log_path`: also log to this file. `process`: prefix of the lines; default: the file's name. `crashes`: on a fatal
+    signal like SIGSEGV, write a traceback to the file; for processes whose stderr is not read.
     """
     process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()
@@ -50,6 +50,6 @@ def setup_logging(
         file.setFormatter(VisibleFormatter(f"%(asctime)s {line}"))
         root.addHandler(file)
         if crashes:
-            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # as long as it lives
+            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # never closed
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

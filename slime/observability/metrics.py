@@ -1,12 +1,12 @@
-"""Metrics that know how to reduce.
+"""Metrics with a defined reduction.
 
-A number that leaves one rank, one micro-batch or one sample says how it joins with its like: a mean carries its weight,
-a count sums, a worst case takes the maximum. Reducing is then the same everywhere and never a mean of means.
+A number from one rank, one micro-batch or one sample carries its reduction: a mean carries its weight, a count is
+summed, a worst case takes the maximum. So reducing works the same everywhere and never gives a mean of means.
 
 Invariants
-1. Reducing is associative: any grouping of the parts gives the same metric (to float rounding); for all kinds but
-   LAST also in any order.
-2. Two metrics of one name have one kind; mixing kinds is an error, not a guess.
+1. Reducing is associative: any grouping of the parts gives the same metric (up to float rounding). For all kinds but
+   LAST the order does not matter, either.
+2. Two metrics with the same name have the same kind; mixing kinds is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.core.errors import DataError
 
 
 class Reduce(str, Enum):
-    """How two values of one metric become one."""
+    """How two values of one metric are combined."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -36,17 +36,17 @@ class Metric:
     """One number and how it reduces."""
 
     value: float
-    """The number; of a mean, the mean so far."""
+    """The number; for a mean, the mean so far."""
     how: Reduce = Reduce.MEAN
     weight: float = 1.0
-    """How many units (tokens, samples) a mean stands for; unused by the other kinds."""
+    """The number of units (tokens, samples) behind a mean; unused by the other kinds."""
 
     def __post_init__(self) -> None:
         if self.weight < 0:
             raise DataError(f"got weight {self.weight}, because the weight of a mean cannot be negative; give >= 0")
 
     def merge(self, other: Metric) -> Metric:
-        """This and a later one as one. Raises `DataError` if they reduce differently."""
+        """Combines this with a later value. Raises `DataError` if they reduce differently."""
         if self.how is not other.how:
             raise DataError(f"got a {self.how.value} and a {other.how.value} of one metric; give each name one kind")
         if self.how is Reduce.MEAN:
@@ -56,13 +56,13 @@ class Metric:
         if self.how is Reduce.SUM:
             return dataclasses.replace(self, value=self.value + other.value)
         if math.isnan(self.value) or math.isnan(other.value):
-            return dataclasses.replace(self, value=math.nan)  # max() and min() would hide it, depending on the order
+            return dataclasses.replace(self, value=math.nan)  # max() and min() would lose it, depending on the order
         pick = max if self.how is Reduce.MAX else min
         return dataclasses.replace(self, value=pick(self.value, other.value))
 
     def _merge_mean(self, other: Metric) -> Metric:
         weight = self.weight + other.weight
-        # An empty part may carry NaN (0/0); it stands for nothing, so it must not spoil the rest.
+        # An empty part may carry NaN (0/0). It has no weight, so it must not affect the rest.
         parts = [m.value * m.weight for m in (self, other) if m.weight > 0]
         value = sum(parts) / weight if weight > 0 else math.nan
         return Metric(value, Reduce.MEAN, weight)
@@ -72,27 +72,23 @@ MetricValue = Metric | float | int
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
-    """An average over `weight` units."""
     return Metric(float(value), Reduce.MEAN, float(weight))
 
 
 def total(value: float) -> Metric:
-    """A count or an amount: parts add up."""
     return Metric(float(value), Reduce.SUM)
 
 
 def maximum(value: float) -> Metric:
-    """A worst case: the largest part counts."""
     return Metric(float(value), Reduce.MAX)
 
 
 def minimum(value: float) -> Metric:
-    """A least case: the smallest part counts."""
     return Metric(float(value), Reduce.MIN)
 
 
 def last(value: float) -> Metric:
-    """A state (a learning rate, a version): the latest part counts."""
+    """A state, such as a learning rate or a version: the latest value counts."""
     return Metric(float(value), Reduce.LAST)
 
 
@@ -102,7 +98,7 @@ def as_metric(value: MetricValue) -> Metric:
 
 
 def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    """Joins the metrics of several ranks, micro-batches or samples by name. Raises `DataError`, naming the metric."""
+    """Merges the metrics of ranks, micro-batches or samples by name. Raises `DataError` with the metric's name."""
     out: dict[str, Metric] = {}
     for part in parts:
         for name, value in part.items():
@@ -115,7 +111,7 @@ def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
 
 
 def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Plain numbers for a sink; means that stand for nothing are left out rather than shown as a number."""
+    """Plain numbers for a sink, without means of zero weight."""
     out = {}
     for name, value in metrics.items():
         metric = as_metric(value)
@@ -130,7 +126,7 @@ def prefixed(prefix: str, metrics: Mapping[str, MetricValue]) -> dict[str, Metri
 
 
 def describe(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`name/mean`, `/median`, `/max` and `/min` of `values`; nothing for none."""
+    """`name/mean`, `/median`, `/max` and `/min` of `values`; empty without values."""
     if not values:
         return {}
     return {

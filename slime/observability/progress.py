@@ -1,12 +1,12 @@
-"""Progress of long work: a bar on a terminal, a line every ten seconds anywhere else.
+"""Progress of long work: a bar on a terminal, otherwise a line every ten seconds.
 
-The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. A silent worker is still seen: the line
-comes from the thread and says how long there was no progress.
+The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. Because the thread prints, a stuck
+worker shows, too: the line says how long there was no progress.
 
 Invariants
 1. Nothing is printed for work that ends within the first interval.
 2. Leaving the block ends the thread, also on an exception.
-3. News may hold text of a model: it is one visible line, and nothing in it is markup.
+3. A note may contain a model's text: it is printed as one line, escaped and without markup.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slime.core.text import one_line
 logger = logging.getLogger("slime.progress")
 
 NOTE_CHARS = 300
-"""Of the news, at the end of a line."""
+"""The most characters of a note at the end of a line."""
 
 
 class Progress:
     """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
 
-    `total=None`: unknown length (a start-up, a wait); then there is no ETA. `limit_s`: the deadline, if there is one,
-    only shown here. `tty`: draw a bar (None: if stderr is a terminal). `console`: of rich, for the bar (None: stderr).
+    `total=None`: unknown length (a start, a wait), so no ETA. `limit_s`: the deadline, if any, for display only. `tty`:
+    draw a bar (None: if stderr is a terminal). `console`: rich's console for the bar (None: stderr).
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Progress:
             self._bar.stop()
 
     def advance(self, num: int = 1) -> None:
-        """`num` more units are done."""
+        """Counts `num` more units as done."""
         self.done += num
         self._moved_s = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar_task, advance=num)
 
     def note(self, text: str) -> None:
-        """What is going on now; shown at the end of the line. A new text counts as a sign of life."""
+        """Sets the text at the end of the line. A new text counts as progress."""
         text = one_line(text, NOTE_CHARS)
         if text == self._note:
             return
@@ -90,7 +90,7 @@ class Progress:
             self._bar.update(self._bar_task, description=f"{self.what} {text}")
 
     def line(self, now_s: float | None = None) -> str:
-        """One line on where the work stands."""
+        """The current state in one line."""
         now_s = time.monotonic() if now_s is None else now_s
         elapsed_s, silent_s = now_s - self._start_s, now_s - self._moved_s
         parts = [f"{self.what}:"]
@@ -135,47 +135,49 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-# What the start of a run is doing, and how long each phase of it took.
+# The phases of a run's start, and how long each one takes.
 #
-# Called by the driver, from one thread. A phase that ends is one line on the console; all phases together are
-# `startup/*` metrics of the first step, so that its own times hold nothing of the start.
+# The driver calls it from one thread. At its end a phase prints one line on the console; the `startup/*` metrics of the
+# first step hold all phases, so that the first step's own times exclude the start.
 #
 # Invariants
-# 1. After `end` nothing is recorded any more: what looks like a phase is then part of a step.
+# 1. After `end` nothing is recorded: later phases are part of a step.
 
 startup_logger = logging.getLogger("slime.startup")
 
 
 class StartUp:
-    """The phases of one start. Phases may overlap: engines and trainers start side by side."""
+    """Times the phases of one start. Phases may overlap: engines and trainers start side by side."""
 
     def __init__(self, began_s: float | None = None) -> None:
-        """`began_s`: when the start began, of `time.monotonic()`; default: now."""
+        """`began_s`: when the start began, on the clock of `time.monotonic()`; default: now."""
         self._began_s = time.monotonic() if began_s is None else began_s
         self._seconds: dict[str, float] = {}
         self._over = False
 
     @contextmanager
     def phase(self, name: str, line: str) -> Iterator[None]:
-        """Times the block as phase `name` of the metrics; `line`: what is done when it ends, for the console."""
+        """Times the block as phase `name` of the metrics; `line`: the console's text when it ends."""
         start_s = time.monotonic()
         yield
         self.done(name, line, time.monotonic() - start_s)
 
     def done(self, name: str, line: str, seconds: float) -> None:
-        """A phase ended after so many seconds."""
+        """Records a phase that took `seconds`."""
         if self._over:
             return
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         startup_logger.info("%s, %.1f s", line, seconds)
 
     def part(self, name: str, seconds: float) -> None:
-        """A part of a phase: a metric, no line."""
+        """Records part of a phase: a metric without a console line."""
         if not self._over:
             self._seconds[name] = seconds
 
     def end(self) -> dict[str, float]:
-        """First step begins: `startup/<phase>_time` of all phases and `startup/total_time`. Later calls: nothing."""
+        """Ends the start when the first step begins: returns `startup/<phase>_time` of all phases and
+        `startup/total_time`. Later calls return nothing.
+        """
         if self._over:
             return {}
         self._over = True

@@ -1,4 +1,4 @@
-"""The run folder: everything that one run leaves behind, in one place.
+"""The run folder: everything that one run writes, in one place.
 
     <run dir>/
       run.json        each start: run id, time, command, where, host, versions, code, files (see `start_record`)
@@ -11,14 +11,14 @@
       tensorboard/
       profiles/       traces of chosen training steps and engines
       memory/         histories of GPU memory
-      non_finite/       samples whose loss was not finite
+      non_finite/     samples whose loss was not finite
       report.html report.png report.md
 
 Invariants
-1. The folder appears at once with its first files in it, or not at all (written beside it, then renamed).
-2. A resume keeps what is there: metrics are appended, `run.json` gets one more start.
+1. The folder appears with its first files in it, or not at all (written beside its final place, then renamed).
+2. A resume keeps the existing files: metrics are appended, and `run.json` gets one more start.
 3. Settings that look like a secret are never written.
-4. The folder is made for its owner alone: prompts and answers are in it, in logs, too. A resume leaves its mode.
+4. Only its owner can read the folder, because it contains prompts and answers, also in logs. A resume keeps its mode.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from slime.observability.start_record import (
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
-"""Distributions whose versions decide what a run computes."""
+"""Distributions whose versions affect what a run computes."""
 SUBFOLDERS = ("logs", "traces")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run."""
+    """The paths of one run."""
 
     path: Path
     run_id: str
@@ -97,11 +97,11 @@ class RunFolder:
         command: Sequence[str] = (),
         without_effect: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RunFolder:
-        """Makes the folder, or joins the one that an earlier start of the run made.
+        """Creates the folder, or joins the one from an earlier start of the run.
 
-        `args`: every resolved setting; `command`: what means them, `slime train ...`; `without_effect`: those that were
-        given and act on nothing, and why.
-        Raises `ConfigError` if `path` holds something that is not a run.
+        `args`: every resolved setting. `command`: the equivalent command line, `slime train ...`. `without_effect`:
+        settings that were given but have no effect -> the reason. Raises `ConfigError` if `path` contains something
+        other than a run.
         """
         settings = plain(args)
         code = checkouts(SLIME, Path.cwd())
@@ -128,14 +128,14 @@ class RunFolder:
         return folder
 
     def note(self, name: str, facts: Any) -> None:
-        """Adds to the record of the latest start what became known when it was up."""
+        """Adds facts to the record of the latest start that were not known when it began."""
         record = self.path / "run.json"
         starts = json.loads(record.read_text())["starts"]
         starts[-1][name] = plain(facts)
         replace_text(record, json_text({"starts": starts}), durable=False)
 
     def write_report(self) -> None:
-        """Makes the report from what was logged so far; a failure is logged, never raised."""
+        """Writes the report of what was logged so far; a failure is logged, not raised."""
         if not self.metrics.is_file() or not self.metrics.stat().st_size:
             logger.info("nothing was logged, so there is no report")
             return
@@ -196,12 +196,12 @@ def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping
 
 
 def json_text(value: Any) -> str:
-    """As the files of a run hold it."""
+    """The JSON text of `value` in the format of a run's files."""
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """`value` as JSON; secrets hidden by the name of their setting, unknown objects by their text."""
+    """`value` as JSON. Hides secrets, which it recognises by the setting's name; unknown objects become text."""
     if isinstance(value, str) and value and SECRET.search(name.lower()):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -212,7 +212,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by distribution name, None where absent. Imports none of them."""
+    """Installed versions by distribution name, None if absent. Imports none of them."""
     out: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -223,7 +223,7 @@ def versions() -> dict[str, str | None]:
 
 
 def host_facts() -> dict[str, Any]:
-    """What the machine is: enough to read a timing by."""
+    """The facts about this machine that explain a timing."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "name": socket.gethostname(),

@@ -1,12 +1,12 @@
-"""What the model said: a few samples of each step and evaluation, kept in `samples.jsonl` for people to read.
+"""Samples for people to read: `samples.jsonl` keeps a few of each step and evaluation.
 
 The rollout side picks and decodes them (`slime.rollout.sample_metrics`), the driver writes them (`SamplesFile`), and
-the console, TensorBoard, W&B, the report and `slime samples` show them. Nothing here is ever encoded again or trained.
+the console, TensorBoard, W&B, the report and `slime samples` show them. They are never encoded again or trained.
 
 Invariants
-1. One line is one sample; a line is on disk before the loop goes on.
-2. A line that a kill left half done is skipped by the reader, and never joins the first line of a resumed run.
-3. Text of a model, of a tool or of a dataset is hostile: what reaches a terminal or a page went through `visible`.
+1. One line is one sample; it is on disk before the loop continues.
+2. The reader skips a line that a kill truncated, and a resumed run starts on a new line.
+3. Text of a model, a tool or a dataset is hostile: all text for a terminal or a page goes through `visible`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ CELL_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
-    """One sample as it is shown to people: text, without its middle where it is long."""
+    """One sample for display, as text; the middle of a long text is left out."""
 
     kind: Kind
-    """A sample of a training step, or of an evaluation."""
+    """From a training step or an evaluation."""
     step: int
-    """The rollout that it belongs to, from 0; of an evaluation the rollout that it follows (-1: none yet)."""
+    """Its rollout, from 0; for an evaluation the rollout before it (-1: none yet)."""
     dataset: str | None = None
     """The dataset of an evaluation."""
     prompt: str
     """Everything before the response, special tokens included."""
     response: str
-    """What the model sampled and what tools answered, special tokens included. SFT: from the first trained token on."""
+    """Sampled text and tool results, with special tokens. SFT: the text from the first trained token on."""
     reward: float | None
-    """The score before any normalisation; None where no grader could tell."""
+    """The score before any normalisation; None if it has no score."""
     label: str | None
     """The reference answer, as text."""
     status: str
@@ -57,45 +57,46 @@ class ShownSample:
     response_length: int
     """Tokens after the prompt, tool results included."""
     weight_version: int | None
-    """The newest weights that sampled a token of it; None where no engine sampled."""
+    """The newest weights that sampled one of its tokens; None without an engine."""
     finish_reason: str | None
-    """stop, length or abort; None where no engine sampled."""
+    """stop, length or abort; None without an engine."""
     picked: Picked
-    """Why it is shown."""
+    """Why it was picked."""
     group_index: int | None = None
     """Its prompt."""
     index: int | None = None
     """Its execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Plain facts where there are any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`,
-    `ungradable`, `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
+    """Optional facts: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`, `scores`
+    (the numbers of a reward that is a dict), `trained_tokens`.
+    """
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; `from_dict` restores it."""
+        """JSON-serialisable; `from_dict` is the inverse."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ShownSample:
-        """Restores what `to_dict` wrote; unknown keys are left out. Raises `TypeError` if some are missing."""
+        """The inverse of `to_dict`. Ignores unknown keys; raises `TypeError` for missing ones."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 class SamplesFile:
-    """Appends samples to a file, which appears with the first of them."""
+    """Appends samples to a file, which is created with the first sample."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_new_start = True
 
     def append(self, samples: Iterable[ShownSample]) -> None:
-        """Writes one line for each, all with one `time` (Unix, seconds); on disk when this returns."""
+        """Writes one line per sample, all with the same `time` (Unix, seconds); they are on disk when this returns."""
         stamp = {"time": time.time()}
         rows = [{**stamp, **sample.to_dict()} for sample in map(_finite, samples)]
         if not rows:
             return
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
-        # No encoding has half of a surrogate pair; JSON has its escape.
+        # Half a surrogate pair cannot be encoded, but JSON can escape it.
         content = ("\n".join(lines) + "\n").encode("utf-8", errors="backslashreplace")
         with self._path.open("ab") as file:
             if self._is_new_start and not ends_whole(self._path):
@@ -105,14 +106,14 @@ class SamplesFile:
 
 
 def _finite(sample: ShownSample) -> ShownSample:
-    """A reward that is not finite as None: JSON has no other way."""
+    """Replaces a non-finite reward by None, because JSON cannot hold it."""
     reward = sample.reward
     return sample if reward is None or abs(reward) < float("inf") else dataclasses.replace(sample, reward=None)
 
 
 def read_samples(path: Path) -> list[ShownSample]:
-    """The samples of a `samples.jsonl` in the order written; none if it is missing. Of a step that a resumed run did
-    again the later ones count. Lines that a kill left half done are skipped.
+    """The samples of a `samples.jsonl` in the order of writing; empty if the file is missing. For a step that a resumed
+    run repeated, the later samples count. Skips truncated lines.
     """
     if not path.is_file():
         return []
@@ -131,7 +132,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 
 
 def heading(sample: ShownSample) -> str:
-    """Where a sample is from and how it ended, in one line."""
+    """The origin and the result of a sample, in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
     parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
@@ -145,15 +146,15 @@ def where(sample: ShownSample) -> str:
 
 
 def number(value: float | None) -> str:
-    """A reward in a few characters."""
+    """A reward as short text."""
     return "none" if value is None else f"{value:.4g}"
 
 
 def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -> str:
     """A section with a table of at most `limit` samples; empty if the run kept none.
 
-    Half of them are of the first step and evaluation, half of the last, best and worst before random ones. With
-    `fine_tuning` responses are the data's.
+    Half of them are from the first step and evaluation, half from the last; best and worst come before random ones.
+    With `fine_tuning` the responses come from the data.
     """
     samples = read_samples(path)
     if not samples:
@@ -169,7 +170,7 @@ def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -
 
 
 def first_and_last(samples: Sequence[ShownSample], limit: int) -> list[ShownSample]:
-    """At most `limit`: of the first and the last step of each kind and dataset, in turns, best and worst first."""
+    """At most `limit` samples of the first and last step per kind and dataset, alternating, best and worst first."""
     steps: dict[tuple[str, str | None], list[int]] = {}
     for s in samples:
         steps.setdefault((s.kind, s.dataset), []).append(s.step)
@@ -199,7 +200,7 @@ def _markdown_row(sample: ShownSample, names: Sequence[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """A code span, in which nothing is markup; only the bar would still end a cell."""
+    """A code span, in which only `|` needs escaping, because it would end the cell."""
     line = one_line(text, CELL_CHARS).strip().replace("|", "\\|")
     if not line:
         return ""
@@ -208,18 +209,18 @@ def _code(text: str) -> str:
     return f"{fence}{pad}{line}{pad}{fence}"
 
 
-# How views show samples: two on the console now and then, a page of TensorBoard's text plugin, a table for W&B.
+# Views of samples: two at a time on the console, a page of TensorBoard's text plugin, a table for W&B.
 #
 # Pure functions over `ShownSample`; the sinks call them (`slime.observability.sinks`).
 
 CONSOLE_CHARS = 240
 """Characters of a prompt or a response on the console."""
 COLUMNS = ("step", "picked", "reward", "label", "prompt", "response", "status", "response_length", "weight_version")
-"""Of a table: fields of `ShownSample`."""
+"""The columns of a table: fields of `ShownSample`."""
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Whether the console shows samples of this step: every `interval`; without one after 1, 2, 4, 8, ... steps."""
+    """Whether the console shows samples of this step: every `interval` steps; default: after 1, 2, 4, 8, ..."""
     if interval == 0:
         return False
     if interval is None:
@@ -228,7 +229,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def console_lines(samples: Sequence[ShownSample]) -> list[str]:
-    """Two lines for each of one best and one worst; for any one where nothing was scored."""
+    """Two lines each for one best and one worst sample; if none has a score, for any one sample."""
     shown = [next((s for s in samples if s.picked == picked), None) for picked in PICKS]
     best, worst, other = shown
     lines = []
@@ -241,7 +242,7 @@ def console_lines(samples: Sequence[ShownSample]) -> list[str]:
 
 
 def by_tag(samples: Sequence[ShownSample]) -> dict[str, list[ShownSample]]:
-    """`samples/rollout` and `samples/eval/<dataset>` -> the samples of it."""
+    """`samples/rollout` and `samples/eval/<dataset>` -> their samples."""
     tags: dict[str, list[ShownSample]] = {}
     for sample in samples:
         tag = f"samples/{sample.kind}" + (f"/{sample.dataset}" if sample.dataset else "")
@@ -250,12 +251,12 @@ def by_tag(samples: Sequence[ShownSample]) -> dict[str, list[ShownSample]]:
 
 
 def table(samples: Sequence[ShownSample]) -> list[list[Any]]:
-    """One row for each sample, by `COLUMNS`."""
+    """One row per sample, with the columns `COLUMNS`."""
     return [[getattr(sample, name) for name in COLUMNS] for sample in samples]
 
 
 def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
-    """A page of text for each tag; the text plugin renders Markdown."""
+    """One page of Markdown per tag, for the text plugin."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text import metadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -273,7 +274,7 @@ def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
 
 
 def page(samples: Sequence[ShownSample]) -> str:
-    """Markdown: prompt and response as indented code, in which nothing is markup."""
+    """Markdown, with prompt and response as indented code, so that nothing in them is markup."""
     parts = []
     for sample in samples:
         facts: Mapping[str, Any] = {"reward": number(sample.reward), "status": sample.status, "label": sample.label}

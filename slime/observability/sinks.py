@@ -1,7 +1,7 @@
-"""Where logged steps go: console, JSONL, TensorBoard, W&B. Each implements `Sink`.
+"""Sinks for logged steps: console, JSONL, TensorBoard, W&B. Each implements `Sink`.
 
 The JSONL file is the record of the run: one object per line, written and flushed before `write` returns, so that a
-killed run keeps every step that it finished. The others are views.
+killed run keeps every finished step. The others are views.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from slime.observability.samples import Kind, ShownSample
 logger = logging.getLogger("slime.steps")
 
 AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
-"""What a kind of step is counted by. Evaluations carry the rollout that they follow (-1: none yet)."""
+"""Kind of step -> the metric that counts it. Evaluations carry the rollout before them (-1: none yet)."""
 KINDS = tuple(AXES)
 OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout/step"}
-"""What other prefixes are counted by: their metrics are in rows of a kind."""
+"""Other prefix -> the metric that counts it: these metrics are in rows of a kind in `AXES`."""
 
 HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
-"""The held-out loss of a dataset, which it names."""
+"""Matches the held-out loss of a dataset and captures the dataset's name."""
 EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_[a-z]+|loss|pass@\d+)$")
 EVAL_FACTS = ("eval/step", "eval/weight_version")
-"""What `eval/<dataset>...` metrics hold beside the score of the dataset."""
+"""Metrics with the prefix `eval/` that are not scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class StepRecord:
     kind: str
     """One of `KINDS`."""
     step: int
-    """The value on the axis of the kind."""
+    """The value on the kind's axis."""
     metrics: Mapping[str, float]
-    """Plain numbers by their full name."""
+    """Plain numbers by full name."""
     time_s: float = field(default_factory=time.time)
     """Unix time."""
 
@@ -59,20 +59,20 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """Takes logged steps."""
+    """Receives logged steps."""
 
     essential: bool
-    """True: a failure of this sink ends the run. False: it is reported once and the sink is dropped."""
+    """True: if this sink fails, the run ends. False: the failure is reported once and the sink is dropped."""
 
     def write(self, record: StepRecord) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """No more is written. `failed`: the run did not end well."""
+        """Releases the sink; `write` is not called again. `failed`: the run did not end well."""
 
 
 @runtime_checkable
 class SampleView(Protocol):
-    """A sink that shows samples, too."""
+    """A sink that also shows samples."""
 
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None: ...
 
@@ -80,7 +80,7 @@ class SampleView(Protocol):
 class JsonlSink:
     """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line.
 
-    A line that a kill left half done gets its end first, so that the next row does not join it.
+    It first ends a line that a kill truncated, so that the next row does not join it.
     """
 
     essential = True
@@ -93,7 +93,7 @@ class JsonlSink:
 
     def write(self, record: StepRecord) -> None:
         row: dict[str, Any] = {"time": round(record.time_s, 3), record.axis: record.step}
-        # JSON has no NaN and no infinity; as text they survive every reader, and float() reads them back.
+        # JSON has neither NaN nor infinity; as text they survive every reader, and float() reads them back.
         row.update({k: v if math.isfinite(v) else str(v) for k, v in record.metrics.items()})
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -103,9 +103,9 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, non-finite values restored; lines that a kill left half done are left out.
+    """The rows of a metrics file, with non-finite values restored. Skips truncated lines.
 
-    Raises `DataError` for a line that is whole and no row.
+    Raises `DataError` for a complete line that is not a row.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -122,7 +122,7 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
 
 
 def eval_name(key: str) -> str | None:
-    """The dataset whose score `key` holds (`eval/<dataset>`); None for any other metric."""
+    """The dataset of a score with the name `key` (`eval/<dataset>`); None for any other metric."""
     if not key.startswith("eval/") or key.count("/") != 1 or key in EVAL_FACTS or EVAL_DETAIL.search(key):
         return None
     return key.removeprefix("eval/")
@@ -160,19 +160,19 @@ class TensorBoardSink:
 
 
 WANDB_LIMIT_S = 300.0
-"""How long the end of a run may wait for W&B's servers."""
+"""The longest wait for W&B's servers at the end of a run."""
 
 
 class WandbSink:
-    """Weights & Biases; each kind of step has its own axis, as `<kind>/step`.
+    """Weights & Biases; each kind of step has its own axis, `<kind>/step`.
 
-    The package hands everything to a process of its own, `wandb-core`, which must live until `close` returns.
+    The package works in a process of its own, `wandb-core`, which must live until `close` returns.
     """
 
     essential = False
 
     def __init__(self, *, settings: Mapping[str, Any], **init: Any) -> None:
-        """`init`: arguments of `wandb.init` (project, group, name, dir, mode). `settings`: kept as the run's config."""
+        """`init`: arguments of `wandb.init` (project, group, name, dir, mode). `settings`: the run's config."""
         try:
             import wandb  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
@@ -185,7 +185,7 @@ class WandbSink:
             raise ConfigError(
                 f"got --use-wandb, but W&B refused: {error}; do: wandb login, or --wandb-mode offline, or leave it out"
             ) from error
-        sys.excepthook = hook  # W&B's own prints every traceback once more; `close` tells it how the run ended
+        sys.excepthook = hook  # W&B's hook prints every traceback a second time; `close` reports how the run ended
         for prefix, axis in (AXES | OTHER_AXES).items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
@@ -202,9 +202,9 @@ class WandbSink:
         self._run.log({AXES[kind]: step, **tables})
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the run there, as finished or as failed, and `wandb-core` with it.
+        """Marks the run on W&B as finished or failed, and ends `wandb-core`.
 
-        Raises `DeadlineExceeded` if W&B does not take what is left in `WANDB_LIMIT_S`.
+        Raises `DeadlineExceeded` if W&B does not accept the remaining data in `WANDB_LIMIT_S`.
         """
         import wandb
 
@@ -244,23 +244,25 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "eval": (),
 }
-"""(metric, label, format) of what the console shows of each kind of step, in order; absent ones are left out."""
+"""Kind of step -> (metric, label, format) for the console, in order; missing metrics are omitted."""
 FINE_TUNING = (
     ("rollout/total_len/mean", "length", ".1f"),
     ("rollout/trained_tokens", "trained tokens", ".0f"),
 )
-"""What it shows of a rollout of conversations instead: nothing was sampled, and nothing is rewarded."""
+"""The console's metrics for a rollout of conversations, which has neither samples nor rewards."""
 
 
 class ConsoleSink:
-    """One line per step, the few numbers that tell whether the run is well, and how long it will still take."""
+    """One line per step, with a few key figures and the remaining time."""
 
     essential = False
 
     def __init__(
         self, *, num_rollout: int | None = None, console: Any = None, samples_interval: int | None = None
     ) -> None:
-        """`num_rollout`: rollouts of the whole run, for the ETA. `samples_interval`: see `sample_views.is_due`."""
+        """`num_rollout`: rollouts of the whole run, for the ETA. `samples_interval`: see
+        `slime.observability.samples.is_due`.
+        """
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False) if console is None else console
@@ -270,21 +272,21 @@ class ConsoleSink:
     def write(self, record: StepRecord) -> None:
         line = self.line(record)
         self._print(line, self._style(record))
-        logger.info("%s", line, extra=FILE_ONLY)  # for who reads the log and was not there
+        logger.info("%s", line, extra=FILE_ONLY)  # for readers of the log file
 
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        """Of a step when it is due; of evaluations only where the run has no steps."""
+        """Prints samples of a step if they are due; those of an evaluation only if the run has no steps."""
         only_evaluates = self._num_rollout == 0 and self._samples_interval != 0
         if only_evaluates if kind == "eval" else sample_views.is_due(step, self._samples_interval):
             for line in sample_views.console_lines(samples):
                 self._print(f"{'sample':>7}  {line}", "dim")
 
     def _print(self, line: str, style: str) -> None:
-        """The text as it is: rich reads neither brackets as markup nor `:smile:` as an emoji."""
+        """Prints the text literally: rich must not read brackets as markup or `:smile:` as an emoji."""
         self._console.print(line, soft_wrap=True, markup=False, emoji=False, style=style)
 
     def line(self, record: StepRecord) -> str:
-        """What `write` prints; called once per record."""
+        """The line that `write` prints. Updates the ETA, so call it once per record."""
         head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
             head += f" of {self._num_rollout}"
@@ -302,7 +304,7 @@ class ConsoleSink:
         return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
 
     def _eta(self, record: StepRecord) -> str:
-        """From the steps of this process: without its start, and without what an earlier one did before a resume."""
+        """Estimates from the steps of this process, without its start and without steps before a resume."""
         self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
         if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
             return ""
@@ -316,9 +318,9 @@ class ConsoleSink:
         return {"eval": "bold green", "rollout": "cyan", "perf": "dim"}.get(record.kind, "")
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _number(value: float, spec: str) -> str:
-    """Formats by `spec`; a trailing `s` there is the unit of seconds."""
+    """Formats by `spec`; a trailing `s` in it stands for seconds."""
     return f"{value:{spec[:-1]}} s" if spec.endswith("s") else f"{value:{spec}}"

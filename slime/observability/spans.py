@@ -1,13 +1,13 @@
-"""Spans: how long each part of a step took, as `perf/<name>_time` and as a Chrome trace.
+"""Spans: the duration of each part of a step, as `perf/<name>_time` and as a Chrome trace.
 
-Produced by any thread or asyncio task of a process; consumed by `collect` once per step (by the owner of the step loop)
-and by the trace file, which is written line by line and can be read while the run goes on, or after it was killed. An
-owner makes a `Spans` of its own; code that has none uses `span`, which goes to the recorder of the process; until
-`start_recording` names a file, that one keeps times and no trace.
+Any thread or asyncio task of a process produces spans. The owner of the step loop consumes them with `collect`, once
+per step; the trace file gets them line by line and is readable during the run or after a kill. An owner makes its own
+`Spans`; other code uses `span`, which goes to the recorder of the process. Until `start_recording` names a file, that
+recorder keeps times and no trace.
 
 Invariants
 1. A span that ends with an exception is recorded too (with the name of the exception).
-2. Spans of one trace row never overlap partly: each asyncio task has a row of its own.
+2. Spans of one trace row never overlap partly: each asyncio task has its own row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Spans:
         self._rows: dict[object, int] = {}
         self._collected_s = time.perf_counter()
         self._file: IO[str] | None = None
-        self._epoch_s = time.time() - time.perf_counter()  # so that the traces of several processes share one axis
+        self._epoch_s = time.time() - time.perf_counter()  # puts the traces of several processes on one time axis
         if trace_path is not None:
             trace_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = trace_path.open("w", buffering=1)
@@ -42,7 +42,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
-        """Times the block. `timed=False`: trace only, for work done many times side by side. `facts`: for the trace."""
+        """Times the block. `timed=False`: trace only, for work that runs often in parallel. `facts`: for the trace."""
         start_s = time.perf_counter()
         try:
             yield
@@ -53,7 +53,7 @@ class Spans:
             self._record(name, start_s, time.perf_counter(), timed, facts)
 
     def note(self, name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-        """Writes down what happened somewhere else, in Unix time, for the trace only. `row`: else the name's own."""
+        """Adds an event from elsewhere, in Unix time, to the trace only. `row`: the trace row; default: `name`."""
         with self._lock:
             self._event(name, begin_s, end_s, ("noted", row or name), facts)
 
@@ -75,8 +75,8 @@ class Spans:
         self._file.write(json.dumps(event, default=str) + ",\n")
 
     def collect(self) -> dict[str, float]:
-        """Seconds by `perf/<name>_time` since the last call, summed over the spans of a name, and all of that time as
-        `perf/step_time`; starts again at zero.
+        """Seconds by `perf/<name>_time` since the last call, summed over the spans of each name, and the total time as
+        `perf/step_time`. Resets both.
         """
         now_s = time.perf_counter()
         with self._lock:
@@ -87,7 +87,7 @@ class Spans:
         return out
 
     def close(self) -> None:
-        """Ends the trace file. Times are still collected."""
+        """Ends the trace file. Spans are still timed."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -95,7 +95,7 @@ class Spans:
 
 
 def _doer() -> object:
-    """Who has a row of its own in a trace: the asyncio task, else the thread."""
+    """The owner of a trace row: the asyncio task, or else the thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -107,7 +107,7 @@ _recorder = Spans()
 
 
 def start_recording(process: str, trace_dir: Path | None) -> Spans:
-    """Gives this process a fresh recorder that writes `<trace_dir>/<process>.json`; returns it."""
+    """Gives this process a new recorder that writes `<trace_dir>/<process>.json`; returns it."""
     global _recorder
     _recorder.close()
     path = None if trace_dir is None else trace_dir / f"{process}-{os.getpid()}.json"
@@ -123,17 +123,17 @@ def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
 
 
 def note_span(name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-    """Notes what happened somewhere else in this process's trace (see `Spans.note`)."""
+    """Adds an event that happened elsewhere to this process's trace (see `Spans.note`)."""
     _recorder.note(name, begin_s, end_s, row=row, **facts)
 
 
 def collect() -> dict[str, float]:
-    """What this process's recorder collected since the last call (see `Spans.collect`)."""
+    """The times of this process's recorder since the last call (see `Spans.collect`)."""
     return _recorder.collect()
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of one trace file, ended or not; a last line that a kill truncated is left out."""
+    """The events of one trace file, finished or not; skips a truncated last line."""
     events = []
     for line in path.read_bytes().splitlines()[1:]:
         try:

@@ -1,11 +1,11 @@
-"""What a start of a run depends on beside its settings: code, files that settings name, environment.
+"""The inputs of a run's start besides its settings: code, files that settings name, environment.
 
-Recorded in `run.json` when a run starts, so that `slime rerun` can tell what is another one by then. Weights of
-gigabytes are not read: of a large file the ends are hashed, with its size.
+`run.json` records them when a run starts, so that `slime rerun` can list what has changed since. Large files, such as
+weights, are not read whole: only their ends and their size are hashed.
 
 Invariants
-1. Recording never fails a run: what cannot be read is recorded as such.
-2. Files and variables whose names look like a secret are left out, and what looks like one in a diff is hidden.
+1. Recording never fails a run: unreadable inputs are recorded as unreadable.
+2. Files and variables whose names look like a secret are left out, and text in a diff that looks like one is hidden.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from typing import Any
 from slime.core.text import HIDDEN
 
 SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password)$")
-"""Names of settings and of variables (in lower case) whose values are never written."""
+"""Names of settings and variables (in lower case) whose values are never written."""
 
 SLIME = Path(__file__).parents[1] / "__init__.py"
-"""Tells which slime runs."""
+"""Identifies the installed slime."""
 OUTPUTS = frozenset(
     (
         *("run_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details"),
         *("memory_snapshot_dir", "tensorboard_dir", "wandb_dir", "update_weight_disk_dir"),
     )
 )
-"""Settings that name what a run writes."""
+"""Settings that name outputs of a run."""
 SHARED_OUTPUTS = frozenset(("tensorboard_dir", "wandb_dir"))
-"""Those of them that many runs share: each writes into a folder of its own below."""
+"""Outputs that several runs share: each run writes into its own subfolder."""
 NO_INPUTS = OUTPUTS | {"origins", "idle", "run_id", "components.run_id"}
 ENVIRONMENT = re.compile(
     r"(OMP|MKL|NCCL|GLOO|CUDA|CUBLAS|TORCH|PYTORCH|SGLANG|SGL|MEGATRON|NVTE|HF|TRANSFORMERS|TOKENIZERS|RAY|WANDB)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|SLIME_(?!RUN_ID)\w+"
 )
-"""Variables that decide what a run computes, or where it finds things."""
+"""Variables that affect what a run computes or where it finds things."""
 MAX_HASHED_BYTES = 256 << 20
-"""Larger files are hashed at their ends."""
+"""Of larger files only the ends are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""Hashed whole of all files together; of those after that the ends."""
+"""Limit for all files together; after that only the ends are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
-"""Of one setting; a folder with more is recorded in part."""
+"""The most files of one setting; a folder with more is recorded in part."""
 MAX_DIFF_BYTES = 1 << 20
-"""Of the uncommitted changes of one checkout."""
+"""The most bytes of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10
 NOT_READ = "not read"
-"""In place of the hash of changes that git did not tell, or not in time."""
+"""Replaces the hash of changes if git failed or took too long."""
 _SECRET_FILES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*password*")
 _SECRET_LINE = re.compile(r"(?im)^([+ -].*(?:key|token|secret|password)\w*[\"']?\s*[:=]\s*[\"']?)([^\s\"',)]{8,})")
 _SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]*(\")", re.I)
@@ -70,16 +70,16 @@ class Checkout:
     diff: str
     """The uncommitted changes of tracked files, as text, secrets hidden; at most `MAX_DIFF_BYTES`."""
     diff_sha256: str | None
-    """Of all of them; None without any, `NOT_READ` if git did not tell."""
+    """Hash of all uncommitted changes; None without any, `NOT_READ` if git failed."""
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:
     """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`).
 
-    `@FILE` stays: it says where the secret is.
+    `@FILE` stays, because it only names the file with the secret.
     """
     out: list[str] = []
-    hide = False  # up to the next flag: it may take several
+    hide = False  # until the next flag: a flag may take several values
     for word in command:
         flag, equals, value = word.partition("=")
         secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
@@ -94,7 +94,7 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that matter, by name; no secrets."""
+    """The variables that match `ENVIRONMENT`, by name, without secrets."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -103,7 +103,7 @@ def environment() -> dict[str, str]:
 
 
 def checkouts(*places: Path) -> list[Checkout]:
-    """The git checkouts that hold these files or folders, each once; what no checkout tracks has none."""
+    """The git checkouts that track these files or folders, without duplicates; untracked places are skipped."""
     found: dict[str, Checkout] = {}
     for place in places:
         root = _root_of(place)
@@ -118,7 +118,7 @@ def checkouts(*places: Path) -> list[Checkout]:
 
 
 def _root_of(place: Path) -> str | None:
-    """The checkout that tracks `place`: a package in a folder that git ignores belongs to none."""
+    """The root of the checkout that tracks `place`; None if git ignores it, as it may an installed package."""
     folder = place if place.is_dir() else place.parent
     root = _git(folder, "rev-parse", "--show-toplevel")
     return root.strip() if root and _git(folder, "ls-files", "--", str(place)) else None
@@ -148,16 +148,16 @@ def _digest(text: str) -> str | None:
 
 
 def input_files(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The files that settings name, with size and hash: data, hooks, YAML, and what is beside a model's weights.
+    """The files that settings name, with size and hash: data, hooks, YAML, and small files beside a model's weights.
 
-    `settings`: as JSON. A file is named by its path, by a folder, a pattern, a slice of it (`@[a:b]`), a `{rollout_id}`
-    in it, or as the module of a function that is loaded by now.
+    `settings`: as JSON. A setting may name files by a path, a folder, a pattern, a slice (`@[a:b]`), a path with
+    `{rollout_id}`, or a function whose module is already loaded.
     """
     out: dict[str, dict[str, Any]] = {}
     left = MAX_TOTAL_BYTES
     for name, value in _strings(settings):
         if name == "load" and value == settings.get("save"):
-            continue  # what this run will write
+            continue  # an output of this run
         for path in itertools.islice(_files_of(value), MAX_FILES):
             if str(path) not in out:
                 facts = _fingerprint(path, min(left, MAX_HASHED_BYTES))
@@ -185,7 +185,7 @@ def _files_of(value: str) -> Iterator[Path]:
     if module is not None:
         yield module
     if "/" not in text and "." not in text:
-        return  # a word: a name of something, were there a file of that name or not
+        return  # a plain word is a name, even if a file of that name exists
     pattern = glob.escape(text).replace("{rollout_id}", "*") if "{rollout_id}" in text else text
     try:
         for found in sorted(glob.glob(pattern, recursive=True)) if not os.path.exists(text) else [text]:
@@ -196,14 +196,14 @@ def _files_of(value: str) -> Iterator[Path]:
 
 
 def _module_file(value: str) -> Path | None:
-    """Where a user's function `pkg.mod:fn` or `pkg.mod.fn` was loaded from."""
+    """The file of the module of a user's function `pkg.mod:fn` or `pkg.mod.fn`."""
     name = value.rpartition(":")[0] or value.rpartition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) if name.partition(".")[0] != "slime" else None
     return Path(file).resolve() if file else None
 
 
 def _fingerprint(path: Path, most: int) -> dict[str, Any]:
-    """Size and hash of a file: of all of it if it has at most so many bytes, else of its ends."""
+    """Size and hash of a file. Hashes all of it if it has at most `most` bytes, else its ends."""
     try:
         size = path.stat().st_size
         whole = size <= max(most, 2 * END_BYTES)

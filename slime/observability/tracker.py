@@ -1,11 +1,11 @@
-"""`Tracker`: takes metrics of a step and hands them to every sink.
+"""`Tracker`: takes the metrics of a step and passes them to every sink.
 
-Called by the driver of the run alone (ranks and actors return their metrics to it), from one thread.
+Only the driver of the run calls it, from one thread; ranks and actors return their metrics to the driver.
 
 Invariants
-1. The steps of one kind only go on; a repeated or earlier one is refused (an evaluation may repeat its step).
-2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and never ends the run; the JSONL file
-   is the record, and its failure does. Samples are for people: what fails to show or write them does not end the run.
+1. The steps of one kind only increase; a repeated or earlier one is refused (an evaluation may repeat its step).
+2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and does not end the run. The JSONL
+   file is the record, so its failure ends the run. A failure to show or write samples does not.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Views:
-    """What is shown beside the record, by the settings of these names."""
+    """The settings of the views, under their names."""
 
     num_rollout: int | None
     """Steps of the loop, for the console's count."""
     log_samples_interval: int | None = None
-    """Steps between those whose samples the console shows (`sample_views.is_due`)."""
+    """Interval, in steps, at which the console shows samples (`slime.observability.samples.is_due`)."""
     use_tensorboard: bool = False
     tensorboard_dir: str | None = None
     tb_project_name: str | None = None
@@ -63,14 +63,14 @@ class Views:
     wandb_random_suffix: bool = True
     wandb_run_id: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Every setting of the run, secrets masked, as W&B shows them."""
+    """Every setting of the run, secrets masked, for W&B."""
 
 
 class Tracker:
-    """Logs the steps of one run. A context manager: leaving it ends the sinks."""
+    """Logs the steps of one run. A context manager: leaving it closes the sinks."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[Sink] = ()) -> None:
-        """`metrics.jsonl` of `folder` is always written; `sinks` are views beside it."""
+        """`metrics.jsonl` in `folder` is always written; `sinks` are additional views."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
         self._samples: SamplesFile | None = SamplesFile(folder.samples)
@@ -79,7 +79,7 @@ class Tracker:
 
     @classmethod
     def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
-        """The sinks that `views` asks for. Raises `ConfigError` if the package of one is missing."""
+        """A tracker with the sinks that `views` enables. Raises `ConfigError` if a package is missing."""
         sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout, samples_interval=views.log_samples_interval)]
         sinks.append(HealthSink(folder.metrics, learns_from_rewards=learns_from_rewards(views.settings)))
         if views.use_tensorboard:
@@ -89,13 +89,13 @@ class Tracker:
         return cls(folder, sinks)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Keeps metrics of the current step for its next "perf" record; a bare name becomes `perf/name`."""
+        """Adds metrics to the next "perf" record; a bare name becomes `perf/name`."""
         self._pending.update(_grouped("perf", metrics))
 
     def log(self, kind: str, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
         """Writes one step and returns its plain numbers. A bare name becomes `kind/name`.
 
-        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind and a step that goes back.
+        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind, or for a step that goes back.
         """
         if kind not in KINDS:
             raise DataError(f"got step kind {kind!r}, because each kind has its own axis; use one of {KINDS}")
@@ -114,7 +114,7 @@ class Tracker:
         return dict(record.metrics)
 
     def log_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        """Appends the samples of a step or an evaluation to `samples.jsonl` and hands them to the views."""
+        """Appends the samples of a step or an evaluation to `samples.jsonl` and passes them to the views."""
         if not samples:
             return
         try:
@@ -129,7 +129,7 @@ class Tracker:
 
     @contextmanager
     def progress(self, what: str, *, limit_s: float | None = None) -> Iterator[Callable[[str], str]]:
-        """Shows that long work goes on. Yields a function that takes the latest news and returns it again."""
+        """Shows progress during long work. Yields a function that takes the latest news and returns it again."""
         with Progress(what, limit_s=limit_s) as progress:
 
             def on_poll(text: str) -> str:
@@ -148,7 +148,7 @@ class Tracker:
             self._sinks.remove(sink)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends every sink; `failed`: the run did not end well. Safe to call again."""
+        """Closes every sink; `failed`: the run did not end well. Safe to call again."""
         for sink in self._sinks:
             try:
                 sink.close(failed=failed)
@@ -170,7 +170,7 @@ def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricV
 
 
 def _tensorboard_dir(views: Views, folder: RunFolder) -> Path:
-    """--tensorboard-dir, or TENSORBOARD_DIR, is shared by many runs; the folder of one run is not."""
+    """Many runs share --tensorboard-dir or TENSORBOARD_DIR, so each gets a subfolder there."""
     shared = views.tensorboard_dir or os.environ.get("TENSORBOARD_DIR")
     if not shared and not views.tb_project_name:
         return folder.tensorboard

@@ -1,7 +1,7 @@
-"""The report of a run: a picture, a text and a page, made from its run folder while it goes on or after it ended.
+"""The report of a run: a picture, a text and a page, made from its run folder during the run or afterwards.
 
-`record` reads the folder, `panels` says what is worth a curve, `summary` puts the run in words; `figure` draws the
-picture, `page` writes the HTML. Each of them takes what the one before made, so no number is computed twice.
+`record` reads the folder, `panels` chooses the curves, `summary` describes the run in words; `figure` draws the
+picture, and `page` writes the HTML. Each works on the output of the previous ones, so no number is computed twice.
 """
 
 from slime.observability.report.page import Report, write_report

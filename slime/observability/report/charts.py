@@ -1,7 +1,7 @@
 """The curves of the page: a card for each panel, with its title, legend and SVG image, in the colours of page.css.
 
-matplotlib's SVG is made fit for the page: the page's policy allows no `style`, ids must be unique in a page, and a dark
-page has other colours. The values under the pointer stand in `data-*` of each curve, where page.js finds them.
+matplotlib's SVG is adapted to the page: the page's policy forbids `style`, ids must be unique in a page, and a dark
+page has other colours. `data-*` attributes of each curve have the values for page.js to show under the pointer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def parts_figure(times: StepTimes, frame: Frame) -> Markup:
 def _card(
     title: str, unit: str, about: str, value: str, entries: Sequence[tuple[str, str, str, bool]], picture: Markup
 ) -> Markup:
-    """`entries` of the legend: class of the colour, name, value, dashed."""
+    """`entries`: the legend, as (class of the colour, name, value, dashed)."""
     head = [element("h3", title, element("span", f" {unit}", class_="unit") if unit else None)]
     if value:
         head.append(element("span", value, class_="value"))
@@ -93,7 +93,7 @@ def _card(
 
 
 def _data(color: str, name: str, steps: Sequence[float], values: str) -> Mapping[str, str]:
-    """Attributes of the group of one curve, for the script."""
+    """The attributes of a curve's group, for the script."""
     numbers = " ".join(f"{step:g}" if abs(step) < 1e5 else f"{step:.1f}".removesuffix(".0") for step in steps)
     return {"class_": f"series {color}", "data_name": name, "data_x": numbers, "data_y": values}
 
@@ -129,13 +129,13 @@ def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str,
 
 
 def _attributes(style: str) -> str:
-    """A style as attributes; the font is that of the page."""
+    """Turns a style into attributes, without the font, which the page sets."""
     pairs = [one.split(":", 1) for one in style.split(";") if ":" in one]
     return " ".join(f'{key.strip()}="{value.strip()}"' for key, value in pairs if "font" not in key)
 
 
 def _rounded(value: re.Match[str]) -> str:
-    """An attribute with a digit behind the point: a tenth of a unit is finer than any screen."""
+    """Rounds an attribute to one decimal: a tenth of a unit is finer than any screen."""
     return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
 
 

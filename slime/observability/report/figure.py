@@ -1,4 +1,4 @@
-"""How a panel is drawn, by matplotlib: once for the picture of a run (`report.png`), once for its page (SVG)."""
+"""Draws panels with matplotlib: for the picture of a run (`report.png`) and for its page (SVG)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from slime.observability.report.record import (
 from slime.observability.report.summary import RunSummary, summary_of
 
 COLORS = ("#2563c9", "#d9730d", "#23935a", "#c93a3a", "#7d4fc2", "#12858f", "#a0527c", "#6b7280")
-"""As in page.css, where a dark page has others."""
+"""The same as in page.css, which has others for a dark page."""
 OTHER_COLOR = "#b6bcc6"
 PART_COLORS = dict(zip(STEP_PARTS, (0, 6, 1, 7, 2, 5, 4, 3), strict=True))
-"""Part of a step -> number of its colour."""
+"""Part of a step -> index of its colour."""
 INK, MUTED, GRID, MARK = "#1b2029", "#626b7a", "#e3e6eb", "#8b93a1"
 PARTS_TITLE = "Where the time of a step goes"
 ROOM = 0.08
-"""Part of the span that stays free above and below a curve."""
+"""The free space above and below a curve, as a part of its span."""
 ROOM_ABOVE_ONE = 0.05
-"""So that the line of 100 % does not touch the title."""
+"""Keeps the line of 100 % away from the title."""
 MARKERS_UP_TO = 40
-"""A curve of at most so many steps shows each of them."""
+"""A curve with at most this many steps has a marker for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Frame:
     limits: tuple[int, int]
     """First and last step of the run."""
     marks: Sequence[float]
-    """Where a dotted line says that the run was resumed: between the last step before and the first after."""
+    """Positions of the dotted lines that mark a resume: between the last step before it and the first after it."""
 
 
 def frame_of(record: RunRecord) -> Frame:
@@ -60,7 +60,7 @@ def frame_of(record: RunRecord) -> Frame:
 
 
 def draw_panel(axes: Any, drawn: Drawn, frame: Frame, names: Sequence[str] = ()) -> None:
-    """Curves, band, grid and numbers. `names` of the curves, for a legend; the id of curve i is `series-i`."""
+    """Draws curves, band, grid and numbers. `names`: of the curves, for a legend; the id of curve i is `series-i`."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = value_limits(drawn)
@@ -91,7 +91,7 @@ def draw_panel(axes: Any, drawn: Drawn, frame: Frame, names: Sequence[str] = ())
 
 
 def draw_parts(axes: Any, times: StepTimes, frame: Frame) -> None:
-    """Stacked bars of the parts of a step; the id of part i is `series-i`."""
+    """Draws stacked bars of the parts of a step; the id of part i is `series-i`."""
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
@@ -153,7 +153,7 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
 
 
 def written(value: float, drawn: Drawn) -> str:
-    """A value of the panel."""
+    """A value of the panel as text."""
     return percent(value) if drawn.scale in ("share", "percent") else short(value)
 
 
@@ -162,7 +162,7 @@ def unit_of(drawn: Drawn) -> str:
 
 
 def headline(drawn: Drawn) -> str:
-    """First and last value of a panel with one curve."""
+    """First and last value of a panel with one curve, as text."""
     if len(drawn.series) != 1:
         return ""
     curve = drawn.series[0].curve
@@ -171,7 +171,7 @@ def headline(drawn: Drawn) -> str:
 
 
 def in_words(panels: Iterable[Drawn]) -> str:
-    """One sentence about the panels that never change; empty if there is none."""
+    """One sentence about the panels with constant values; empty if there are none."""
     said = []
     for drawn in (one for one in panels if one.in_words):
         values = [f"{one.label} {written(one.curve.last, drawn)}" for one in drawn.series]
@@ -184,12 +184,12 @@ def in_words(panels: Iterable[Drawn]) -> str:
 # --- one panel for the page
 
 WIDTH, HEIGHT = 460.0, 220.0
-"""Of a panel of the page, in its own units (points)."""
+"""The size of a panel on the page, in points."""
 LEFT, RIGHT, TOP, BOTTOM = 48.0, 12.0, 10.0, 24.0
 
 
 def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
-    """An SVG image of what `draw` puts into axes, and the first and last step of their x axis."""
+    """An SVG image of the axes that `draw` fills, and the first and last step of their x axis."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -214,7 +214,7 @@ FOOTER_CHARS_PER_INCH = 13
 
 
 def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: str) -> None:
-    """Draws the panels that belong into the picture, and the parts of a step, into a PNG."""
+    """Draws the panels for the picture, and the parts of a step, into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -228,16 +228,16 @@ def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: 
     room = (0.004, FOOTER_INCHES / height, 0.992, 1 - (HEADER_INCHES + FOOTER_INCHES) / height)
     engine = ConstrainedLayoutEngine(rect=room, w_pad=0.12, h_pad=0.1, hspace=0.03, wspace=0.02)
     figure = Figure(figsize=(width, height), dpi=120, layout=engine)
-    FigureCanvasAgg(figure)  # no pyplot: its global state is not ours to change
+    FigureCanvasAgg(figure)  # pyplot would change global state
     _header(figure, record, summary_of(record), title)
     _footer(figure, frame, in_words(panels))
     cells = figure.add_gridspec(rows, columns)
     spans = [(i // columns, slice(i % columns, i % columns + 1)) for i in range(count)]
-    spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last one takes what is left
+    spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last takes the rest
     grid = [figure.add_subplot(cells[row, cell]) for row, cell in spans]
     legends = [_labels(drawn) for drawn in shown] + ([list(times.parts)] if times is not None else [])
     lines = [legend_lines(labels) for labels in legends]
-    in_row = [max(lines[i - i % columns :][:columns]) for i in range(count)]  # titles of a row stand on one line
+    in_row = [max(lines[i - i % columns :][:columns]) for i in range(count)]  # titles of a row are aligned
     for axes, drawn, labels, room_above in zip(grid, shown, legends, in_row, strict=False):
         draw_panel(axes, drawn, frame, labels)
         _name(axes, drawn.panel.title, unit_of(drawn), headline(drawn), labels, room_above)
@@ -278,7 +278,7 @@ def _footer(figure: Any, frame: Frame, constant: str) -> None:
 
 
 def _name(axes: Any, title: str, unit: str, value: str, labels: Sequence[str], room_above: int) -> None:
-    """Title, value and legend above a panel. `room_above`: lines of legend above the panels of its row."""
+    """Writes title, value and legend above a panel. `room_above`: lines of legend above the panels of its row."""
     pad = 6 + 15 * room_above
     full = f"{title}, {unit}" if unit else title
     axes.set_title(full, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=pad, parse_math=False)
@@ -291,12 +291,12 @@ def _name(axes: Any, title: str, unit: str, value: str, labels: Sequence[str], r
 
 
 def legend_lines(labels: Sequence[str]) -> int:
-    """Lines that a legend takes above a panel."""
+    """The number of lines that a legend takes above a panel."""
     return math.ceil(sum(len(label) + 6 for label in labels) / LEGEND_CHARS) if labels else 0
 
 
 def _labels(drawn: Drawn) -> list[str]:
-    """The legend; empty where the title names the only curve."""
+    """The labels of the legend; empty if the title already names the only curve."""
     labels = [one.label for one in drawn.series]
     if drawn.band:
         return [f"{labels[0]} (band: least to greatest)", *labels[1:]]

@@ -1,7 +1,7 @@
-"""HTML and SVG that cannot be broken by what they show: whatever is not `Markup` is escaped.
+"""HTML and SVG that hostile text cannot break: everything that is not `Markup` is escaped.
 
-Text of a model or of a dataset is hostile. It enters a page as a child or an attribute of `element`, and as nothing
-else; control characters and those that turn the order of a line around are spelled out.
+Text of a model or of a dataset enters a page only as a child or an attribute of `element`. Control characters and
+characters that change the writing direction are shown as escapes.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ VOID = frozenset({"meta", "br", "col"})
 
 
 class Markup(str):
-    """Text that is markup already. Only made by this module and of constants."""
+    """Text that is already markup. Only this module makes it, from constants and escaped text."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Markup:
-    """Any value as text of a page or of an attribute."""
+    """Escapes any value for use as text or attribute."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value)), quote=True))
 
 
 def joined(*children: object) -> Markup:
-    """Children after each other; None is left out."""
+    """The children in order, without None."""
     return Markup("".join(text(child) for child in children if child is not None))
 
 
 def element(name: str, /, *children: object, **attributes: object) -> Markup:
-    """One element. Attributes: `class_` is `class`, `data_x` is `data-x`; None is left out, True stands alone.
+    """One element. `class_` sets `class`, `data_x` sets `data-x`; None omits an attribute, True sets it bare.
 
-    `name` and the names of attributes are constants of the caller.
+    `name` and the names of attributes must be constants of the caller.
     """
     parts = [name]
     for key, value in attributes.items():
@@ -48,9 +48,9 @@ def element(name: str, /, *children: object, **attributes: object) -> Markup:
     return Markup(opened if name in VOID else f"{opened}{joined(*children)}</{name}>")
 
 
-# --- numbers and dates as people write them
+# --- numbers and dates for people
 def short(value: float) -> str:
-    """Three significant digits, thousands apart, a power of ten where it is far from one."""
+    """Three significant digits, with thousands separators; very large and small values as a power of ten."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -65,17 +65,17 @@ def short(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time of any size, in milliseconds where it is short."""
+    """A time in seconds, or in milliseconds if it is short."""
     return f"{short(1000 * seconds)} ms" if 0 < seconds < 0.1 else f"{short(seconds)} s"
 
 
 def percent(value: float) -> str:
-    """A share; small ones with a digit more."""
+    """A share in percent; small ones with one more digit."""
     if value and abs(value) < 0.1:
         return f"{100 * value:.3g} %"
     return f"{100 * value:.0f} %"
 
 
 def when(time_s: float) -> str:
-    """Date and minute, UTC."""
+    """Date and time to the minute, UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))

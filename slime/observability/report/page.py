@@ -1,8 +1,8 @@
-"""The page of a run: `report.html`, one file that needs no server and no network.
+"""The page of a run: `report.html`, one file that needs neither server nor network.
 
-Its style and its script stand in it; a policy lets a browser run these two and nothing else, so that no text of a model
-can become a program even if it got through the escaping of `markup`. Without the script only the values under the
-pointer are missing.
+It contains its style and its script, and a policy that lets a browser run only these two. So a model's text cannot run
+as a program even if it got through the escaping of `markup`. Without the script only the values under the pointer are
+missing.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from slime.observability.report.summary import RunSummary, before_and_after, fin
 from slime.observability.report.timeline import GENERATION, timeline_figure, timelines
 from slime.observability.samples import PICKS, ShownSample, number, where
 
-# The tables of the page: samples, settings, starts. What they show may be hostile or very long.
+# The tables of the page: samples, settings, starts. Their contents may be hostile or very long.
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
-"""Those of the latest steps stand open, the others in a drawer."""
+"""Samples shown open, those of the latest steps; the others are collapsed."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
 COLUMNS = ("of", "reward", "label", "prompt", "response")
 TARGET = "target"
-"""The column of a response that the data gave."""
+"""The column of a response that comes from the data."""
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
-    """At most `limit`, the latest step first: of the last step, of the first, and of steps evenly between."""
+    """At most `limit` samples, latest step first: of the last step, the first, and evenly spaced steps between."""
     steps: dict[tuple[int, str, str], list[ShownSample]] = {}
     for one in samples:
         steps.setdefault((one.step, one.kind, one.dataset or ""), []).append(one)
@@ -55,7 +55,7 @@ def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> 
 
 
 def samples_section(record: RunRecord) -> Markup | None:
-    """What the model said; None if no sample was kept."""
+    """The table of samples; None if no sample was kept."""
     if not record.samples:
         return None
     chosen = chosen_samples(record.samples)
@@ -79,7 +79,7 @@ def samples_section(record: RunRecord) -> Markup | None:
 
 
 def _columns(record: RunRecord) -> Sequence[str]:
-    """Fine-tuning gives no reward and shows targets; not every dataset has labels."""
+    """Fine-tuning has no rewards and shows targets; labels are optional."""
     columns = ("of", "label", "prompt", TARGET) if record.kind is RunKind.SFT else COLUMNS
     has_labels = any(one.label for one in record.samples)
     return [name for name in columns if name != "label" or has_labels]
@@ -119,7 +119,7 @@ def _text(value: str) -> Markup:
 
 
 def settings_section(record: RunRecord) -> Markup | None:
-    """What was asked for, and all the rest in a drawer."""
+    """The settings that the user gave, and all others collapsed."""
     every = list(given_settings(record.settings))
     if not every:
         return None
@@ -151,7 +151,7 @@ def _settings_table(settings: Sequence[tuple[str, object, str]]) -> Markup:
 
 
 def starts_section(record: RunRecord) -> Markup | None:
-    """When, where and of what the run was started; the versions of the latest start."""
+    """Time, host and code of each start; the versions of the latest one."""
     if not record.starts:
         return None
     names = ("start", "first step", "commit", "host", "command")
@@ -236,7 +236,7 @@ def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title:
 
 
 def _policy(style: str, script: str) -> str:
-    """What a browser may load and run: the style and the script by their hashes."""
+    """The content security policy, which allows the style and the script by their hashes."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; base-uri 'none'; "
@@ -255,7 +255,7 @@ def _subtitle(record: RunRecord, summary: RunSummary) -> str:
 
 
 def _tiles(summary: RunSummary) -> Markup:
-    """The few numbers that tell how the run went."""
+    """The key figures of the run."""
     changes = summary.kind is not RunKind.EVALUATION
     tiles = [
         (name, f"{short(before)} → {short(after)}" if changes else short(after), f"{after - before:+.3g}" * changes)
@@ -332,7 +332,7 @@ def _timeline(record: RunRecord) -> Markup | None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written."""
+    """The files that were written."""
 
     title: str
     summary: RunSummary
@@ -349,9 +349,9 @@ class Report:
 
 
 def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | None = None) -> Report:
-    """Makes the report of a run folder, of a run that goes on, ended or died.
+    """Writes the report of a run, which may be running, finished or dead.
 
-    `out_dir`: default the run folder. `title`: default model, data and method. Raises `DataError` if no step was
+    `out_dir`: default: the run folder. `title`: default: model, data and method. Raises `DataError` if no step was
     logged.
     """
     record = read_run(run_dir)
@@ -363,6 +363,6 @@ def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | Non
         (report.text, report_markdown(record, summary, title)),
         (report.page, page(record, panels, summary, title)),
     ):
-        replace_bytes(path, text.encode(errors="replace"), durable=False)  # half of a surrogate pair becomes `?`
+        replace_bytes(path, text.encode(errors="replace"), durable=False)  # half a surrogate pair becomes `?`
     write_picture(record, panels, report.picture, title)
     return report

@@ -1,6 +1,6 @@
-"""What is worth a picture: one table of panels for all kinds of run. A panel without data is left out.
+"""The panels of a report: one table for all kinds of run. A panel without data is omitted.
 
-A line of a panel is one metric; `*` in its key stands for the name of an evaluation dataset and makes a line for each.
+A line of a panel is one metric; `*` in its key matches the names of evaluation datasets and gives one line for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slime.observability.report.record import Curve, Row, RunKind, RunRecord, cu
 from slime.observability.sinks import eval_name
 
 Scale = Literal["auto", "zero", "unit", "share", "percent", "log"]
-"""auto: around the values; zero: from 0; unit: 0 to 1 if they are; share: 0 to 100 %; percent: from 0, in %; log."""
+"""auto: around the values; zero: from 0; unit: 0 to 1 if they fit; share: 0 to 100 %; percent: from 0, in %; log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,33 +23,31 @@ class Line:
 
     key: str
     label: str = ""
-    """`*` becomes the dataset. Empty: the panel's title says it."""
+    """`*` becomes the dataset. Empty: the panel's title is enough."""
     dashed: bool = False
     unless_alone: bool = False
-    """Left out where it has one step and another line has more."""
+    """Omitted if it has one step and another line has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
-
     title: str
     about: str
-    """One sentence: what it is, and what to look for."""
+    """One sentence: what it shows, and what to look for."""
     section: str
     lines: Sequence[Line]
     unit: str = ""
     scale: Scale = "zero"
     band: tuple[str, str] | None = None
-    """Metrics of the least and the greatest value around the first line."""
+    """Metrics of the minimum and the maximum around the first line."""
     if_any: bool = False
-    """Left out where every value is zero."""
+    """Omitted if every value is zero."""
     flat_in_words: bool = False
-    """Said in a few words instead of drawn where it never changes."""
+    """If its values are constant, the report states them in words instead of a curve."""
     rounding: float = 0.0
-    """Where all values are below it they are rounding, and the panel is left out."""
+    """If all values are smaller, they are rounding errors, and the panel is omitted."""
     in_picture: bool = True
-    """Drawn in `report.png` as well; the page has every panel."""
+    """Whether it is drawn in `report.png`; the page has every panel."""
     kinds: frozenset[RunKind] = field(default_factory=lambda: frozenset(RunKind))
 
 
@@ -61,7 +59,7 @@ class Series:
     curve: Curve
     dashed: bool = False
     is_joined: bool = False
-    """Several lines that lie on each other."""
+    """Stands for several lines with the same values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +73,12 @@ class Drawn:
 
     @property
     def is_named(self) -> bool:
-        """Whether the title alone does not say what the lines are."""
+        """Whether the lines need names beside the panel's title."""
         return len(self.series) > 1 or self.band is not None or self.series[0].is_joined
 
     @property
     def in_words(self) -> bool:
-        """Whether a few words say as much: no line ever changes."""
+        """Whether words replace the curve, because no line ever changes."""
         flat = all(len(one.curve.steps) > 1 and len(set(one.curve.values)) == 1 for one in self.series)
         even = self.band is None or all(len(set(edge.values)) == 1 for edge in self.band)
         return self.panel.flat_in_words and flat and even
@@ -88,12 +86,12 @@ class Drawn:
 
 TERA = "TFLOP/s"
 SMALL_TERA = 0.5
-"""Below it a thousandth is the better unit."""
+"""Smaller values are shown in GFLOP/s."""
 LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
 AGREEMENT, TIME = "Trainer and engine", "Time"
 SFT = frozenset({RunKind.SFT})
 SAMPLED = frozenset(RunKind) - SFT
-"""Kinds of run in which an engine answers and a reward is given; fine-tuning logs both as zeros."""
+"""Kinds of run with sampled and rewarded answers; fine-tuning logs zeros instead."""
 WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
@@ -105,7 +103,7 @@ PROBE = (
     Line("probe/train_rollout_logprob_abs_diff_max", "fresh answers, worst token"),
     Line("probe/train_rollout_logprob_abs_diff_mean", "fresh answers, mean", dashed=True),
 )
-"""An asynchronous run compares fresh answers, because its batches are older than the trainer."""
+"""An asynchronous run compares fresh answers, because its batches are older than the trainer's weights."""
 
 PANELS: Sequence[Panel] = (
     Panel(
@@ -296,7 +294,7 @@ PANELS: Sequence[Panel] = (
 
 
 def drawn_panels(record: RunRecord) -> list[Drawn]:
-    """The panels that this run has data for, in the order of the table."""
+    """The panels with data in this run, in the order of the table."""
     keys = sorted({key for row in record.rows for key in row})
     made = (_drawn(panel, record.rows, keys) for panel in PANELS if record.kind in panel.kinds)
     return [drawn for drawn in made if drawn is not None]
@@ -315,7 +313,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
         panel = replace(panel, unit="GFLOP/s")
         series = [replace(one, curve=Curve(one.curve.steps, [1e3 * v for v in one.curve.values])) for one in series]
     scale = panel.scale
-    if scale == "log":  # it has no place for a zero
+    if scale == "log":  # a log scale cannot show zeros
         positive = [replace(one, curve=_positive(one.curve)) for one in series]
         series = [one for one in positive if one.curve] or series
         scale = "log" if any(one.curve for one in positive) else "zero"
@@ -327,7 +325,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:
-    """Lines that lie on each other as one, with both names."""
+    """Merges lines with the same values into one, with both names."""
     out: list[Series] = []
     for one in series:
         same = next((i for i, other in enumerate(out) if other.curve == one.curve), None)
@@ -345,7 +343,7 @@ def _series(line: Line, keys: Sequence[str], rows: Sequence[Row]) -> Iterator[Se
 
 
 def _named(line: Line, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(metric, label) of what the line stands for in this run."""
+    """(metric, label) of each metric in this run that matches the line."""
     if "*" not in line.key:
         yield line.key, line.label
         return

@@ -1,9 +1,9 @@
-"""`RunRecord`: what a run folder says about its run, read once. Only `metrics.jsonl` must be there.
+"""`RunRecord`: the contents of a run folder, read once. Only `metrics.jsonl` is required.
 
 Invariants
-1. Of a step that was done again after a resume only the last time counts, and nothing of the steps that the resume
-   threw away (`standing_rows`).
-2. Steps are counted as in `metrics.jsonl`: from 0; an evaluation carries the rollout that it follows, -1 before any.
+1. If a step ran again after a resume, only its last run counts; steps that the resume discarded do not count
+   (`standing_rows`).
+2. Steps are counted from 0, as in `metrics.jsonl`; an evaluation carries the number of the rollout before it, or -1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = Mapping[str, float]
 
 
 class RunKind(str, Enum):
-    """What a run did, in the words of the report."""
+    """The kind of run, as the report names it."""
 
     SYNC = "synchronous RL"
     ASYNC = "asynchronous RL"
@@ -44,24 +44,22 @@ class Start:
     time_s: float | None
     """Unix time; None if the record is unreadable."""
     step: int | None
-    """The first step that it logged; None if it ended before."""
+    """The first step that it logged; None if it logged none."""
     facts: Mapping[str, Any]
-    """What `run.json` says of it: time, command, versions, commit, host."""
+    """Its facts in `run.json`: time, command, versions, commit, host."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run folder."""
-
     path: Path
     rows: Sequence[Row]
-    """The rows that stand, in the order they were written."""
+    """The rows that still count, in the order of writing."""
     settings: Mapping[str, Any]
     """`args.json` of the latest start."""
     starts: Sequence[Start]
     samples: Sequence[shown.ShownSample]
     traces: Sequence[Path]
-    """One Chrome trace of the driver for each start."""
+    """The Chrome traces of the driver, one for each start."""
     kind: RunKind
 
     @property
@@ -70,7 +68,7 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """The first step of each start but the first one."""
+        """The first step of each start after the first."""
         return [start.step for start in self.starts[1:] if start.step is not None]
 
 
@@ -102,7 +100,7 @@ def _json_dict(path: Path) -> dict[str, Any]:
 
 
 def _facts_of_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a damaged `run.json` those that can be read."""
+    """The readable starts of a possibly damaged `run.json`."""
     found = record.get("starts")
     return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
@@ -118,11 +116,13 @@ def report_title(settings: Mapping[str, Any]) -> str:
 
 
 DULL_STEMS = re.compile(r"(train|training|data|prompts|rollout)(-\d+-of-\d+)?", re.I)
-"""Names of files that say nothing without their folder."""
+"""File names that mean nothing without their folder."""
 
 
 def _data_name(prompt_data: object) -> str:
-    """`assets/demo/train.jsonl@[0:100]` is "demo", `gsm8k/part.parquet` is "part", `rg:sums?size=5` is "sums"."""
+    """A short name: "demo" for `assets/demo/train.jsonl@[0:100]`, "part" for `gsm8k/part.parquet`, "sums" for
+    `rg:sums?size=5`.
+    """
     given = prompt_data[0] if isinstance(prompt_data, list) and prompt_data else prompt_data
     text = str(given or "").partition("@")[0].partition("?")[0]
     if re.match(r"\w+:(?!/)", text):
@@ -132,7 +132,7 @@ def _data_name(prompt_data: object) -> str:
 
 
 def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[Start]) -> RunKind:
-    """What the run did: by its settings, and by what it logged where these do not say."""
+    """The kind of a run, from its settings and its logged rows."""
     if settings.get("loss_type") == "sft_loss":
         return RunKind.SFT
     if not any("train/step" in row for row in rows):
@@ -145,12 +145,12 @@ def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[S
 
 
 def step_of(row: Row) -> int | None:
-    """The step of a row on whatever axis it has."""
+    """The step of a row, on any axis."""
     return next((int(row[axis]) for axis in AXES.values() if axis in row), None)
 
 
 def standing_rows(rows: Sequence[Row], starts: Sequence[Start]) -> list[Row]:
-    """The rows that no later start made void: it did its first step and all after it again."""
+    """The rows that no later start replaced: a resume repeats its first step and all after it."""
     standing: list[Row] = list(rows)
     for start in starts[1:]:
         if start.time_s is not None and start.step is not None:
@@ -167,7 +167,7 @@ def _starts(facts: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Sta
 
 
 def _first_step(rows: Sequence[Row], begin_s: float | None, end_s: float | None) -> int | None:
-    """The first step of the loop that was logged in a span of time; an evaluation is not a step."""
+    """The first step of the loop that was logged in a time span; evaluations do not count."""
     for row in rows if begin_s is not None else ():
         time_s = row.get("time", 0.0)
         if begin_s is not None and time_s >= begin_s and (end_s is None or time_s < end_s) and "eval/step" not in row:
@@ -176,7 +176,7 @@ def _first_step(rows: Sequence[Row], begin_s: float | None, end_s: float | None)
 
 
 def _unix_time(text: object) -> float | None:
-    """Seconds of `2026-01-31T12:00:00+0100`."""
+    """Parses `2026-01-31T12:00:00+0100`."""
     match = re.fullmatch(r"(.{19})([+-])(\d\d):?(\d\d)", str(text))
     if match is None:
         return None
@@ -189,7 +189,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, where it came from) of every setting, those that the user gave first, then the others by name."""
+    """Yields (name, value, origin) of every setting: first those that the user gave; each part sorted by name."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
@@ -202,23 +202,23 @@ def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]
 
 
 def was_given(origin: str) -> bool:
-    """Whether the user gave a setting, by what `origins` says of it."""
+    """Whether the user gave a setting, judged by its entry in `origins`."""
     return bool(origin) and not origin.startswith(("default", "derived", "HF config"))
 
 
-# Curves: the values of one metric over the steps, and how a long one is drawn with few points.
+# Curves: the values of one metric over the steps, thinned and smoothed for drawing.
 
 MAX_POINTS = 400
-"""Most points of a drawn curve: more than a screen shows, and a page of any length stays small."""
+"""The most points of a drawn curve: more than a screen can show, and few enough to keep the page small."""
 SMOOTHED_FROM = 100
-"""A curve of at least so many steps is drawn with its running mean."""
+"""A curve with at least this many steps gets a running mean."""
 WINDOW_PART = 40
-"""The running mean covers this part of the steps on either side."""
+"""The running mean covers 1 / `WINDOW_PART` of the steps on either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Steps in increasing order and a finite value for each."""
+    """Steps in increasing order, each with a finite value."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -236,7 +236,7 @@ class Curve:
 
 
 def curve(rows: Sequence[Row], key: str) -> Curve:
-    """The finite values of one metric by step; of a step that was logged twice the last."""
+    """The finite values of one metric by step; if a step was logged twice, the last value."""
     points: dict[int, float] = {}
     for row in rows:
         if key in row and math.isfinite(row[key]) and (step := step_of(row)) is not None:
@@ -246,8 +246,8 @@ def curve(rows: Sequence[Row], key: str) -> Curve:
 
 
 def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """At most about `max_points` of the points: first, last, and the least and the greatest of each stretch between,
-    so that no peak is lost.
+    """At most about `max_points` points: the first, the last, and the minimum and maximum of each stretch between, so
+    that no peak is lost.
     """
     count = len(whole.steps)
     if count <= max_points:
@@ -263,7 +263,7 @@ def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
 
 
 def running_mean(whole: Curve) -> Curve | None:
-    """The mean around each step, of a curve long enough to need one; None for a short one."""
+    """The mean around each step; None for a short curve."""
     count = len(whole.steps)
     if count < SMOOTHED_FROM:
         return None
@@ -278,7 +278,7 @@ def running_mean(whole: Curve) -> Curve | None:
     return thinned(Curve(whole.steps, means), MAX_POINTS // 2)
 
 
-# Where the time of a step goes: its parts, none of which contains another.
+# The parts of a step's time, which do not overlap.
 
 STEP_PARTS: Mapping[str, Sequence[str]] = {
     "wait for batch": ("perf/rollout_wait_time",),
@@ -290,36 +290,36 @@ STEP_PARTS: Mapping[str, Sequence[str]] = {
     "save": ("perf/save_model_time",),
     "evaluation": ("perf/eval_time",),
 }
-"""In the order of the loop, with the metrics that sum to each: how long the driver waited for it."""
+"""Part -> the metrics that sum to it, in the order of the loop: how long the driver waited for it."""
 NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in STEP_PARTS.items() for key in keys}
 """Span of the driver -> its part."""
 OTHER = "other"
-"""What no part explains of `perf/step_time`."""
+"""The part of `perf/step_time` outside the named parts."""
 OTHER_FROM = 0.02
-"""It is a part of its own from this share of the run."""
+"""`OTHER` is shown from this share of the run's time."""
 MAX_BARS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of each part, by step or, in a long run, by the mean of steps next to each other."""
+    """Seconds of each part by step; in a long run, the mean of neighbouring steps."""
 
     steps: Sequence[float]
-    """The middle of the steps that a bar stands for."""
+    """The middle of the steps that each bar covers."""
     steps_per_bar: int
     parts: Mapping[str, Sequence[float]]
-    """Part -> seconds, one for each bar; zero where a step had none."""
+    """Part -> seconds per bar; zero for steps without this part."""
 
 
 def seconds_without_evaluation(rows: Sequence[Row]) -> list[float]:
-    """Seconds of each step that took time, an evaluation in it left out."""
+    """Seconds of each step, without evaluation; steps that took no time are omitted."""
     evaluations = part_seconds(rows).get("evaluation", {})
     seconds = (value - evaluations.get(step, 0.0) for step, value in step_seconds(rows).items())
     return [value for value in seconds if value > 0]
 
 
 def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of each step: as measured around all of it, else the sum of its parts."""
+    """Seconds of each step: as measured for the whole step, otherwise the sum of its parts."""
     measured = curve(rows, "perf/step_time")
     if measured:
         return {int(s): v for s, v in zip(measured.steps, measured.values, strict=True)}
@@ -331,15 +331,15 @@ def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Part -> step -> seconds, without the parts that this run does not have."""
-    rows = [row for row in rows if AXES["perf"] in row]  # the evaluation before step 0 has an axis of its own
+    """Part -> step -> seconds, without parts that are always zero."""
+    rows = [row for row in rows if AXES["perf"] in row]  # the evaluation before step 0 has its own axis
     out: dict[str, dict[int, float]] = {}
     for label, keys in STEP_PARTS.items():
         part: dict[int, float] = {}
         for key in keys:
             found = curve(rows, key)
             if not found and key == "perf/rollout_wait_time":
-                found = curve(rows, "perf/rollout_time")  # of a run that did not log how long the driver waited
+                found = curve(rows, "perf/rollout_time")  # for a run that did not log how long the driver waited
             for step, value in zip(found.steps, found.values, strict=True):
                 part[int(step)] = part.get(int(step), 0.0) + value
         if any(part.values()):
@@ -348,7 +348,7 @@ def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def step_times(rows: Sequence[Row], max_bars: int = MAX_BARS) -> StepTimes | None:
-    """What the picture of the parts shows; None if no time was logged."""
+    """The bars of the step times; None if no time was logged."""
     parts = part_seconds(rows)
     if not parts:
         return None

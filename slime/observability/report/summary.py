@@ -1,4 +1,4 @@
-"""The report in words: what was before and after, what a step took, what was found on the way."""
+"""The report in words: first and last values, time per step, and health findings."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ WORST_TOKEN = re.compile(r"(train|probe)/train_rollout_logprob_abs_diff_max")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What the report says in words."""
+    """The figures of the report's text."""
 
     kind: RunKind
     num_rollouts: int
-    """Steps that generated, or fetched conversations; of an evaluation none."""
+    """Steps that generated or read conversations; 0 for a pure evaluation."""
     reward: tuple[float, float] | None
-    """Mean reward of the first and of the last rollout."""
+    """Mean reward of the first and the last rollout."""
     evals: Mapping[str, tuple[float, float]]
-    """Dataset -> score before (first evaluation) and after (last)."""
+    """Dataset -> score of the first and the last evaluation."""
     loss: tuple[float, float] | None
-    """SFT: loss of the first and of the last step."""
+    """SFT: loss of the first and the last step."""
     eval_losses: Mapping[str, tuple[float, float]]
-    """Dataset -> held-out loss before and after."""
+    """Dataset -> held-out loss of the first and the last evaluation."""
     mismatches: Mapping[str, float]
-    """Metric -> the largest |log-prob of the trainer - of the engine| of a token that it ever held, nats."""
+    """Metric -> the largest |trainer log-prob - engine log-prob| of a token in the whole run, nats."""
     step_s: float | None
-    """Mean seconds per step, evaluations left out."""
+    """Mean seconds per step, without evaluations."""
     wall_s: float
-    """From the first logged step to the last, pauses between starts included."""
+    """From the first logged step to the last, including pauses between starts."""
     resumed_at: Sequence[int]
-    """First step of each start but the first."""
+    """The first step of each start after the first."""
     findings: Sequence[Finding]
-    """What was wrong on the way."""
+    """Health findings, in order."""
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
-        """Those of fresh answers where there are any: of an asynchronous run's batches only the first is compared."""
+        """The mismatches of fresh answers, if any, because asynchronous runs compare only their first batch."""
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property
@@ -61,7 +61,6 @@ def summarize(run_dir: Path) -> RunSummary:
 
 
 def summary_of(record: RunRecord) -> RunSummary:
-    """The summary of what was read."""
     rows, is_sft = record.rows, record.kind is RunKind.SFT
     losses = {match[1]: key for row in rows for key in row if (match := HELD_OUT_LOSS.fullmatch(key))}
     evals = {name: key for row in rows for key in row if (name := eval_name(key)) is not None}
@@ -88,7 +87,7 @@ def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
 
 
 def _largest(rows: Sequence[Row]) -> dict[str, float]:
-    """Of every row, since two of one step may hold different values; NaN is the largest of all."""
+    """Reads every row, because two rows of a step may hold different values; NaN counts as the largest."""
     found: dict[str, float] = {}
     for row in rows:
         for key in filter(WORST_TOKEN.fullmatch, row):
@@ -117,7 +116,7 @@ def _cell(text: str) -> str:
 
 
 def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
-    """Figure -> its first and its last value, the most telling first."""
+    """Figure -> its first and its last value, most informative first."""
     pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
     pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
     if summary.reward is not None:
@@ -128,7 +127,7 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
 
 
 def facts(summary: RunSummary) -> dict[str, str]:
-    """What else is worth a line."""
+    """Other figures, as text."""
     out = {"kind": summary.kind.value}
     if summary.kind is not RunKind.EVALUATION:
         out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
@@ -146,13 +145,13 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding with the steps that it is about, and the figures of the last of them."""
+    """A finding with its steps, and the figures of the last one."""
     until = "; in the end " if finding.last_step is None else f", over at step {finding.last_step}; before that "
     return f"{finding.kind}, noticed at step {finding.step}{until}{finding.text}"
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
-    """The whole of `report.md`."""
+    """The text of `report.md`."""
     text = summary_text(summary, title)
     table = samples_markdown(record.path / FILE_NAME, max_samples, fine_tuning=record.kind is RunKind.SFT)
     return f"{text}\n{table}" if table else text

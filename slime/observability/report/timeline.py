@@ -1,8 +1,7 @@
-"""The timeline of a step: the spans between the end of the step before and its own end, of the driver.
+"""The timeline of a step: all spans between the end of the previous step and its own end, from the driver's traces.
 
-It alone writes traces, and notes in them when a batch was generated. A step ends where its times were logged. A row is
-a process and a name; spans of one row are merged where they touch, so that a thousand requests side by side are one
-bar.
+Only the driver writes traces; it also notes when a batch was generated. A step ends where its times were logged. A row
+is a process and a name; touching spans of a row are merged, so that a thousand parallel requests are one bar.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
 EDGE = 0.003
-"""Less of a step is not shown of a span that belongs to the step beside it."""
+"""A span that crosses the edge of the step is omitted if less than this part of the step lies inside."""
 MAX_TRACE_BYTES = 200 << 20
-"""A longer trace is for `slime trace`."""
+"""Longer traces are left to `slime trace`."""
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
 GENERATION = "generation"
-"""What the rollout did meanwhile, as the driver noted it."""
+"""The name of the spans in which the driver notes the rollout's work."""
 BAR_COLORS = PART_COLORS | {GENERATION: len(COLORS)}
-"""As in the picture of the parts of a step."""
+"""The same colours as in the picture of step times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that a process did."""
+    """A timed activity of a process."""
 
     process: str
     name: str
@@ -60,15 +59,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step."""
-
     step: int
     seconds: float
     bars: Sequence[Bar]
 
 
 def timelines(record: RunRecord) -> list[Timeline]:
-    """A typical step (of the median time), and the slowest where it took half as long again. None without traces."""
+    """A step of median time, and the slowest if it took more than 1.5 times as long. Empty without traces."""
     windows = step_windows(record.rows)
     if not windows:
         return []
@@ -85,15 +82,15 @@ def timelines(record: RunRecord) -> list[Timeline]:
 
 
 def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) -> list[int]:
-    """The steps in which a span lies, at least in part. `spans`: by their begin."""
+    """The steps that at least one span overlaps. `spans`: sorted by begin."""
     begins = [span.begin_s for span in spans]
-    latest = list(accumulate((span.end_s for span in spans), max))  # the end of what began so far
+    latest = list(accumulate((span.end_s for span in spans), max))  # the latest end among the spans so far
     count = {step: bisect_left(begins, end) for step, (_, end) in windows.items()}
     return [step for step, (begin, _) in windows.items() if count[step] and latest[count[step] - 1] > begin]
 
 
 def step_windows(rows: Sequence[Row]) -> dict[int, tuple[float, float]]:
-    """Step -> begin and end, Unix time, of the steps whose whole time was logged."""
+    """Step -> begin and end, Unix time, for steps with a logged total time."""
     return {
         int(row["rollout/step"]): (row["time"] - row["perf/step_time"], row["time"])
         for row in rows
@@ -120,7 +117,7 @@ def _inside(span: Span, begin_s: float, end_s: float) -> bool:
 
 
 def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
-    """The rows of a step, processes by their first span, names within them likewise. `spans`: by their begin."""
+    """The rows of a step: processes in the order of their first span, and names likewise. `spans`: sorted by begin."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):
@@ -134,7 +131,7 @@ def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
 
 
 def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without overlap, in order; the smallest breaks are closed until few enough are left."""
+    """Merges overlapping stretches, then neighbours until at most `MAX_BARS_OF_ROW` are left."""
     merged: list[tuple[float, float]] = []
     for begin, end in stretches:
         if merged and begin <= merged[-1][1]:
@@ -150,7 +147,7 @@ def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def timeline_figure(timeline: Timeline) -> Markup:
-    """A row for each thing that was done, with its seconds."""
+    """One row for each process and name, with its seconds."""
     from matplotlib.ticker import MaxNLocator
 
     height = TOP + ROW * len(timeline.bars) + BOTTOM
