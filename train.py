@@ -11,7 +11,7 @@ from slime.settings import Args, run_or_exit
 
 @restarting
 def train(args: Args) -> None:
-    """The algorithm. Heavy imports come after the arguments are parsed, so that mistakes are answered at once."""
+    """The algorithm. Heavy imports come after the arguments are parsed, so mistakes are reported at once."""
     from slime.cluster.driver import launch
 
     with launch(args) as run:

@@ -1,9 +1,9 @@
 """Asynchronous training: the calls of `train.py` in another order, while engines keep generating.
 
 One step off, the default: step k+1 is generated while step k is trained. Weights change only between two generations,
-so every sample has one weight version, exactly one behind the trainer (`--update-weights-interval` more when it is
-larger than one). With `--fully-async` a worker generates all the time, also during a weight sync, and a step trains the
-oldest finished groups that are within `--max-weight-staleness`.
+so every sample has one weight version, exactly one behind the trainer (more with a larger `--update-weights-interval`).
+With `--fully-async` a worker generates all the time, also during a weight sync, and a step trains the oldest finished
+groups that are not older than `--max-weight-staleness`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @restarting
 def train_async(args: Args) -> None:
-    """Starts as train.py; the steps overlap generation and training."""
+    """Starts the run; `one_step_off` or `fully_async` runs its steps."""
     from slime.cluster.driver import launch
 
     with launch(args) as run:
@@ -52,7 +52,7 @@ def one_step_off(run: Run, rollout_ids: range) -> None:
 
 
 def fully_async(run: Run, rollout_ids: range) -> None:
-    """Generation never stops: a step takes finished groups, and a save holds the tokens of unfinished ones."""
+    """Generation never stops: a step takes finished groups, and a save keeps the tokens of unfinished ones."""
     for rollout_id in rollout_ids:
         batch = run.generate(rollout_id)
         run.train(rollout_id, batch)
@@ -60,9 +60,9 @@ def fully_async(run: Run, rollout_ids: range) -> None:
         if syncs:
             run.sync_weights(for_save=saves)
         if saves:
-            run.save(rollout_id)  # after the weight sync, which ended the requests: the save holds their tokens
+            run.save(rollout_id)  # after the weight sync, which ended the requests, so that their tokens are saved
         if syncs and (saves or rollout_id == rollout_ids.start):
-            run.check_log_probs()  # it samples again, so in every step it would hold up a busy worker
+            run.check_log_probs()  # not in every step: it samples, and delays the worker
         if run.evaluates_after(rollout_id):
             run.evaluate(rollout_id)
         run.end_step(rollout_id)

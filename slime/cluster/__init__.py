@@ -1,4 +1,4 @@
-"""Ray: where each process runs, how it is started, waited for and ended. The only room that imports ray.
+"""Ray: where each process runs, and how it is started, awaited and ended. Only this room imports ray.
 
 Actors are shells: every method is a few lines around a plain object of another room.
 """

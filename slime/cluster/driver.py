@@ -1,10 +1,16 @@
-"""From settings to a running run, and back to nothing.
+"""Starts a run from its settings and ends it.
 
-Order: preflight -> run folder -> guardian -> views (W&B has a process of its own) -> Ray -> other hosts, each with a
-guardian (`hosts`) -> placement group, engines, trainers, router (`start`). The `with` block ends them in the opposite
-order, whatever ends the block: the views are closed when nothing of the run computes any more, and before the guardian
-ends what is left. This module imports no Ray: Ray reads its environment when it is imported, and the environment is
-made here.
+Order: preflight -> run folder -> guardian -> views (W&B has its own process) -> Ray -> other hosts, each with a
+guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start`). The `with` block ends them in the
+opposite order, whatever ends the block: the views close when nothing of the run computes any more, before the guardian
+ends what is left.
+
+Ray reads its environment once, when it is imported, so this module sets the environment up and does not import Ray:
+
+    a Ray that the run starts        listens on loopback only, asks for a token that is made for the run, and passes on
+                                     the driver's whole environment: its processes descend from the driver
+    a Ray cluster that runs already  keeps its own settings; processes start there with the environment of its daemons,
+                                     and get variables by name (`for_actors`)
 """
 
 from __future__ import annotations
@@ -48,23 +54,16 @@ from slime.training.state import checkpoint
 if TYPE_CHECKING:
     from slime.cluster.run import Run
 
-# The environment of a run's processes. Made before Ray is imported, which reads it once, then.
-#
-# a Ray that the run starts        listens on loopback only, asks for a token that is made for the run, and hands the
-#                                  driver's whole environment down: its processes descend from the driver
-# a Ray cluster that runs already  keeps its own settings; processes start there with the environment of its own
-#                                  daemons, and get what they need by name (`for_actors`)
-
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would start one idle worker per core at once; a laptop needs exactly the actors of the plan.
+    # Ray would start one idle worker per core; a laptop needs only the actors of the plan.
     "RAY_prestart_worker_first_driver": "0",
     # Ray binds to the host's address unless it is configured as a single host; then it stays on 127.0.0.1.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
-    # Ray gives its workers, and all that they start, a lower priority than anything else on the machine.
+    # Ray would give its workers and their children a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
-    # Ray gives up a host whose daemon is silent for a minute. There is no other one here, and its end shows by itself.
+    # Ray gives up a host whose daemon is silent for a minute. Here it is the only host, and an exit shows anyway.
     "RAY_health_check_failure_threshold": "60",
     # Ray keeps a record of each of the last 100,000 calls for its dashboard, which does not run: 21 kB a step.
     "RAY_task_events_report_interval_ms": "0",
@@ -72,50 +71,42 @@ LOCAL_RAY = {
 """Variables of a Ray cluster that serves one run on one machine."""
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""As SGLang sets them in its own processes: with other values than the engine's, a trainer waits forever for the first
-broadcast in the group of the weight sync."""
+"""The values that SGLang sets in its own processes. With others, a trainer waits forever for the first broadcast of the
+weight sync."""
 
 START_FOLDER_ENV = "SLIME_START_FOLDER"
-"""Where the driver was started: processes of the run go there, so that relative paths mean the same everywhere."""
+"""The driver's working directory. The run's processes enter it, so that relative paths mean the same everywhere."""
 FORWARDED = (
     *("NCCL_", "GLOO_", "SGLANG_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_"),
-    *(
-        "GOMP_",
-        "KMP_",
-        "MKL_",
-        "CUBLAS_",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "CUDA_LAUNCH_BLOCKING",
-        "PYTHONHASHSEED",
-        "MPLBACKEND",
-    ),
+    *("GOMP_", "KMP_", "MKL_", "CUBLAS_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
+    *("PYTHONHASHSEED", "MPLBACKEND"),
 )
-"""Beginnings of names that mean the same on every host. Others have to be named: --forward-env-vars."""
+"""Prefixes of variables that mean the same on every host. --forward-env-vars names others."""
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-"""In a name: what is never handed on unasked, because Ray shows it. (`TOKENIZERS_...` is none.)"""
+"""Words in names of variables that are forwarded only by name, because Ray shows them. (Not in `TOKENIZERS_...`.)"""
 SETUP_HOOK = "slime.cluster.driver.enter_start_folder"
 logger = logging.getLogger(__name__)
 
 
 def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
-    """Marks this process and all that it starts with `run_id`, and sets up NCCL, and Ray for one machine.
+    """Marks this process and its children with `run_id`; sets up NCCL, and Ray for one machine.
 
-    `ray_address`: of the cluster that the run joins; its own settings are left alone.
+    `ray_address`: the cluster that the run joins; its settings stay as they are.
     """
     os.environ[RUN_ID_ENV] = run_id
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
     if ray_address is not None:
         return
-    assert "ray" not in sys.modules, "Ray was imported before its environment was made; it would ignore it"
+    assert "ray" not in sys.modules, "Ray was imported before its environment was set; it would ignore it"
     for name, value in LOCAL_RAY.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> dict[str, str]:
-    """What processes on a cluster that runs already take from the driver: variables, and where modules of ours and of
-    the user's are. `named`: further variables of the user's choice.
+    """The driver's variables for processes on a cluster that runs already, with the places of slime's and the user's
+    modules. `named`: further variables of the user's choice.
     """
     chosen = {
         name: value
@@ -130,7 +121,7 @@ def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> 
 
 
 def _own_folders(import_path: Sequence[str]) -> list[str]:
-    """Of an import path what no Python installation brings."""
+    """Folders of an import path that do not belong to a Python installation."""
     brought = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     return [os.path.abspath(p) for p in import_path if os.path.isdir(p) and not os.path.abspath(p).startswith(brought)]
 
@@ -140,36 +131,30 @@ def _is_secret(name: str) -> bool:
 
 
 def enter_start_folder() -> None:
-    """Every process of the run on a cluster calls this first. If the folder is not there, the check of the shared
-    folders says so, with the host."""
+    """The first call in every process of the run on a cluster."""
     folder = os.environ.get(START_FOLDER_ENV)
     if folder:
         try:
             os.chdir(folder)
         except OSError as error:
-            logger.warning("the folder of the start is not on this host: %s", error)
+            logger.warning("this host lacks the folder in which the run was started: %s", error)
 
-
-# How to go on with a run that was stopped: the command line that resumes it from its last checkpoint.
 
 LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")
-"""Settings that a resume gives again or must not repeat: `--finetune` would take the weights alone and start over."""
+"""Settings that a resume replaces or must not repeat: `--finetune` would load only the weights and start over."""
 
 
 def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
-    """The command that resumes the run of `command` (`slime train ...`) from `load` and goes on in `run_dir`.
-
-    Secrets are hidden.
-    """
+    """The command that resumes the run of `command` (`slime train ...`) from `load` in `run_dir`, without secrets."""
     program, loop, *flags = command
     kept = without(flags, *LEFT_OUT)
     return shlex.join(hide_secrets([program, loop, *kept, "--load", load, "--run-dir", run_dir]))
 
 
 def how_to_resume(args: Args, *, stopped: bool) -> str:
-    """One line for whoever stopped the run, or saw it fail; empty if there is nothing to go on with.
+    """One line on how to resume a run that was stopped or failed; empty if there is nothing to resume.
 
-    `stopped`: by Ctrl-C or SIGTERM; then the line also says that nothing was saved.
+    `stopped`: by Ctrl-C or SIGTERM; then the line also says if nothing was saved.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""
@@ -192,7 +177,7 @@ T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
-"""How long the processes may take to stop by themselves; after an error or Ctrl-C the cluster ends them soon."""
+"""For processes to stop by themselves, after a run and after an error or Ctrl-C. Then the cluster ends them."""
 
 
 @contextmanager
@@ -209,7 +194,7 @@ def launch(args: Args) -> Iterator[Run]:
 
 
 def _leases(args: Args) -> Iterator[Lease]:
-    """Of the folders that two runs must not write into at a time."""
+    """For the folders into which two runs must not write at the same time."""
     folder = Path(args.run_dir).resolve()
     yield Lease(folder, args.run_id, flag="--run-dir", file=folder.with_name(f".{folder.name}{FILE_NAME}"))
     if args.save is not None:
@@ -264,7 +249,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
 def _placed(
     args: Args, startup: StartUp, folder: RunFolder, guardian: OwnGuardian
 ) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
-    """The block has a Ray cluster, and hosts that can hold the run; how long that took are phases of the start."""
+    """A Ray cluster for the block, with hosts that can hold the run."""
     from slime.cluster.ray_session import JoinedRay, RaySession, store_bytes_for
 
     if args.ray_address is None:
@@ -285,7 +270,7 @@ def _placed(
 
 @contextmanager
 def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManager[T]) -> Iterator[T]:
-    """`block`, whose beginning is a phase of the start."""
+    """`block`; entering it is a phase of the start."""
     with ExitStack() as stack:
         with startup.phase(phase, line):
             entered = stack.enter_context(block)
@@ -293,13 +278,13 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 
 
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
-    """Gives the verbs to the loop, and ends the actors in order, whatever ends the loop."""
+    """Yields the verbs to the loop, and ends the actors in order, whatever ends the loop."""
     try:
         with _explained(memory, folder), _blamed(run, folder):
             run.tell_addresses()
             yield run
     except BaseException as error:
-        if isinstance(error, Exception):  # Ctrl-C ends a save, too
+        if isinstance(error, Exception):  # Ctrl-C also ends a save
             _rescue(run)
         _end(run, limit_s=HASTY_END_S)
         raise
@@ -308,10 +293,7 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 
 @contextmanager
 def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
-    """An error that the end of a process made in another one is that end: who is dead ends the block.
-
-    One that ended itself has left word of the reason.
-    """
+    """If the error comes from the death of another process, raises that death, or the reason that the process left."""
     try:
         yield
     except Exception as error:
@@ -325,7 +307,7 @@ def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
-    """Notes to an error that ends the block, while the others still live: was it memory, and where its trace is."""
+    """Adds notes to an error while other processes still live: whether memory ran out, and where the trace is."""
     try:
         yield
     except Exception as error:
@@ -337,23 +319,22 @@ def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
 
 
 def _views(args: Args, settings: dict[str, Any]) -> Views:
-    """What the settings ask to see beside the record."""
     names = {field.name for field in dataclasses.fields(Views)} - {"settings"}
     return Views(**{name: getattr(args, name) for name in names}, settings=settings)
 
 
 def _rescue(run: Run) -> None:
-    """A checkpoint that was being written when training failed is the one that is wanted next. Never raises."""
+    """Finishes a checkpoint that was being written when training failed. Never raises."""
     try:
         run.finish_save(limit_s=run.args.save_timeout_s)
-    except Exception as error:  # with a dead rank there is nothing to save
+    except Exception as error:  # a rank is dead, for example
         logger.warning("the checkpoint under way was not finished: %s", str(error).splitlines()[:1] or repr(error))
 
 
 def _end(run: Run, *, limit_s: float) -> None:
-    """Never raises: the error that ended the run, if any, is the one to tell."""
+    """Never raises: an error that ended the run must stay the one that is reported."""
     try:
         run.close(limit_s=limit_s)
-    except Exception as error:  # the cluster's end ends what did not stop by itself
+    except Exception as error:  # the end of the cluster ends the rest
         logger.warning("an actor did not stop cleanly: %s", str(error).splitlines()[0] if str(error) else repr(error))
         logger.info("in full", exc_info=True, extra=FILE_ONLY)

@@ -1,24 +1,38 @@
-"""The guardian of a run: when the driver is gone, for whatever reason, so is everything that the run started.
+"""The guardian of a run: once the driver is gone, for whatever reason, it ends everything that the run started.
 
-A small process (`python -m slime.cluster.guardian`, standard library only) in a session of its own, and nobody's child:
-who ends the driver with all that descends from it, as `ray job stop` does, does not end the guardian. The driver starts
-it before Ray and holds the write end of a pipe to it (`Guardian`). One that was killed is replaced as soon as the
-driver looks (`Guardian.tend`), at the latest at the end.
+It is a small process (`python -m slime.cluster.guardian`, standard library only) in its own session and without a
+parent, so ending the driver with all its descendants, as `ray job stop` does, does not end the guardian. The driver
+starts it before Ray and holds the write end of a pipe to it (`Guardian`). `Guardian.tend`, or at the latest
+`Guardian.close`, replaces a killed guardian.
 
-On other hosts of a run the owner of the guardian is an actor there, in the driver's place (`host_guardian`).
+The guardian scans the process table every second, so it knows the run's processes even after they rename themselves or
+lose their parents (`slime.serving.child_process`). It wakes at end-of-file on the pipe, or when a scan finds the
+driver's pid gone (a forked child may hold the pipe open). Then it sends SIGTERM, after a short grace SIGKILL until no
+process is left, and removes their shared-memory files and the run's temporary folders.
 
-Consumes the process table: it looks every second, so that it knows the run's processes even after they rename
-themselves or lose their parents (`slime.serving.child_process`). Produces an empty run: SIGTERM to all, a short grace,
-SIGKILL until none is left; shared-memory files of those processes are removed, and the run's temporary folders. Waits
-for the driver's end. Is woken by whichever comes first: end-of-file on the pipe, or a look that finds the driver's pid
-gone (a forked child may hold the pipe open). Nobody else hears from it but by its exit status and its log.
+On other hosts an actor owns the guardian in place of the driver (`HostGuardian`). Ray ends the actor when the driver is
+gone. How a host notices:
+
+    killed              who notices                       what follows on this host
+    the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
+    this host's raylet  its workers, also the actor       the same
+    Ray's head          the raylets, after their limit    the same
+    the actor           the guardian, by its pipe         the same; the driver notices and starts another actor, which
+                                                          waits until that guardian has finished (`GuardedHosts`)
+    the guardian        the actor, by the other pipe      it starts another one in a tenth of a second; if the actor is
+                                                          killed meanwhile, the driver's next look starts both
+    the guardian, for   the driver: `wait` returns        another actor with another guardian
+    the fourth time
 
 Invariants
 1. Only processes that carry this run's id in their environment, or descend from one that does, are touched; never the
-   driver, never an ancestor of the guardian.
-2. Only shared-memory files that those processes used and nobody uses any more are removed.
-3. Done within `GRACE_S + KILL_LIMIT_S` and a second or two: less than 15 s after the driver's end.
-4. No signal but SIGKILL ends the guardian early: Ctrl-C and SIGTERM sent to the whole run must not.
+   driver or an ancestor of the guardian.
+2. Only shared-memory files that those processes used, and no living process uses, are removed.
+3. Everything ends within `GRACE_S + KILL_LIMIT_S` and a second or two: less than 15 s after the driver.
+4. Only SIGKILL ends the guardian early: Ctrl-C and SIGTERM sent to the whole run do not.
+5. A host's guardian has only the two pipes of its actor, so end-of-file means the end of the actor.
+6. `HostGuardian.close` ends the guardian that watches, and none starts after it.
+7. No guardian starts to watch while another one still ends what is left of the run there: that would end new processes.
 """
 
 from __future__ import annotations
@@ -56,33 +70,36 @@ from slime.serving.child_process import (
 )
 
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL. Nothing of value is written at that time: checkpoints are committed by renaming."""
+"""Between SIGTERM and SIGKILL. Long enough: checkpoints are committed by renaming."""
 KILL_LIMIT_S = 8.0
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
-"""Between two looks on an idle machine, and on a busy one."""
-_CLOSE_LIMIT_S = 15.0
+"""Between two scans on an idle and on a busy machine."""
+CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
-"""After one that did not start."""
+"""After a failed start."""
 WATCHING, ENDED = b"watching ", b"ended "
-"""What a guardian says before its pid when it watches, and before the number of processes that are left at its end."""
+"""Words of a guardian: the first with its pid, once it watches; the last with the number of processes left."""
+MAX_STARTS = 4
+"""Of guardians by one `HostGuardian`."""
+OLD_LIMIT_S = 60.0
+"""For a guardian whose owner is gone: ten seconds and its scans, on a busy machine."""
+POLL_S = 0.1
 _MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
 
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """A guardian that watches. It is nobody's child: Ray ends the children of an actor with it, and `ray job stop` ends
-    all that descends from the driver.
-    """
+    """A guardian process that watches."""
 
     pid: int
     pipe: IO[bytes]
-    """Closed, by us or with us, it ends the run."""
+    """Its end-of-file ends the run."""
     words: IO[bytes]
-    """Its last word (`ENDED`), or an end without one if it was killed."""
+    """Its last word (`ENDED`); end-of-file without one if it was killed."""
 
     def last_word(self, limit_s: float | None = None) -> int | None:
-        """How many processes are left; None if it was killed. Raises `TimeoutError` if it says nothing so long."""
+        """The number of processes left; None if the guardian was killed. Raises `TimeoutError`."""
         if not self._has_said(limit_s):
             raise TimeoutError
         word = self.words.readline()
@@ -90,16 +107,15 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has said its last word, or was killed."""
         return self._has_said(0.0)
 
     def _has_said(self, limit_s: float | None) -> bool:
-        poll = select.poll()  # `select.select` takes no file beyond the first 1,024 of a process
+        poll = select.poll()  # `select.select` refuses file descriptors above 1,023
         poll.register(self.words, select.POLLIN)
         return bool(poll.poll(None if limit_s is None else 1000 * limit_s))
 
     def end(self) -> None:
-        """Has it end the run; nobody waits."""
+        """Tells the guardian to end the run. Does not wait."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.close()
 
@@ -115,16 +131,14 @@ class Guardian:
 
     @property
     def pid(self) -> int:
-        """Pid of the guardian."""
         return self._watcher.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the guardian watches."""
         return self._num_left is None and not self._watcher.is_over
 
-    def close(self, timeout_s: float = _CLOSE_LIMIT_S) -> None:
-        """Ends the run's processes now and waits until none is left. May be called again.
+    def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
+        """Ends the run's processes and waits until none is left. May be called again.
 
         Raises `EngineError` if some are left or the guardian does not answer in time.
         """
@@ -136,50 +150,50 @@ class Guardian:
             left = self._num_left
         if left is None:
             raise EngineError(
-                f"{self._what.ended(None)}; so was the one before it, and nobody has looked what is left of the run: "
-                f"environment variable {RUN_ID_ENV} marks its processes"
+                f"{self._what.ended(None)}, as the one before it did, so processes of the run may be left; they have "
+                f"the environment variable {RUN_ID_ENV}"
             )
         if left:
             raise EngineError(
-                f"{self._what} left {left} processes of the run, which SIGKILL did not end; its log "
-                f"{self._what.log or ''} names them, and environment variable {RUN_ID_ENV} marks them"
+                f"{self._what} left {left} processes of the run that survived SIGKILL; its log {self._what.log or ''} "
+                f"names them, and they have the environment variable {RUN_ID_ENV}"
             )
 
     def tend(self) -> None:
-        """Starts another one if this one was killed. Never raises; tries again later if none starts."""
+        """Replaces a killed guardian. Never raises; after a failed start it tries again later."""
         if self.alive or time.monotonic() < self._again_at:
             return
         _log.warning("%s; another one starts", self._what.ended(None))
         try:
             self._watcher = self._start()
         except (OSError, EngineError) as error:
-            _log.error("no other guardian started: %s", error)
+            _log.error("another guardian did not start: %s", error)
             self._again_at = time.monotonic() + START_AGAIN_S
 
     def _end(self, timeout_s: float) -> int | None:
-        """Has the guardian do its work; how many processes are left, None if it was killed before it was done."""
+        """The number of processes left; None if the guardian was killed before it finished."""
         self._watcher.end()
         try:
             self._num_left = self._watcher.last_word(timeout_s)
         except TimeoutError:
             raise EngineError(
-                f"{self._what} did not finish in {timeout_s:.0f} s, because a process of the run does not die: look "
-                f"for one in state D; its log is {self._what.log}"
+                f"{self._what} did not finish in {timeout_s:.0f} s, because a process of the run does not die; look "
+                f"for one in state D (log of the guardian: {self._what.log})"
             ) from None
         return self._num_left
 
 
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
-    """Starts the guardian of `run_id`; call it before the first process that it may have to end.
+    """Starts the guardian of `run_id`, before the first process that it may have to end.
 
-    `temp_dirs`: folders to remove at the end; `log_path`: what it did (default: nowhere). Also sets `SPT_NOENV` in
-    this process's environment, so that the run's processes keep the mark when they rename themselves.
+    `temp_dirs`: folders to remove at the end. Sets `SPT_NOENV` in this process's environment, so that the run's
+    processes keep their mark when they rename themselves.
     """
     return Guardian(lambda: start_watcher(run_id, temp_dirs, log_path), log_path)
 
 
 def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None) -> Watcher:
-    """Returns when it watches. Raises `EngineError` if it does not."""
+    """Returns when the guardian watches. Raises `EngineError` if it does not."""
     assert run_id, "an empty run id would mark every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)
@@ -209,10 +223,10 @@ def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | 
 
 
 def ending_guardians(run_id: str) -> list[int]:
-    """Pids of the guardians of a run on this host whose owners are gone: they end whatever belongs to it."""
+    """Pids of the run's guardians on this host whose owners are gone: they are ending its processes."""
     found = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        with contextlib.suppress(OSError):  # gone, or somebody else's
+        with contextlib.suppress(OSError):  # gone, or another user's
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             owner = dict(pairwise(words)).get("--driver-pid", "")
             if _MODULE in words and run_id in words and owner.isdigit() and _driver_id(pid) is not None:
@@ -228,8 +242,8 @@ def _driver_id(pid: int) -> ProcessId | None:
 def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, SharedMemoryFiles, set[str]]:
     """Follows the run's processes until the driver closes the pipe or is gone.
 
-    Returns them, their shared memory, and where their temporary folders are: daemons of a Ray that was there before
-    the run may have another TMPDIR than the driver.
+    Returns them, their shared memory, and the places of their temporary folders: daemons of an older Ray may have
+    another TMPDIR than the driver.
     """
     family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
     files, seen = SharedMemoryFiles(), set[ProcessId]()
@@ -241,8 +255,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
         files.observe(members)
         rooms |= {room for member in members if member.id not in seen and (room := _temp_dir_of(member.id.pid))}
         seen |= {member.id for member in members}
-        # Little of a core, with very many or very large processes too; but an engine that dies soon after its start
-        # must have been looked at, or its shared memory is nobody's.
+        # Uses little of a core, also with many or large processes. But an engine that dies soon after its start must
+        # have been seen, or its shared memory stays.
         pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
@@ -251,8 +265,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
 
 
 def _temp_dir_of(pid: int) -> str:
-    """Where a process makes its temporary folders; empty if it does not say."""
-    with contextlib.suppress(OSError):  # gone, or somebody else's
+    """TMPDIR of a process; empty if it has none."""
+    with contextlib.suppress(OSError):  # gone, or another user's
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"TMPDIR="):
                 return os.fsdecode(entry.removeprefix(b"TMPDIR="))
@@ -262,9 +276,9 @@ def _temp_dir_of(pid: int) -> str:
 def end_run(
     family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: Sequence[str] = ()
 ) -> int:
-    """Ends the family and removes what it left; returns the number of processes that are still there (normally 0).
+    """Ends the family and removes its files; returns the number of processes left (normally 0).
 
-    `scratch`: patterns of folders, looked for when nobody is left who could make one.
+    `scratch`: patterns of folders, searched once no process is left that could create one.
     """
     left = family.end(grace_s=GRACE_S, limit_s=KILL_LIMIT_S, before_kill=files.observe)
     _log.info("removed from shared memory: %s", files.remove_orphans())
@@ -285,7 +299,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the guardian; the exit status is 1 if a process could not be ended."""
+    """Entry point of the guardian; exit status 1 if a process could not be ended."""
     options = _parse(arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
@@ -294,58 +308,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.fork():
         os._exit(0)
     os.setsid()
-    os.write(1, WATCHING + b"%d\n" % os.getpid())  # the protocol with who started it
+    os.write(1, WATCHING + b"%d\n" % os.getpid())  # `start_watcher` reads it
     family, files, rooms = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
     _log.info("run %s is over; ending what is left of it", options.run_id)
     scratch = [os.path.join(glob.escape(room), f"slime-{glob.escape(options.run_id)}-*") for room in sorted(rooms)]
     num_left = end_run(family, files, options.temp_dir, scratch)
-    with contextlib.suppress(BrokenPipeError):  # who started it is gone
+    with contextlib.suppress(BrokenPipeError):  # its owner is gone
         os.write(1, ENDED + b"%d\n" % num_left)
     return 1 if num_left else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-# The guardian of a host on which the driver does not run, and the handle of the actor that owns it.
-#
-# It is the same process as the driver's guardian, with the actor in the driver's place. Ray ends the actor when the
-# driver is gone, so this is how a host hears of it:
-#
-#     killed              who notices                       what follows on this host
-#     the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
-#     this host's raylet  its workers, the actor too        the same
-#     Ray's head          the raylets, after their limit    the same
-#     the actor           the guardian, by its pipe         the same; the driver hears of it and starts another actor,
-#                                                           which waits until that guardian has done (`guarded_hosts`)
-#     the guardian        the actor, by the other pipe      it starts another one, in a tenth of a second; an actor that
-#                                                           is killed in that time leaves none, until the driver's next
-#     the guardian, for   the driver: `wait` returns        another actor with another guardian
-#     the fourth time
-#
-# Consumes the guardian's words. Produces a guardian as long as this process lives, and at `close` an empty host. Waits,
-# with limits, for guardians of the run here whose owners are gone before it starts its own, and in `close` for the
-# guardian's last word. One thread waits for the guardian's next word and is woken by it, or by its end.
-#
-# Invariants
-# 1. The guardian has no pipe but the two of this process, so its end-of-file is this process's end.
-# 2. `close` ends the guardian that watches, and none starts after it.
-# 3. No guardian that ends what is left of the run here is there when a new one starts to watch: it would end new
-#    things.
-
-MAX_STARTS = 4
-CLOSE_LIMIT_S = 15.0
-OLD_LIMIT_S = 60.0
-"""How long a guardian whose owner is gone may take: ten seconds and its looks, on a busy machine."""
-POLL_S = 0.1
-logger = logging.getLogger(__name__)
-
-
 class HostGuardian:
-    """Keeps a guardian on this host."""
+    """Keeps a guardian on this host. Its thread waits for the guardian's last word, or its end."""
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
-        """Raises `EngineError` if none starts, `DeadlineExceeded` if one of another owner does not end."""
+        """Raises `EngineError` if none starts, `DeadlineExceeded` if an older guardian does not end."""
         _wait_for_old(run_id)
         self._run_id, self._log_path = run_id, log_path
         self._lock, self._closing, self._over = threading.Lock(), False, threading.Event()
@@ -355,15 +332,15 @@ class HostGuardian:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when no guardian watches any more, and this one starts no other."""
+        """Returns when no guardian watches any more and no other will start."""
         self._over.wait()
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Ends the run's processes on this host, this one spared, and waits until none is left.
+        """Ends the run's processes on this host, except this one, and waits until none is left.
 
         Raises `EngineError` if some are left, `DeadlineExceeded` if the guardian does not answer.
         """
-        with self._lock:  # never the pipe of a guardian that is just being replaced
+        with self._lock:  # not while a guardian is being replaced
             self._closing = True
             self._watcher.end()
         if not self._over.wait(limit_s):
@@ -373,7 +350,7 @@ class HostGuardian:
         if self._num_left != 0:
             guardian = here("the guardian", self._log_path)
             if self._num_left is None:
-                raise EngineError(f"{guardian.ended(None)}; nobody has looked what is left of the run there")
+                raise EngineError(f"{guardian.ended(None)}, so processes of the run may be left there")
             raise EngineError(f"{guardian} left {self._num_left} processes; its log {self._log_path} names them")
 
     def _start(self) -> Watcher:
@@ -385,24 +362,28 @@ class HostGuardian:
             with self._lock:
                 if self._num_left is not None or self._closing or start == MAX_STARTS:
                     break
-                logger.warning("the guardian of this host was killed; another one starts")
+                _log.warning("the guardian of this host was killed; another one starts")
                 try:
                     self._watcher = self._start()
                 except (OSError, EngineError):
-                    logger.exception("no other guardian started")
+                    _log.exception("another guardian did not start")
                     break
         self._over.set()
 
 
 def _wait_for_old(run_id: str) -> None:
-    """Until every guardian of the run here has an owner."""
+    """Waits until every guardian of the run here has an owner."""
     deadline = time.monotonic() + OLD_LIMIT_S
     while old := ending_guardians(run_id):
         if time.monotonic() > deadline:
             raise DeadlineExceeded.waiting(
                 owner="a host's actor",
-                for_what=f"{here('the guardian')} of the one before it to end",
+                for_what=f"an older {here('guardian')} to end",
                 limit_s=OLD_LIMIT_S,
-                last_progress=f"it lives, as process {old[0]}",
+                last_progress=f"process {old[0]} still runs",
             )
         time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

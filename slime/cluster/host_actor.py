@@ -1,9 +1,15 @@
-"""One host of a run on which the driver does not run, as an actor: the first process of the run there, and the last.
+"""Another host of a run than the driver's: its actor (`HostActor`) and the driver's handle of it (`HostHandle`).
 
-Consumes: calls of the driver, one at a time beside `watching`. Produces: what this host has, what it does not see of
-the shared folders, and a guardian that ends the run here (`host_guardian`). Waits for: shared folders to show what is
-new, and the guardian at the end, each with a limit; `watching` for as long as a guardian watches. Is woken by: the
-driver's calls, and `watching` by the guardian's end.
+The actor is the first and the last process of the run on its host. The driver calls it, one call at a time beside
+`watching`: it tells the host's facts, checks that it sees the shared folders, and keeps a guardian. Its waits have
+limits, except `watching`, which returns when no guardian watches any more.
+
+The handle serves the driver's thread and waits only in `close`. A host that comes back has a thread of its own, which
+writes the tokens of its contract (slow in a network folder) and removes them once the host has answered, or at `drop`.
+
+Invariants
+1. The tokens of a contract exist only while the host looks for them.
+2. Only the driver's thread calls Ray: a call after Ray's end would start a new one.
 """
 
 from __future__ import annotations
@@ -34,21 +40,18 @@ from slime.settings import Args
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host says of itself."""
-
     name: str
     num_cores: int
-    """Cores of processes that Ray starts there."""
+    """Available to processes that Ray starts there."""
 
 
 def facts_here() -> HostFacts:
-    """Of the host that this process runs on."""
     return HostFacts(socket.gethostname(), usable_cores())
 
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=2)
 class HostActor:
-    """Shell around `HostGuardian`, with eyes."""
+    """Shell around `HostGuardian`."""
 
     def __init__(self) -> None:
         self._guardian: HostGuardian | None = None
@@ -57,87 +60,77 @@ class HostActor:
         return facts_here()
 
     def not_seen(self, contract: Contract) -> list[str]:
-        """What this host does not see as the driver does, in words."""
+        """What this host does not see as the driver does."""
         return not_seen(contract)
 
     def guard(self, log_dir: str) -> None:
-        """Starts the guardian; from now on nothing of the run outlives its driver here. `log_dir` is shared."""
+        """Starts the guardian: from now on nothing of the run outlives its driver here. `log_dir` is shared."""
         name = socket.gethostname()
         setup_logging(Path(log_dir) / f"host_{name}.log", crashes=True)
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:
-        """Of a host that came back: what it does not see; if it sees everything, it is guarded now."""
+        """For a host that came back: returns what it does not see; if it sees everything, starts the guardian."""
         problems = not_seen(contract)
         if not problems:
             self.guard(log_dir)
         return problems
 
     def watching(self) -> None:
-        """Returns when no guardian watches here any more, and none follows."""
-        assert self._guardian is not None, "nobody watches yet"
+        """Returns when no guardian watches here any more and none will start."""
+        assert self._guardian is not None, "watching() before guard()"
         self._guardian.wait()
 
     def close(self) -> None:
-        """Ends what is left of the run here, this process spared."""
+        """Ends what is left of the run here, except this process."""
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
 
 
-# The driver's handle of the actor of a host (`HostActor`), and where Ray says which nodes there are.
-#
-# Consumes: calls of the driver's thread. Produces: an actor on a node, with a guardian there. Waits for nothing but in
-# `close`, with limits. For each host that is taken up a thread writes the tokens, which may take long in a folder over
-# a network, and removes them when it is woken by the host's answer, or by `drop`.
-#
-# Invariants
-# 1. The tokens of a contract are there while the host looks for them, and no longer.
-# 2. Only the driver's thread calls Ray: a call after Ray's end would start a new one.
-
 logger = logging.getLogger(__name__)
 
 EMPTY_LIMIT_S = 120.0
-"""Of the end: a guardian ends what is left on the host, which takes it 15 s."""
+"""For the guardian to end what is left on its host, which takes 15 s."""
 TOKENS_LIMIT_S = 5.0
-"""How long the removal of tokens may take at the end of the run."""
+"""For the removal of tokens at the end of the run."""
 
 
 class HostHandle:
-    """The actor of one node."""
+    """The actor of one node; see `slime.cluster.hosts.Handle`."""
 
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
-        """Starts it. `host`: for people. `limit_s`: of each of its answers (--engine-start-timeout-s), because a
+        """Starts the actor. `host`: for messages. `limit_s`: of each of its answers (--engine-start-timeout-s): the
         process starts, imports, and may wait for a shared folder.
         """
         self._node_id, self._host, self._limit_s = node_id, host, limit_s
         actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
         self.actor = introduce(actor, Process("the owner of the guardian", host))
         self._watching: Any = None
-        """Answered when nobody guards the host any more."""
+        """The answer to `watching`; there when no guardian watches any more."""
         self._contract: Future[Contract] = Future()
         self._answered = threading.Event()
         self._holder: threading.Thread | None = None
-        """Of the tokens."""
+        """Writes and removes the tokens."""
         self._log_dir = Path()
         self._asked: Any = None
         self._asked_at = 0.0
 
     def guarded(self) -> None:
-        """It has started a guardian: `watches` says for how long."""
+        """The actor has started a guardian; `watches` says for how long."""
         self._watching = self.actor.watching.remote()
 
     def take_up(self, args: Args, log_dir: Path) -> None:
-        """Has it look for the shared folders and start a guardian; `unseen` says how that goes on."""
+        """Makes the actor look for the shared folders and start a guardian; `unseen` says how that goes."""
 
         def keep_tokens() -> None:
             try:
                 with contract_of(args, log_dir.parent, under_way=True) as contract:
                     self._contract.set_result(contract)
                     self._answered.wait()
-            except BaseException as error:  # raised for whoever asks
+            except BaseException as error:  # `unseen` raises it
                 if self._contract.done():
-                    logger.warning("files by which host %s saw the shared folders are left: %s", self._node_id, error)
+                    logger.warning("files to check the shared folders of host %s are left: %s", self._node_id, error)
                 else:
                     self._contract.set_exception(error)
 
@@ -171,21 +164,20 @@ class HostHandle:
         ray.kill(self.actor)
 
     def close(self) -> None:
-        if self._holder is not None and self._watching is None:  # nothing else of the run is there
+        if self._holder is not None and self._watching is None:  # no other process of the run is there
             self.drop()
             self._holder.join(TOKENS_LIMIT_S)
             return
         try:
             wait_for([self.actor.close.remote()], for_what=f"host {self._host} to be empty", limit_s=EMPTY_LIMIT_S)
-        except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
-            logger.warning("host %s did not say that it is empty: %s", self._node_id, str(error).splitlines()[0])
+        except SlimeError as error:  # Ray ends the actor with the driver, and then its guardian ends the run there
+            logger.warning("host %s did not confirm that it is empty: %s", self._node_id, str(error).splitlines()[0])
 
 
 class RayNodes:
-    """The nodes of the cluster that the driver has joined."""
+    """The nodes of the joined cluster; see `slime.cluster.hosts.Nodes`."""
 
     def __init__(self, args: Args, *, log_dir: Path) -> None:
-        """`log_dir`: of the run folder."""
         self._args, self._log_dir = args, log_dir
 
     def living(self) -> dict[str, list[str]]:

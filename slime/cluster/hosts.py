@@ -1,16 +1,36 @@
-"""The hosts of a run: which of a Ray cluster's it takes, what they have, and that each sees what it must.
+"""The hosts of a run: which ones it takes, which ones have a guardian, and whether each sees the shared folders.
 
     a Ray that the run starts        this host, on loopback; planned before anything starts (`plan_here`)
-    a Ray cluster that runs already  a plan over the free slots of its hosts, then an actor on each of them but the
+    a Ray cluster that runs already  a plan over the free slots of its hosts, then an actor on each host but the
                                      driver's: facts, shared folders, guardian (`hosts_of_run`)
 
-Consumes what Ray says of its nodes. Produces the plan with its guarded hosts (`guarded_hosts` keeps them so), and at
-its end an empty host for each. Waits for the actors of hosts, with a limit, on the driver's thread; nobody wakes it.
+`GuardedHosts` keeps a guardian on every host. The driver's host has its own, which the driver restarts if it was killed
+(`OwnGuardian`). On another host an actor owns it (`HostActor`, in the driver's hands by a `Handle`). `tend` handles
+each Ray node at the address of a host by its state:
+
+    guarded                                engines may start there; the handle says when that ends
+    lost its actor or its guardian         another actor after `AFTER_LOSS_S`; the host counts as present meanwhile
+    new, because the host was away         an actor at once; the host counts as present once it is guarded
+    refused, because it does not see a     asked again every `ASK_AGAIN_S`; the host counts as away
+    folder or no guardian starts there
+
+Every host must see certain folders, which is checked before any engine starts (`contract_of`):
+
+    written by the run   run folder, --save, --save-hf, folder of the disk transport   the same folder, under one path
+    read by its ranks    --hf-checkpoint and other models                              the same files; copies will do
+    working directory    for relative paths and the user's modules                     it exists
+
+The driver writes a token into each folder that is written, and every host reads it back. Of folders that are read,
+driver and host compare the names and sizes of the files. Slow network folders get `SEEN_WITHIN_S`.
+
+Everything runs on the driver's thread. Only `hosts_of_run` and `close` wait for actors of hosts, with limits.
 
 Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
-2. The driver's host is `hosts[0]` of the plan; the rollout side runs there, beside the data and the user's modules.
-3. A plan on one host meets on loopback, on a cluster, too.
+2. Later, nothing starts on another host while no guardian is known to watch there (`is_guarded`).
+3. A refused host is asked again for as long as the run lasts.
+4. The driver's host is `hosts[0]` of the plan. The rollout side runs there, beside the data and the user's modules.
+5. Processes of a plan on one host meet on loopback, also on a cluster.
 """
 
 from __future__ import annotations
@@ -36,48 +56,28 @@ from slime.observability.run_folder import RunFolder
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
 
-# Which hosts of a run have a guardian now, and that each gets another one when it has lost its own.
-#
-#     own host      its guardian belongs to the driver, which starts another one when it was killed
-#     other hosts   an actor there owns it (`HostActor`), in the driver's hands by a `Handle`
-#
-#     node of Ray at the address of a host     what becomes of it
-#     guarded                                  engines may start there; its handle says when that ends
-#     has lost its actor or its guardian       another actor, `AFTER_LOSS_S` later; the host counts as there meanwhile
-#     new: the host was away and is back       an actor at once; the host counts as there when it is guarded
-#     refused: it does not see a folder,       asked again every `ASK_AGAIN_S`; the host counts as away
-#     or no guardian starts there
-#
-# Consumes what handles say and what Ray says of its nodes, whenever the driver calls `tend`. Produces a guardian on
-# each host that is there. Waits for nothing but in `close`, with a limit (and for a guardian of its own host to say
-# that it watches, a tenth of a second); nobody wakes it.
-#
-# Invariants
-# 1. Nothing of the run starts on another host while no guardian is known to watch there (`is_guarded`).
-# 2. Only success is remembered: what was refused is asked again for as long as the run goes on.
-
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0
 """After a refusal: a shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
-"""After the end of an actor: its guardian ends everything of the run on the host, another actor, too."""
+"""After the end of an actor: its guardian ends every process of the run on the host, even a new actor."""
 MOST_DEATHS = 12
-"""Of actors in a row that an old guardian may have ended; it is given a minute. Another one is a refusal."""
+"""Actors in a row that an old guardian may end, which is a minute of tries. One more is a refusal."""
 
 
 class Handle(Protocol):
-    """The actor of one host, from the moment that it is asked to guard."""
+    """The actor of one host, once it was asked to guard."""
 
     def unseen(self) -> list[str] | None:
-        """What the host does not see of the shared folders; nothing: it is guarded; None: it has not answered yet.
+        """The shared folders that the host does not see; empty if it is guarded; None before its answer. Never waits.
 
-        Never waits. Raises `SlimeError` or `OSError` if there is no guardian.
+        Raises `SlimeError` or `OSError` if there is no guardian.
         """
         ...
 
     def watches(self) -> bool:
-        """Of a host that is guarded: whether it still is. Never waits."""
+        """Whether a guarded host still is. Never waits."""
         ...
 
     def drop(self) -> None:
@@ -85,7 +85,7 @@ class Handle(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is left of the run on the host. Never raises: an error that ends the run is the one to tell."""
+        """Ends what is left of the run on the host. Never raises."""
         ...
 
 
@@ -93,37 +93,37 @@ class Nodes(Protocol):
     """The nodes of Ray."""
 
     def living(self) -> Mapping[str, list[str]]:
-        """Address -> the nodes there that live."""
+        """Address -> living nodes there."""
         ...
 
     def take_up(self, node_id: str) -> Handle:
-        """Starts an actor there that looks for the shared folders and starts a guardian. Never waits."""
+        """Starts an actor there that checks the shared folders and starts a guardian. Never waits."""
         ...
 
 
 class OwnGuardian(Protocol):
-    """That of the driver's host."""
+    """The guardian of the driver's host."""
 
     def tend(self) -> None:
-        """Starts another one if it was killed. Never raises."""
+        """Replaces a killed guardian. Never raises."""
         ...
 
 
 @dataclass(slots=True)
 class _Node:
-    """A node at the address of a host, for as long as it lives."""
+    """A living node at the address of a host."""
 
     host: Host
     handle: Handle | None = None
     """None between two tries."""
     is_guarded: bool = False
     is_there: bool = False
-    """It has been guarded, and was not refused since."""
+    """It was guarded, and not refused since."""
     again_at: float = 0.0
     refusal: str = ""
-    """What was said last."""
+    """The last logged reason."""
     num_died: int = 0
-    """Actors that ended there since it was guarded last."""
+    """Actors that ended there since it was last guarded."""
 
 
 class GuardedHosts:
@@ -137,13 +137,13 @@ class GuardedHosts:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`first`: the handles of the other hosts, all of them guarded; `nodes` is needed if there are any."""
+        """`first`: the handles of the other hosts, all guarded. `nodes`: needed if there are any."""
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
 
     def tend(self) -> None:
-        """Looks once: who has lost a guardian gets another one."""
+        """Checks once, and replaces lost guardians."""
         self._own.tend()
         for node in self._nodes.values():
             if node.is_guarded and node.handle is not None and not node.handle.watches():
@@ -161,11 +161,11 @@ class GuardedHosts:
             self._put_off(self._nodes.pop(node_id), 0.0)
 
     def is_guarded(self, host: Host) -> bool:
-        """Whether something may be started there now."""
+        """Whether engines may start there now."""
         return host not in self._others or any(node.is_guarded for node in self._at(host))
 
     def has(self, host: Host) -> bool:
-        """Whether the host is there: guarded, or about to be so again."""
+        """Whether the host is present: guarded, or about to be guarded again."""
         return host not in self._others or any(node.is_there for node in self._at(host))
 
     def close(self) -> None:
@@ -182,16 +182,16 @@ class GuardedHosts:
             return
         if node.handle is None:
             if self._ray is not None and self._clock() >= node.again_at:
-                logger.info("host %s looks for the shared folders, and its guardian starts", node.host)
+                logger.info("host %s checks the shared folders and starts its guardian", node.host)
                 node.handle = self._ray.take_up(node_id)
             return
         try:
             if (unseen := node.handle.unseen()) is None:
                 return
-        except ActorDied as error:  # an old guardian ended it, or the host is lost again
+        except ActorDied as error:  # an old guardian ended it, or the host was lost again
             node.num_died += 1
             if node.num_died > MOST_DEATHS:
-                self._refuse(node, f"an actor ended there {node.num_died} times before it had a guardian: {error}")
+                self._refuse(node, f"its actor ended {node.num_died} times before it had a guardian: {error}")
                 return
             logger.warning("host %s did not start a guardian: %s", node.host, error)
             self._put_off(node, AFTER_LOSS_S)
@@ -219,17 +219,19 @@ class GuardedHosts:
 
 
 def plan_here(args: Args) -> PlacementPlan:
-    """The plan of a run that starts its own Ray: this host has what is asked for (`preflight` has looked)."""
+    """The plan of a run that starts its own Ray. `preflight` has checked that this host has enough."""
     num_slots = args.actor_num_nodes * args.actor_num_gpus_per_node + args.rollout_num_gpus
     return _plan(args, [Host("this host", LOOPBACK, num_slots, usable_cores())])
 
 
 @contextmanager
 def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
-    """On a Ray cluster that the driver has joined: the plan, with everything that the hosts have to hold for it.
+    """The plan on a Ray cluster that the driver has joined, and its guarded hosts.
 
-    `guardian`: of this host. Raises `ConfigError` if the hosts have too little, or do not share what they must.
+    `guardian`: of this host. Raises `ConfigError` if the hosts have too few slots or do not share the folders.
     """
+    import ray
+
     from slime.cluster.host_actor import HostHandle, RayNodes
     from slime.cluster.slots import give_back
 
@@ -242,9 +244,12 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterat
         plan = _with_facts(args, plan, actors)
         _check(args, plan)
         if actors:
-            _require_shared(args, folder, plan.hosts[1:], actors)
+            with contract_of(args, folder.path) as contract:
+                asked = ray.put(contract)
+                found = _on_all(args, actors, "not_seen", "hosts to check the shared folders", asked)
+            require_seen(dict(zip(map(str, plan.hosts[1:]), found, strict=True)))
             _on_all(args, actors, "guard", "guardians to watch", str(folder.logs))
-            _tell(args, plan)
+            _tell(plan)
         for handle in handles:
             handle.guarded()
         nodes = RayNodes(args, log_dir=folder.logs)
@@ -258,9 +263,9 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterat
 
 
 def nodes_of_cluster(args: Args) -> list[Host]:
-    """The living nodes of the cluster with the slots that are free there, the driver's first, then by address."""
+    """The living nodes of the cluster with their free slots, the driver's first, then by address."""
     import ray
-    from ray._private.state import available_resources_per_node  # the public state API tells totals alone (2.60)
+    from ray._private.state import available_resources_per_node  # the public state API gives only totals (2.60)
 
     free = available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
@@ -273,15 +278,15 @@ def nodes_of_cluster(args: Args) -> list[Host]:
 
 
 def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: str, most: int | None) -> Host:
-    """What the plan may take of a node of Ray's. `free`: of its resources; `most`: slots of one host."""
+    """A Ray node as the plan sees it. `free`: its free resources; `most`: slots to take from one host."""
     num_cpus = num_slots = int(free.get("CPU", 0))
     held_back = ""
     if device == "cuda":
         num_gpus = int(free.get("GPU", 0))
         num_slots = min(num_gpus, num_cpus)
-        if num_gpus > num_cpus:  # a slot reserves a CPU, too
+        if num_gpus > num_cpus:  # a slot also reserves a CPU
             held_back = (
-                f"{num_gpus} GPUs are, but only {num_cpus} of the CPUs that Ray counts there, of which each slot takes "
+                f"{num_gpus} GPUs are free, but only {num_cpus} of the CPUs that Ray counts there, and each slot takes "
                 f"one: start Ray there with --num-cpus {num_gpus} or more, or end what takes CPUs"
             )
     if most and most < num_slots:
@@ -291,7 +296,7 @@ def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: 
 
 
 def by_number(address: str) -> tuple[int, int]:
-    """10.0.0.9 before 10.0.0.10, IPv6 behind IPv4; names of hosts first."""
+    """Sorts 10.0.0.9 before 10.0.0.10, host names first and IPv6 last."""
     ip = ip_of(address)
     return (0, 0) if ip is None else (ip.version, int(ip))
 
@@ -308,7 +313,7 @@ def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
 
 
 def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> PlacementPlan:
-    """The same plan with what the hosts say of themselves: their cores decide the threads."""
+    """The plan with the hosts' own names and cores, which decide the threads."""
     from slime.cluster.host_actor import facts_here
 
     facts = [facts_here(), *_on_all(args, actors, "facts", "the hosts of the run")]
@@ -320,12 +325,12 @@ def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> Placement
 
 
 def _check(args: Args, plan: PlacementPlan) -> None:
-    """What only the plan shows. Raises `ConfigError`."""
+    """Warns about tensor-parallel groups on two hosts. Raises `ConfigError` if weights cannot reach an engine."""
     tp_size = int(args.megatron["tensor_model_parallel_size"])
     if plan.split_groups(tp_size):
         logger.warning(
-            "tensor-parallel groups of %d ranks have members on two hosts: every layer then waits for the network; "
-            "give --actor-num-gpus-per-node a multiple of %d",
+            "tensor-parallel groups of %d ranks have members on two hosts, so every layer waits for the network; give "
+            "--actor-num-gpus-per-node a multiple of %d",
             tp_size,
             tp_size,
         )
@@ -333,9 +338,9 @@ def _check(args: Args, plan: PlacementPlan) -> None:
 
 
 def require_reach(args: Args, plan: PlacementPlan) -> None:
-    """Every engine of the policy can see the memory through which weights are to reach it. Raises `ConfigError`."""
+    """Raises `ConfigError` if a policy engine cannot map the memory through which the transport sends weights."""
     if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
-        return  # on cuda each engine is on a GPU of a training rank, which sends to it
+        return  # on cuda each engine shares the GPU of a training rank that sends to it
     sender = plan.slot_hosts[plan.train_slots[0]]
     running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
     apart = [
@@ -350,16 +355,8 @@ def require_reach(args: Args, plan: PlacementPlan) -> None:
         )
 
 
-def _require_shared(args: Args, folder: RunFolder, hosts: Sequence[Host], actors: list[Any]) -> None:
-    import ray
-
-    with contract_of(args, folder.path) as contract:
-        found = _on_all(args, actors, "not_seen", "hosts to look for the shared folders", ray.put(contract))
-    require_seen({str(host): problems for host, problems in zip(hosts, found, strict=True)})
-
-
-def _tell(args: Args, plan: PlacementPlan) -> None:
-    """Says who listens on a network, and what that means."""
+def _tell(plan: PlacementPlan) -> None:
+    """Logs which process is where, and which addresses listen on a network."""
     for h, host in enumerate(plan.hosts):
         ranks = [r for r, slot in enumerate(plan.train_slots) if plan.slot_hosts[slot] == h]
         engines = [e.index for e in plan.engines if any(plan.slot_hosts[slot] == h for slot in e.slots)]
@@ -367,8 +364,8 @@ def _tell(args: Args, plan: PlacementPlan) -> None:
         has += ["the rollout side"] * (h == 0)
         logger.info("host %s has %s", host, ", ".join(has) or "nothing")
     logger.warning(
-        "processes of this run listen on %s, where every host of that network reaches them: engines answer whoever has "
-        "the key of the run, meeting points of process groups whoever knows their port; keep strangers off it",
+        "processes of this run listen on %s, and every host of that network reaches them: engines ask for the key of "
+        "the run, but the meeting points of process groups ask for nothing; keep strangers off that network",
         ", ".join(sorted({plan.address_of(slot) for slot in range(plan.num_slots)})),
     )
 
@@ -380,30 +377,19 @@ def _on_all(args: Args, actors: list[Any], method: str, for_what: str, *argument
     return wait_for(calls, for_what=for_what, limit_s=args.engine_start_timeout_s, flag=START_FLAG)
 
 
-# Which folders every host of a run has to see, and whether it does: looked at before any engine starts.
-#
-#   written by the run    run folder, --save, --save-hf, folder of the disk transport     one folder, under one path
-#   read by its ranks     --hf-checkpoint, and what else is loaded                        the same files, copies will do
-#   the start's folder    relative paths mean the same, and a user's modules are found    it exists
-#
-# The driver writes a token into each folder of the first kind, and every host reads it back. For the second kind both
-# list the files with their sizes. A file system that tells of new files late gets `SEEN_WITHIN_S`.
-
-DISK_FOLDER = "update_weight_disk_dir"
-"""A setting of the disk transport."""
 SEEN_WITHIN_S = 30.0
-"""NFS keeps what it knows of a folder for as long, unless it is mounted otherwise."""
+"""NFS caches a folder for so long by default."""
 POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What the driver asks of every other host."""
+    """The folders that every other host must see as the driver does."""
 
     tokens: dict[str, tuple[str, str]]
-    """Flag -> (file, its content)."""
+    """Flag -> (file, content)."""
     digests: dict[str, tuple[str, str]]
-    """Flag -> (folder, `listing` of it)."""
+    """Flag -> (folder, `listing`)."""
     start_folder: str
 
 
@@ -411,7 +397,7 @@ class Contract:
 def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterator[Contract]:
     """Writes the tokens, and removes them after the block.
 
-    `under_way`: the run has started; folders of checkpoints, which it may be writing now, are not listed.
+    `under_way`: the run may be writing checkpoints, so their folders are not compared.
     """
     tokens: dict[str, tuple[str, str]] = {}
     made: list[Path] = []
@@ -427,12 +413,12 @@ def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterat
         for name, _ in tokens.values():
             Path(name).unlink(missing_ok=True)
         for folder in reversed(made):
-            with contextlib.suppress(OSError):  # it is used by now
+            with contextlib.suppress(OSError):  # in use by now
                 folder.rmdir()
 
 
 def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]:
-    """What this host does not see as the driver does, in words; empty if it sees all."""
+    """The folders that this host does not see as the driver does, in words."""
     deadline = time.monotonic() + limit_s
     while (problems := _look(contract)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -440,7 +426,7 @@ def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]
 
 
 def require_seen(found: dict[str, list[str]]) -> None:
-    """Raises one `ConfigError` with what each host does not see. `found`: host -> `not_seen` of it."""
+    """Raises one `ConfigError` with all folders that hosts do not see. `found`: host -> its `not_seen`."""
     told = [f"{host} does not see {problem}" for host, problems in found.items() for problem in problems]
     if told:
         raise ConfigError(
@@ -450,7 +436,7 @@ def require_seen(found: dict[str, list[str]]) -> None:
 
 
 def listing(folder: Path) -> str:
-    """A digest of the names and sizes of the files in a folder, and of its config.json; of a file, of its size."""
+    """A digest of the names and sizes of a folder's files and of its config.json; for a file, of its size."""
     hasher = hashlib.sha256()
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     for file in files:
@@ -462,7 +448,7 @@ def listing(folder: Path) -> str:
 
 
 def _written(args: Args, run_dir: Path) -> dict[str, Path]:
-    """Flag -> folder that one process writes and others, on other hosts, write or read."""
+    """Flag -> folder that the run writes and other hosts read or write."""
     found = {"--run-dir": run_dir}
     if args.save:
         found["--save"] = Path(args.save)
@@ -471,12 +457,12 @@ def _written(args: Args, run_dir: Path) -> dict[str, Path]:
         whole = next((i for i, part in enumerate(parts) if "{" in part), len(parts))
         found["--save-hf"] = Path(*parts[:whole]) if whole else Path()
     if args.update_weight_transport == "disk":
-        found["--update-weight-disk-dir"] = Path(getattr(args, DISK_FOLDER))
+        found["--update-weight-disk-dir"] = Path(args.components["update_weight_disk_dir"])
     return {flag: folder.absolute() for flag, folder in found.items()}
 
 
 def _read(args: Args, under_way: bool) -> dict[str, Path]:
-    """Flag -> folder, or file, that is there before the run, that every rank reads, and that nobody changes now."""
+    """Flag -> folder or file that every rank reads, that is older than the run, and that nobody changes now."""
     changing = {Path(path).absolute() for path in (args.load, args.save) if path} if under_way else set()
     given = {
         "--hf-checkpoint": args.hf_checkpoint,
@@ -494,7 +480,7 @@ def _read(args: Args, under_way: bool) -> dict[str, Path]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Makes a folder and what is missing above it; returns what it made, the outermost first."""
+    """Makes a folder and its parents; returns the new ones, outermost first."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
@@ -516,5 +502,5 @@ def _look(contract: Contract) -> list[str]:
         elif listing(Path(path)) != digest:
             problems.append(f"{flag} {path} with the same files (names, sizes, config.json)")
     if not os.path.isdir(contract.start_folder):
-        problems.append(f"the folder of the start {contract.start_folder} (no such folder)")
+        problems.append(f"the folder in which the run was started, {contract.start_folder} (no such folder)")
     return problems

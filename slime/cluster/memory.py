@@ -1,17 +1,15 @@
-"""Colocated: GPU memory goes to and fro between trainer and engines, in the only order that fits both.
+"""Colocated training: GPU memory moves between trainer and engines, in the only order that fits both.
 
-    to the trainer       before a training step   engines give back all they have, then the trainer takes its own
-    room for weights     before a weight sync     the trainer keeps its weights alone, then engines take room for theirs
-    room for the rest    after a weight sync      the trainer gives those away, then engines take room for the cache
+    to the trainer       before a training step   engines release all memory, then the trainer takes its own
+    room for weights     before a weight sync     the trainer keeps only its weights, then engines take room for theirs
+    room for the rest    after a weight sync      the trainer releases its weights, then engines take room for the cache
 
-Whoever has to give gives first: nowhere is there room for the gradients, optimizer states and caches of the trainer
-beside an engine.
-
-At the start of a run an engine measures how much memory there is, and the trainer is built. So it lends all it has as
+The giving side always goes first: a GPU has no room for the trainer's gradients, optimizer states and caches beside an
+engine. At the start, an engine measures the free memory while the trainer is built. So the trainer lends its memory as
 soon as it is built, and only then engines take theirs (`slime.compat.sglang_memory_gate`).
 
-Consumes nothing, produces free memory, and the peaks that were seen. The driver calls and waits for every actor
-concerned, with a limit; nobody wakes it. Without `--offload-rollout` and `--offload-train` nothing happens.
+The driver's thread calls all actors concerned and waits for them, with a limit. Without `--offload-rollout` and
+`--offload-train` nothing happens.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from slime.settings.conditions import lends_at_start
 
 
 class MemoryHandOver:
-    """Who has the memory of the GPUs that trainer and engines share. In the beginning engines have theirs, and so has a
-    trainer that did not lend its own at the start.
+    """Who holds the memory of the GPUs that trainer and engines share. At first engines hold theirs, and so does the
+    trainer unless it lent its own at the start.
     """
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
@@ -35,7 +33,7 @@ class MemoryHandOver:
         self._trainer_lent = lends_at_start(args)
 
     def to_trainer(self) -> None:
-        """The trainer can train; engines are idle. Nothing if that is so already."""
+        """Lets the trainer train; engines are idle. May be called again."""
         self._settle()
         self._engines_give()
         if self._trainer_lends:
@@ -43,17 +41,17 @@ class MemoryHandOver:
 
     @property
     def lends(self) -> bool:
-        """Whether memory goes to and fro."""
+        """Whether trainer and engines take turns."""
         return self._trainer_lends
 
     @property
     def is_lent(self) -> bool:
-        """Whether engines may take what is free now."""
+        """Whether engines may take free memory now."""
         return self._trainer_lent or not self._trainer_lends
 
     def room_for_weights(self) -> None:
-        """Engines can take weights; the trainer holds its own and nothing else."""
-        if self._trainer_lent:  # at the start, and when one joins: beside all that engines took there may be no room
+        """Lets engines take weights; the trainer keeps only its own."""
+        if self._trainer_lent:  # at the start and when an engine joins: engines may have taken too much
             self._settle()
             self._engines_give()
         if self._trainer_lends:
@@ -62,7 +60,7 @@ class MemoryHandOver:
             self._actors.on_lenders("resume_memory", ["weights"])
 
     def room_for_the_rest(self) -> None:
-        """Engines can generate; the trainer sleeps."""
+        """Lets engines generate; the trainer sleeps."""
         if self._trainer_lends:
             self._on_trainers("sleep", "sleep")
             self._trainer_lent = True
@@ -71,20 +69,19 @@ class MemoryHandOver:
             self._engines_lent = False
 
     def _settle(self) -> None:
-        """No engine takes memory from now on; one that was taking some has it, and gives it with the others."""
+        """From now on no engine takes memory; waits for one that was taking it."""
         if self._trainer_lends:
             self._trainer_lent = False
             self._actors.engines.settle()
 
     def _engines_give(self) -> None:
-        """All that engines have, unless they gave it already."""
         if self._engines_lend and not self._engines_lent:
             with span("offload_rollout"):
                 self._actors.on_lenders("release_memory")
             self._engines_lent = True
 
     def _on_trainers(self, method: str, what: str) -> None:
-        """Calls all training ranks, timed as `what`; tells the most that any of them saw."""
+        """Calls all training ranks in the span `what`; logs the maximum of each of their metrics."""
         with span(what):
             answers = self._actors.on_trainers(method, limit_s=MEMORY_LIMIT_S)
         names = {name for answer in answers for name in answer}

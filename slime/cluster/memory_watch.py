@@ -1,10 +1,7 @@
-"""Was it memory? Who of the run held how much, and whether the kernel killed somebody for it.
+"""Whether a run failed because memory ran out: how much each of its processes held, and whether the kernel killed one.
 
-A process that the kernel kills says nothing, and what it held is gone with it. So a thread of the driver looks at the
-run's processes while the run lives, and the error of a run that failed comes with its last look.
-
-Consumes the process table and the kernel's counters of this host. Produces a few lines of text, when asked. Waits for
-the next look; is woken by the clock and by `close`. Processes on other hosts are not seen.
+A process that the kernel kills leaves no message, and its memory is gone. So a thread of the driver measures the run's
+processes on this host every `LOOK_EVERY_S`, and the error of a failed run gets its last measurement.
 """
 
 from __future__ import annotations
@@ -27,18 +24,18 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One process of the run at one moment."""
+    """Memory of one process of the run."""
 
     id: ProcessId
     name: str
     rss_bytes: int
-    """Resident memory; what processes share counts for each."""
+    """Resident memory; shared pages count for each process."""
     peak_bytes: int
-    """The most that a look has seen."""
+    """The largest `rss_bytes` seen."""
 
 
 def num_oom_kills() -> int | None:
-    """Processes that the kernel has killed for want of memory: in this control group, else on this host."""
+    """Processes that the kernel killed for lack of memory: in this control group, else on this host."""
     for path in (
         _own_group() / "memory.events",
         Path("/sys/fs/cgroup/memory/memory.oom_control"),
@@ -52,7 +49,7 @@ def num_oom_kills() -> int | None:
 
 
 def _own_group() -> Path:
-    """The folder of this process's control group, of version 2."""
+    """The folder of this process's control group (version 2)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -61,7 +58,7 @@ def _own_group() -> Path:
 
 
 def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage | None:
-    """What /proc says of a process; None if it is gone."""
+    """None if the process is gone."""
     try:
         pages = int(Path(f"/proc/{id.pid}/statm").read_text().split()[1])
         words = Path(f"/proc/{id.pid}/cmdline").read_bytes().split(b"\0")
@@ -72,7 +69,7 @@ def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage |
 
 
 def _name(words: Sequence[bytes], default: str) -> str:
-    """A title as Ray and SGLang set it, a Python module, or the program."""
+    """A title that Ray or SGLang has set, a Python module, or the program."""
     text = [w.decode(errors="replace") for w in words if w.strip()]
     if not text:
         return default
@@ -82,7 +79,7 @@ def _name(words: Sequence[bytes], default: str) -> str:
 
 
 class MemoryWatch:
-    """A context manager: the thread lives in the block."""
+    """A context manager whose thread runs in the block."""
 
     def __init__(self, run_id: str) -> None:
         self._family = ProcessFamily(RUN_ID_ENV, run_id)
@@ -102,7 +99,7 @@ class MemoryWatch:
         self._thread.join(timeout=2.0)
 
     def look(self) -> list[Usage]:
-        """The processes of the run as they are now; those that are gone keep what was seen last, until `report`."""
+        """Measures the run's processes; for dead ones the last measurement stays."""
         with self._lock:
             for stat in self._family.refresh():
                 last = self._usages.get(stat.id)
@@ -112,19 +109,19 @@ class MemoryWatch:
             return list(self._usages.values())
 
     def was_killed_for_memory(self) -> bool:
-        """Whether the kernel killed somebody since this watch was made: of this control group, else of this host."""
+        """Whether `num_oom_kills` has grown since this watch was made."""
         now = num_oom_kills()
         return now is not None and self._before is not None and now > self._before
 
     def report(self) -> str:
-        """What to say beside the end of a process."""
+        """A note for the error of a process that ended."""
         usages = sorted(self.look(), key=lambda u: u.peak_bytes, reverse=True)
         if self.was_killed_for_memory():
             kills = (num_oom_kills() or 0) - (self._before or 0)
             verdict = f"the kernel killed {kills} process{'es' if kills > 1 else ''} meanwhile, because memory ran out"
         else:
-            verdict = "the kernel tells of no process killed for want of memory"
-        shown = ", ".join(_told(usage) for usage in usages[:NUM_SHOWN]) or "none was seen"
+            verdict = "the kernel reports no process killed for lack of memory"
+        shown = ", ".join(_told(usage) for usage in usages[:NUM_SHOWN]) or "none seen"
         return f"memory: {verdict}; largest processes of the run (at most so much): {shown}"
 
     def _run(self) -> None:

@@ -1,19 +1,19 @@
-"""Which process gets which slot of which host: a pure plan, made before any process of the run is placed.
+"""The placement plan: which process gets which slot of which host. Pure, and made before any process is placed.
 
 A *slot* is one GPU, or on a host without GPUs one of the CPUs that Ray counts there. Training takes `num_nodes` hosts
-with `num_per_node` slots each. An engine takes slots of one host, or equal parts of several if none has room: of hosts
-that could not hold it whole, so that it is never torn because others took some of their slots.
-With `colocate` the first engines share the slots of training ranks, until all of these are shared; the others, if there
-are more, have slots of their own.
+with `num_per_node` slots each. An engine takes slots of one host. If no host is large enough for the whole engine, it
+takes equal parts of several. With `colocate` the first engines share the slots of training ranks until all of these are
+shared; further engines have their own slots.
 
 Invariants
-1. Every training rank has exactly one slot, and every engine consecutive ones on each of its hosts.
-2. Slots are numbered host by host, so training ranks that are neighbours are on one host as long as it has slots.
-3. A slot holds at most one training rank and one engine rank, and both only with `colocate`; an engine shares all its
+1. Every training rank has exactly one slot; every engine has consecutive slots on each of its hosts.
+2. Slots are numbered host by host, so neighbouring training ranks are on one host as long as it has slots.
+3. A slot holds at most one training rank and one engine rank, and both only with `colocate`. An engine shares all its
    slots or none.
-4. The threads of processes that compute on one host at the same time never add up to more than its cores (one at least
-   each).
-5. The choice is greedy, the fullest host that has room first: among the hosts of a plan alone it is the same plan.
+4. The threads of processes that compute on one host at the same time never exceed its cores (but each has at least
+   one).
+5. The choice is greedy, the fullest host with room first, so planning again with only the chosen hosts gives the same
+   plan.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ class Host:
     """One host as the plan sees it."""
 
     name: str
-    """As people call it."""
+    """For people."""
     address: str
     """Where other hosts reach it."""
     num_slots: int
-    """Slots that the run may take."""
+    """That the run may take."""
     num_cores: int
-    """Cores of processes that run there."""
     node_id: str | None = None
-    """Ray's name of it; None before Ray."""
+    """Ray's id; None before Ray runs."""
     held_back: str = ""
-    """Why it has more free GPUs than slots, for people."""
+    """Why it has more free GPUs than slots, for messages."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -49,8 +48,6 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class EngineDemand:
-    """Slots for one engine."""
-
     num_slots: int
     runs: bool = True
     """False: the slots are kept free."""
@@ -58,35 +55,31 @@ class EngineDemand:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """One inference engine."""
-
     index: int
     parts: tuple[tuple[int, ...], ...]
-    """Of each host that it is on the slots of its ranks there, in order of the ranks; most engines are on one."""
+    """[hosts of the engine] the slots there, in the order of its ranks."""
     colocated: bool
-    """True if training ranks live on its slots."""
+    """Training ranks share its slots."""
     num_threads: int
-    """CPU threads per engine rank (meaningful on a CPU only)."""
+    """CPU threads per engine rank; CPU only."""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of its ranks, in order."""
+        """In the order of its ranks."""
         return tuple(slot for part in self.parts for slot in part)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Slots of the whole run."""
-
     hosts: tuple[Host, ...]
-    """Hosts of the run: the driver's first, even if it has no slot, then those with slots."""
+    """The driver's host, even without a slot, then all others with slots."""
     slot_hosts: tuple[int, ...]
-    """Of each slot, the index of its host; it never falls."""
+    """[slots] index of the host, ascending."""
     train_slots: tuple[int, ...]
-    """Slot of each training rank; empty without training."""
+    """[training ranks] slot; empty without training."""
     engines: tuple[EnginePlacement, ...]
     train_threads: tuple[int, ...]
-    """CPU threads of each training rank (meaningful on a CPU, and for an optimizer in host memory)."""
+    """[training ranks] CPU threads, for a CPU and for an optimizer in host memory."""
 
     @property
     def num_slots(self) -> int:
@@ -94,26 +87,24 @@ class PlacementPlan:
 
     @property
     def several_hosts(self) -> bool:
-        """Whether processes of the run meet over a network."""
         return len(self.hosts) > 1
 
     def address_of(self, slot: int) -> str:
-        """Where the processes of a slot listen, and the others of the run reach them."""
+        """Where processes on a slot listen."""
         return self.hosts[self.slot_hosts[slot]].address if self.several_hosts else LOOPBACK
 
     def split_groups(self, size: int) -> bool:
-        """Whether some of the groups of `size` neighbouring training ranks have members on two hosts."""
+        """Whether a group of `size` neighbouring training ranks is on two hosts."""
         hosts = [self.slot_hosts[slot] for slot in self.train_slots]
         return any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size))
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one demand is met."""
+    """The hosts of one engine; each gives the same number of slots."""
 
     demand: EngineDemand
     on: tuple[int, ...]
-    """Its hosts; each gives the same number of slots."""
     shared: bool
 
     @property
@@ -131,11 +122,10 @@ def plan_placement(
     hosts: Sequence[Host],
     max_threads: int | None = None,
 ) -> PlacementPlan:
-    """Plans `num_nodes` x `num_per_node` training ranks and the engines, which get their places in order.
+    """Plans `num_nodes` x `num_per_node` training ranks, then the engines in order.
 
-    `hosts`: those that may be used, the driver's first. `num_nodes` is 0 without training. `max_threads`: most threads
-    of one process. Raises `ConfigError` if the hosts have too few slots, or if engines cannot share those of training
-    whole.
+    `hosts`: the driver's first. `num_nodes`: 0 without training. `max_threads`: of one process. Raises `ConfigError`
+    if the hosts have too few slots, or if an engine would share only some of its slots.
     """
     free = [host.num_slots for host in hosts]
     train_on = _training_hosts(num_nodes, num_per_node, free, hosts)
@@ -154,7 +144,7 @@ def plan_placement(
 
 
 def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: Sequence[Host]) -> list[int]:
-    """The hosts that train, in order; what they give is no longer `free`."""
+    """The hosts that train, in order. Takes their slots from `free`."""
     able = sorted((n, h) for h, n in enumerate(free) if n >= num_per_node)
     if len(able) < num_nodes:
         raise ConfigError(
@@ -169,7 +159,7 @@ def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: S
 
 
 def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on: list[int]) -> list[_Place]:
-    """Places of the engines that share training slots: the first ones, as many as there is room for."""
+    """Places of the first engines, which share training slots."""
     room = dict.fromkeys(train_on, num_per_node)
     places: list[_Place] = []
     for demand in engines:
@@ -182,8 +172,8 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
             sizes = sorted({engine.num_slots for engine in engines})
             raise ConfigError(
                 f"got --colocate with {len(engines)} engines of {' and '.join(map(str, sizes))} on {len(train_on)} "
-                f"hosts of {num_per_node} training slots each, where {len(places)} fit: the ranks of an engine are on "
-                "one host, or on several whole ones, and share all of their slots with training or none; give "
+                f"hosts of {num_per_node} training slots each, where {len(places)} fit: an engine is on one host or on "
+                "several whole ones, and shares all of its slots with training or none; give "
                 f"--rollout-num-gpus-per-engine a divisor or a multiple of {num_per_node}"
             )
         for h in on:
@@ -193,7 +183,7 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
 
 
 def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """The fullest host with room for engine `index`, or the fewest hosts; their slots are no longer `free`."""
+    """The fullest host with room for engine `index`, or the fewest hosts. Takes their slots from `free`."""
     size = engines[index].num_slots
     for num_hosts in (n for n in range(1, size + 1) if size % n == 0):
         narrow = (num_hosts == 1 or host.num_slots < size for host in hosts)
@@ -206,10 +196,9 @@ def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hos
                 free[h] -= size // num_hosts
             return chosen
     raise ConfigError(
-        f"got {len(engines)} engines, of which engine {index} takes {size} slots: no host is left for engine {index} "
-        f"beside the training ranks and the engines before it, and no hosts that could give equal parts; "
-        f"{_told(free, hosts)}; lower --rollout-num-gpus or --rollout-num-gpus-per-engine, or add hosts to the Ray "
-        "cluster"
+        f"got {len(engines)} engines: no host is left for engine {index}, which takes {size} slots, beside the "
+        f"training ranks and the engines before it, and no hosts that could give equal parts; {_told(free, hosts)}; "
+        "lower --rollout-num-gpus or --rollout-num-gpus-per-engine, or add hosts to the Ray cluster"
     )
 
 
@@ -223,7 +212,7 @@ def _told(free: list[int], hosts: Sequence[Host]) -> str:
 def _numbered(
     hosts: tuple[Host, ...], ranks: list[int], places: Sequence[_Place], *, max_threads: int | None
 ) -> PlacementPlan:
-    """Numbers the slots host by host: training ranks, then engines of their own. `ranks`: the host of each."""
+    """Numbers the slots host by host: training ranks, then engines with their own slots. `ranks`: the host of each."""
     slot_hosts: list[int] = []
     rank_slots: dict[int, int] = {}
     train_threads: dict[int, int] = {}
@@ -239,7 +228,7 @@ def _numbered(
             parts[p].append(tuple(range(begin, begin + width)))
             next_slot[places[p].shared] += width
         slot_hosts += [h] * (next_slot[False] - first)
-        # Phases that share slots alternate, so each may use all cores; what has slots of its own runs beside both.
+        # Phases that share slots alternate, so each may use all cores. Engines with their own slots run beside both.
         beside = sum(places[p].width for p in here if places[p].demand.runs and not places[p].shared)
         sharing = sum(places[p].width for p in here if places[p].demand.runs and places[p].shared)
         train_threads |= dict.fromkeys(ours, _threads(host, len(ours) + beside, max_threads))
@@ -257,12 +246,13 @@ def _numbered(
 
 
 def _threads(host: Host, together: int, most: int | None) -> int:
-    """Of one of `together` processes that compute at the same time on a host."""
+    """Threads of each of `together` processes that compute on a host at the same time."""
     return max(1, min(most or host.num_cores, host.num_cores // max(together, 1)))
 
 
 def in_device_order(slot_hosts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    """Of each slot its bundle: those of its host in the order of their devices. `places`: of each bundle that of its
-    device among those of its host; bundle i is on the host of slot i."""
+    """[slots] bundle, ordered on each host by device. `places`: [bundles] place of the bundle's device on its host;
+    bundle i is on the host of slot i.
+    """
     order = sorted(range(len(places)), key=lambda bundle: (slot_hosts[bundle], places[bundle]))
     return tuple(order)

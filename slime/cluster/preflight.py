@@ -1,6 +1,6 @@
-"""What this machine, the run folder and the data cannot give, found before any process starts.
+"""Checks of this machine, the run folder and the data before any process starts.
 
-These are not rules of the settings: what is wrong here may be right on another machine, where `--explain` shows it.
+They are not rules of the settings: the same settings may be right on another machine.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from slime.settings.groups.training import has_checkpoint
 from slime.settings.topology_yaml import settings_of_group, topology_of
 
 EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-"""A frame of HTTP/2 (RFC 9113, 6.5): length, type, flags, stream."""
+"""An HTTP/2 frame (RFC 9113, 6.5): length, type, flags, stream."""
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
 CONNECT_LIMIT_S = 5.0
-"""Of the head of a Ray cluster: in one network it answers in milliseconds."""
+"""For the head of a Ray cluster, which answers in milliseconds."""
 
 
 @paths_in_words()
 def preflight(args: Args) -> None:
-    """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
+    """Raises one `ConfigError` with all problems. Reads the first rows of the data; takes at most a second."""
     found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
     found += _of_temporary_folder(args)
     refuse([*found, *data_problems(args), *code_problems(args)])
 
 
 def _of_machine(args: Args) -> Iterator[str]:
-    """More GPUs than there are; on a CPU, more processes that compute at once than cores."""
+    """Too few GPUs; on a CPU, fewer cores than processes that compute at the same time."""
     if args.ray_address is not None:  # the processes run elsewhere
         return
     num_train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -64,11 +64,11 @@ def _of_machine(args: Args) -> Iterator[str]:
 
 
 def _of_pairs(args: Args) -> Iterator[str]:
-    """What engines that read prompts for others need on this host. Another host finds out when one starts there."""
+    """What paired engines lack on this host. On another host it shows when an engine starts."""
     groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
     if args.ray_address is not None or not groups:
         return
-    first = groups[0]  # all of a run travel one way, but for odd overrides
+    first = groups[0]  # usually all of a run have the same transfer backend
     if problem := pair_problem(first.worker, settings_of_group(args, first), args.device, args.engine_start_timeout_s):
         yield problem
 
@@ -84,14 +84,13 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
 
 
 WRITTEN = tuple(sorted(OUTPUTS - {"run_dir"}))
-"""Settings that name what a run writes on the host of its driver, beside the run folder; names for a step hold
-`{rollout_id}`."""
+"""Settings of folders and files that a run writes on the driver's host, beside the run folder. A name with
+`{rollout_id}` is one per step."""
 FILES = ("save_debug_rollout_data", "save_debug_train_data")
-"""Those of them that name files."""
 
 
 def _of_folders(args: Args) -> Iterator[str]:
-    """Folders that cannot be written: found now, and not when the first step is to be saved."""
+    """Folders that cannot be written, which would otherwise show at the first save."""
     for name in WRITTEN:
         if getattr(args, name, None) is None:  # off, or of a component that the run does not have
             continue
@@ -108,14 +107,14 @@ def _of_folders(args: Args) -> Iterator[str]:
 
 
 def _holds_another_run(args: Args) -> bool:
-    """Whether below --save stand steps that this run does not go on from: it would replace and retire them."""
+    """Whether --save has checkpoints that this run does not continue: it would replace and remove them."""
     save = Path(args.save or "").resolve()
     continued = args.load is not None and save in (Path(args.load).resolve(), Path(args.load).resolve().parent)
     return not continued and has_checkpoint(str(save))
 
 
 def _of_run_folder(args: Args) -> Iterator[str]:
-    """Metrics of two runs in one file would be the metrics of neither. A start that logged nothing leaves no trace."""
+    """A folder with metrics of another run. An earlier start that logged nothing does not matter."""
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
         yield f"got run_dir {shorten(args.run_dir, 300)}, {problem}; name another --run-dir"
         return
@@ -130,7 +129,7 @@ def _of_run_folder(args: Args) -> Iterator[str]:
 
 
 def _cannot_be_made(folder: Path) -> str | None:
-    """Why this folder cannot be the run's, after a comma; None if it can."""
+    """Why the folder cannot be made, as a clause to follow a comma; None if it can."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:
@@ -145,7 +144,7 @@ def _cannot_be_made(folder: Path) -> str | None:
 
 
 def _takes_folders(folder: Path) -> bool:
-    """Tried: a file system such as /proc lets root write, and makes nothing."""
+    """By trying: a file system such as /proc lets root write but creates nothing."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=folder))
     except OSError:
@@ -169,7 +168,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
 
 
 def cluster_problems(args: Args) -> Iterator[str]:
-    """A server of Ray's kind answers where the cluster is said to be: Ray itself tries for long, and says it in C++."""
+    """No Ray server at the address of the cluster. Ray itself would try for long and report it in C++."""
     if args.ray_address in (None, "auto"):
         return
     host, port = split_address(args.ray_address)
@@ -186,7 +185,7 @@ def cluster_problems(args: Args) -> Iterator[str]:
 
 
 def _is_other_server(connection: socket.socket) -> str | None:
-    """Why this is not the gRPC server that the head of a cluster is; such a one begins with its settings of HTTP/2."""
+    """Why this is not the gRPC server of a cluster's head, which would begin with its HTTP/2 settings."""
     connection.sendall(HTTP2_GREETING)
     begun = b""
     while len(begun) < len(EMPTY_SETTINGS):

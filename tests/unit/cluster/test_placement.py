@@ -77,7 +77,7 @@ def test_a_wide_host_that_is_taken_does_not_keep_an_engine_from_two_whole_ones()
 @pytest.mark.parametrize(
     ("free", "most", "num_slots", "says"),
     [
-        ({"GPU": 8.0, "CPU": 2.0}, None, 2, "free are 2 on a (10.0.0.9) (8 GPUs are, but only 2 of the CPUs"),
+        ({"GPU": 8.0, "CPU": 2.0}, None, 2, "free are 2 on a (10.0.0.9) (8 GPUs are free, but only 2 of the CPUs"),
         ({"GPU": 8.0, "CPU": 64.0}, 2, 2, "free are 2 on a (10.0.0.9) (--num-gpus-per-node 2)"),
         ({"GPU": 2.0, "CPU": 64.0}, 4, 2, "free are 2 on a (10.0.0.9); lower"),
         ({"CPU": 3.0}, None, 0, "free are 0 on a (10.0.0.9); lower"),

@@ -23,7 +23,7 @@ def args(tmp_path: Path) -> Any:
         save=str(tmp_path / "deep" / "save"),
         save_hf=str(tmp_path / "export" / "step_{rollout_id}"),
         update_weight_transport="disk",
-        update_weight_disk_dir=str(tmp_path / "run" / "weights"),
+        components={"update_weight_disk_dir": str(tmp_path / "run" / "weights")},
         hf_checkpoint=str(tmp_path / "model"),
         load=None,
         ref_load=str(tmp_path / "model"),
