@@ -1,10 +1,9 @@
-"""One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
+"""One training rank's part of the weight sync: transport, peers, receivers.
 
-Consumes the trainer's weights and the engines that are to have them, once per weight sync. Produces the outcome, which
-all ranks share. Waits for the other ranks (in a gloo group of its own, and for the word whose turn it is through a
-store that rank 0 keeps) and, where it sends, for engines, each with a limit; the driver calls it on all ranks.
+The driver calls it on all ranks together, and all ranks get the same outcome. A rank waits for the others (in its own
+gloo group, and for its turn through a store that rank 0 keeps) and, where it sends, for engines, each with a limit.
 
-Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
+It is here because only this room sees the trainer, the weights and the control plane of the engines.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from slime.weights.turns import Buffers
 logger = logging.getLogger(__name__)
 
 CONDUCTOR = 0
-"""The training rank that pauses engines, verifies what they hold and lets them serve."""
+"""The training rank that pauses engines, verifies their weights and resumes them."""
 LEAST_LIMIT_S, LIMITS_OF_A_SYNC = 1800.0, 100
-"""Of a wait for the other ranks, which may be for the whole of a weight sync: the limits of many calls to engines."""
+"""Limit of a wait for the other ranks, which may take a whole weight sync: the limits of many calls to engines."""
 
 
 class RankWeightSync:
-    """Sends the weights of `backend` to engines; made on every training rank, called on all of them together."""
+    """Sends the weights of `backend` to engines, on every training rank together."""
 
     def __init__(
         self,
@@ -80,10 +79,9 @@ class RankWeightSync:
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
-        """By address and incarnation, those of the weight sync before. What was started again is a new one: it is in no
-        group."""
+        """(address, incarnation) -> receiver of the last weight sync. A restarted engine is new: it is in no group."""
         self._given_up: set[tuple[str, int]] = set()
-        """By address and incarnation, engines that were lost; written by another thread."""
+        """(address, incarnation) of lost engines; written by another thread."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -104,8 +102,8 @@ class RankWeightSync:
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends to these engines, verifies, resumes. Returns `perf/update_weights_*`.
 
-        One that failed, and may succeed if all is sent whole, is tried once more. Raises `WeightSyncError` on every
-        rank.
+        A failed sync is tried once more if it may succeed with all weights sent whole. Raises `WeightSyncError` on
+        every rank.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
@@ -121,7 +119,7 @@ class RankWeightSync:
             logger.warning("%s; all weights are sent again, whole", error)
             metrics = self._send()
         finally:
-            if self._backend.device.type == "cuda":  # shared memory of a host takes ten times as long to fill when new
+            if self._backend.device.type == "cuda":  # a CPU keeps them: new shared memory is ten times slower to fill
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
@@ -142,7 +140,7 @@ class RankWeightSync:
         )
 
     def give_up(self, url: str, incarnation: int) -> None:
-        """That engine is lost: no answer of it is waited for. From any thread."""
+        """Stops waiting for a lost engine. From any thread."""
         self._given_up.add((url, incarnation))
 
     def _receiver(self, info: EngineInfo) -> Receiver:
@@ -157,16 +155,15 @@ class RankWeightSync:
         return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 
     def free(self) -> None:
-        """Gives the memory of buckets back, which the next weight sync takes again."""
+        """Frees the buckets; the next weight sync allocates them again."""
         self._buffers.free()
 
     def close(self) -> None:
-        """Leaves the group with the engines."""
         self._channel.close()
         self.free()
 
     def _gpus(self, slot: int) -> dict[int, str]:
-        """Slot -> GPU of the training rank there; empty on a CPU. Collective."""
+        """Slot -> UUID of its training rank's GPU; empty on a CPU. Collective."""
         if self._args.device != "cuda":
             return {}
         mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
@@ -175,7 +172,7 @@ class RankWeightSync:
         return dict(everyone)
 
     def _meet(self, address: str, limit_s: float) -> Words:
-        """This rank's client of a store that the conductor keeps. Collective."""
+        """Joins the store that the conductor keeps. Collective."""
         if dist.get_world_size() == 1:
             return Words(HashStore(), limit_s=limit_s)
         limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
@@ -205,7 +202,7 @@ class RankWeightSync:
 
 @contextmanager
 def _named(for_what: str) -> Iterator[None]:
-    """What a collective of the weight sync waits for; behind a failure of it the group is gone."""
+    """Turns a failed collective into `DeadlineExceeded` that says what it waited for. Its group is gone then."""
     began = time.monotonic()
     try:
         yield
@@ -215,7 +212,6 @@ def _named(for_what: str) -> Iterator[None]:
 
 
 def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:
-    """The user's function, which gets the settings first."""
     path = args.custom_update_weight_post_write_path
     if path is None:
         return None

@@ -1,16 +1,15 @@
-"""The engines of a run as actors of Ray: how the supervisor of the fleet starts, watches and ends them.
+"""The engines of a run as Ray actors: how the fleet's supervisor starts, watches and ends them.
 
-An engine has an actor on each of its hosts; the first one, its head, owns the server that answers.
+An engine has an actor (`EngineActor`) on each of its hosts. The first one, its head, owns the server that answers.
+Requests never pass through an actor: rollout and weight sync talk HTTP to the server.
 
-Consumes: the supervisor's calls, on the driver's thread. Produces: actors of each engine, new ones on the same slots
-for each incarnation, and what is wrong with each. Waits for nothing: it asks actors in the background and reads what
-has come since (`troubles`, `started`). Is woken by nothing.
+`RayEngines` serves the supervisor on the driver's thread and never waits: it calls actors in the background and reads
+their answers later (`troubles`, `started`). Each incarnation of an engine gets new actors on the same slots.
 
 Invariants
-1. An actor and all below it are dead before another one starts in its place: a server dies with its owner, whatever
-   ends that.
-2. On GPUs that a trainer lends, an engine that starts again takes memory only while it is lent.
-3. An engine starts again where a guardian watches; while a host has lost its own, the engine waits.
+1. An actor and everything below it are dead before another one starts in its place: a server dies with its owner.
+2. On GPUs that a trainer lends, a restarting engine takes memory only while it is lent.
+3. An engine restarts only on hosts with a guardian; it waits while a host has lost its guardian.
 """
 
 from __future__ import annotations
@@ -47,31 +46,23 @@ from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 from slime.settings.topology_yaml import layout_of_group, topology_of
 
-# One inference engine as an actor: it owns the server process and nothing else.
-#
-# Requests never pass through here: rollout and weight sync talk HTTP to the server.
-#
-# Consumes: calls of the driver, one at a time, and beside them `problem`. Produces: a server that answers, its URL,
-# what is wrong with it, and its end. Waits for: training ranks that lend their GPU at the start, the server's health,
-# and its answers about memory, each with a limit. Is woken by: the driver's calls alone.
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host of an engine that is on several."""
+    """One host of an engine that spans hosts."""
 
     rank: int
-    """Of this host; the first one answers for the engine."""
+    """Rank 0 answers for the engine."""
     num_nodes: int
     gpu_ids: tuple[str, ...] | None
-    """GPUs of its ranks here; None on a CPU."""
+    """GPUs of its ranks there; None on a CPU."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class EngineActor:
-    """Shell around `SGLangServer`."""
+    """Shell around `SGLangServer`. Runs one call at a time, and `problem` beside it."""
 
     def __init__(
         self,
@@ -84,9 +75,9 @@ class EngineActor:
         meeting_point: str | None = None,
         takes_weights: bool = True,
     ) -> None:
-        """`name`: number of the engine, of its incarnation after the first, and of its host after the first; logs are
-        called so. `host`: the address of this host that the server listens on. `node`: for an engine on several hosts;
-        `meeting_point`: where their servers meet, which the first one decides. `takes_weights`: of the trainer.
+        """`name`: for logs: number of the engine, then of a later incarnation, then of a further host. `host`: address
+        that the server listens on. `node`: for an engine on several hosts. `meeting_point`: of their servers; the first
+        one chooses it. `takes_weights`: whether it serves the trainer's weights.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log", crashes=True)
         self._name = name
@@ -112,12 +103,12 @@ class EngineActor:
             self._start_watch()
 
     def meeting_point(self) -> str:
-        """Where the servers of this engine meet, HOST:PORT."""
+        """HOST:PORT where the servers of this engine meet."""
         assert self._spec.dist_init_addr is not None, "an engine on one host meets nobody"
         return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
-        """Lets the server take its memory. `_lent`: answers of who lends it; Ray calls this when they are there."""
+        """Lets the server take its memory. `_lent`: the lenders' answers, which Ray awaits before this call."""
         self._server.open_gate()
 
     def wait_ready(self, timeout_s: float) -> str:
@@ -131,7 +122,7 @@ class EngineActor:
         return url
 
     def _agent_settings(self) -> AgentSettings | None:
-        """None where the engine loads no checkpoint of its host's own."""
+        """None if the engine loads no checkpoint from its own host."""
         args, local_dir = self._args, self._args.components.get("update_weight_local_checkpoint_dir")
         if local_dir is None or args.update_weight_transport != "disk" or not self._takes_weights:
             return None
@@ -141,7 +132,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="watch")
     def problem(self, expects_answers: bool) -> str | None:
-        """What is wrong with the server, in one line; None if nothing is known to be. See `ServerWatch.trouble`."""
+        """See `ServerWatch.trouble`."""
         if self._agent is not None:
             self._agent.tend()
         return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
@@ -154,16 +145,16 @@ class EngineActor:
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
-            # On a GPU a scheduler that waits for a kernel that never ends uses a core.
+            # Not on a GPU: there a scheduler that waits for a hanging kernel also uses a core.
             used_s=self._server.processor_s if self._spec.device == "cpu" else None,
         )
 
     def warm_digests(self) -> None:
-        """Lets the server compile what it computes digests with, by asking for them. After `wait_ready`."""
+        """Makes the server compile its digest kernel. After `wait_ready`."""
         self._control.weight_checksums()
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Gives the device memory of these tags back (all of it by default). The engine must be idle."""
+        """Releases the device memory of these tags, by default all. The engine must be idle."""
         self._control.flush_cache()
         self._control.release_memory(tags)
 
@@ -171,7 +162,7 @@ class EngineActor:
         self._control.resume_memory(tags)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
-        """Traces its next forward passes, as the settings say. A trace that the server refuses ends no run."""
+        """Traces the next forward passes, as the settings say. If the server refuses, only logs it."""
         args = self._args
         try:
             self._control.start_profile(
@@ -195,18 +186,18 @@ class EngineActor:
 
 
 ENGINE_SHARE = 0.2
-"""Of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
+"""Share of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
 LOOK_EVERY_S = 1.0
 """Between two looks at an engine's processes."""
 OWNER_LIMIT_S = 7.0
-"""How long the actor that owns an engine may be silent: it does nothing but answer. A host that freezes is noticed so,
-long before Ray gives it up."""
+"""How long an engine's actor may be silent; it does nothing but answer. So a frozen host is noticed long before Ray
+gives it up."""
 STARTING_OWNER_LIMIT_S = 30.0
-"""How long one may be silent that is starting itself."""
+"""How long a starting actor may be silent."""
 TOKENS_LAST_S = 10.0
-"""How long tokens are a sign that their engine lives; they are asked for every few seconds."""
+"""How long tokens count as a sign of life; they are asked for every few seconds."""
 END_LIMIT_S = 5.0
-"""How long an actor that is given up may take to end its server in order."""
+"""For an actor that is given up to end its server in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +209,11 @@ class _Ending:
     """Answers to their `stop`."""
     deadline: float
     incarnation: int
-    """Of what comes after it."""
+    """Of the next actors."""
 
 
 class RayEngines:
-    """One actor per engine, or one on each of its hosts, of which the first answers for it."""
+    """The actors of all engines."""
 
     def __init__(
         self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
@@ -233,22 +224,22 @@ class RayEngines:
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
         self.may_take_memory: Callable[[], bool] = lambda: True
-        """Whether the trainer lends its memory now; set by who knows."""
+        """Whether the trainer lends its memory now; `Engines` sets it."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
-        """Called with an engine that nothing may be sent to; set by who informs router and clients."""
+        """Called with an engine that gets no more requests; `Engines` sets it."""
         self._gates: dict[int, bool] = {}
-        """Of engines that start again on lent GPUs: whether theirs is open."""
+        """Engine that restarts on lent GPUs -> whether its gate is open."""
         self._ready: dict[int, Any] = {}
         self._ending: dict[int, _Ending] = {}
         self._looks: dict[tuple[int, int], tuple[Any, Silence]] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._heard_at: dict[int, float] = {}
-        """Of engines when they were last known to bring tokens."""
+        """Engine -> when it last brought tokens."""
         self._crews = [self._create(index, 0) for index in range(len(self._placed))]
         self._watched: dict[int, State] = {}
 
     def engines(self) -> list[Engine]:
-        """As they are placed, before any has started."""
+        """As placed, before any has started."""
         return [
             Engine(
                 placed.index,
@@ -265,37 +256,30 @@ class RayEngines:
 
     @property
     def heads(self) -> list[Any]:
-        """Of each engine the actor that answers for it."""
+        """[engines] the actor that answers for the engine."""
         return [crew[0] for crew in self._crews]
-
-    def crew(self, index: int) -> tuple[Any, ...]:
-        """The actors of one engine, its head first."""
-        return self._crews[index]
 
     @property
     def urls(self) -> list[str]:
-        """None is known before an engine answers."""
+        """Empty: no address is known before an engine answers."""
         return []
 
     @property
     def actors(self) -> list[Any]:
-        """All of them."""
         return [actor for crew in self._crews for actor in crew]
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        """A reference to the answer of the actor that answers for an engine."""
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks all actors of these engines to end that were not asked before; references to their answers."""
-        return [actor.stop.remote() for index in indices if index not in self._ending for actor in self.crew(index)]
+        """Asks all actors of these engines to end, unless they were asked before; returns references to their answers."""
+        return [actor.stop.remote() for index in indices if index not in self._ending for actor in self._crews[index]]
 
     def close(self) -> None:
-        """An actor that has ended is looked at by nobody."""
         self._watched.clear()
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """None: the plan has all engines that the run starts."""
+        """Empty: the plan has all engines of the run."""
         return ()
 
     def is_gated(self, index: int) -> bool:
@@ -303,7 +287,7 @@ class RayEngines:
         return lends_at_start(self._args) and self._placed[index][0].colocated
 
     def watch(self, engine: Engine) -> None:
-        """Looks at an engine from now on, in the state that it is in; at a dead one or one that starts, no more."""
+        """Watches an engine as its state requires; a dead or starting one not at all."""
         if engine.answers and engine.state is not State.DEAD:
             self._watched[engine.index] = engine.state
         else:
@@ -323,7 +307,7 @@ class RayEngines:
         return found
 
     def start(self, engine: Engine) -> None:
-        """Asks the old actors to end in order; `started` goes on when they have, or when it took too long."""
+        """Asks the old actors to end; `started` replaces them when they have, or after `END_LIMIT_S`."""
         old = self._crews[engine.index]
         stopped = [actor.stop.remote() for actor in old]
         self._ending[engine.index] = _Ending(old, stopped, time.monotonic() + END_LIMIT_S, engine.incarnation)
@@ -348,7 +332,7 @@ class RayEngines:
         return url
 
     def require_followers(self, index: int) -> None:
-        """Raises `EngineError` if an engine that starts has lost a host other than the first, which says so itself."""
+        """Raises `EngineError` if a starting engine has lost a host other than the first, whose actor says so itself."""
         for member in range(1, len(self._crews[index])):
             if problem := self._look(index, member, State.STARTING):
                 raise EngineError(f"engine {index} cannot start: on its host {member}, {problem}")
@@ -362,11 +346,10 @@ class RayEngines:
 
     @property
     def takes_memory(self) -> bool:
-        """Whether an engine that starts again may be taking memory now."""
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
-        """What the last look said; asks again if it is old."""
+        """The problem found by the last look, if any; looks again if that is old."""
         now, key = time.monotonic(), (index, member)
         asked = self._looks.get(key)
         if asked is None:
@@ -392,13 +375,13 @@ class RayEngines:
             for actor in self._crews[index]:
                 actor.open_gate.remote()
             self._gates[index] = True
-            self._wait_ready(index)  # only now: the head does one thing at a time, and would wait behind its gate
+            self._wait_ready(index)  # not before: the head runs one call at a time, and this would block `open_gate`
 
     def _wait_ready(self, index: int) -> None:
         self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
 
     def _create(self, index: int, incarnation: int) -> tuple[Any, ...]:
-        """The actors of an engine, whose servers start at once."""
+        """Creates the actors of an engine, whose servers start at once."""
         placed, _ = self._placed[index]
         crew: list[Any] = []
         for node, part in enumerate(placed.parts):
@@ -419,10 +402,9 @@ class RayEngines:
         return tuple(crew)
 
     def _spec(self, index: int) -> ServerSpec:
-        """What an engine serves, and on what."""
         placed, wanted = self._placed[index]
         overrides = dict(wanted.group.overrides)
-        if placed.colocated and not wanted.model.trained:  # nobody sends it the weights that it lends the room of
+        if placed.colocated and not wanted.model.trained:  # nobody sends its weights again after it lent their memory
             overrides.setdefault("enable_weights_cpu_backup", True)
         return ServerSpec.from_args(
             self._args,
@@ -441,14 +423,16 @@ class RayEngines:
         return {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
 
     def _gpus(self, slots: Sequence[int]) -> tuple[str, ...] | None:
-        """What they are called on their host; None where Ray shows a process the one that it has."""
+        """Names of the GPUs on their host; None where Ray shows each process only its own."""
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
 
     def _layout(self, wanted: WantedEngine) -> EngineLayout:
         return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
-        """Whether the old actors are gone, by force if need be, and the new ones are being made, on guarded hosts."""
+        """Replaces an engine's actors if the old ones have ended or take too long, and all its hosts have a guardian.
+        Returns whether it did.
+        """
         ending = self._ending[index]
         if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):
             return False

@@ -1,7 +1,7 @@
-"""Arrays of a train batch that stay in Ray's object store: a rank fetches those of the samples that it computes.
+"""Routed experts of a train batch, which stay in Ray's object store until a rank needs them.
 
-Of a batch with routed experts they are nearly all bytes (48 layers, 8 choices: 384 a token, where all else is 16), and
-a host of which no rank computes a sample has no use for them. Ranks of one host share what one of them fetched.
+Routed experts are nearly all bytes of a batch (48 layers with 8 choices: 384 per token, all else 16). A rank fetches
+them only for the samples that it computes, and the ranks of a host share what one of them fetched.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from slime.core.routed_experts import digests_of
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:
-    """An array of Ray's object store (`slime.core.batch.Elsewhere`); it lives as long as this, or a copy of this."""
+    """An array in Ray's object store (`slime.core.batch.Elsewhere`). It lives as long as this object or a copy."""
 
     ref: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     digests: npt.NDArray[np.uint64] | None = None
-    """See `Elsewhere`; it comes with this."""
+    """See `Elsewhere`."""
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], *, compared: bool = False) -> RemoteArray:
-        """Puts it into the store. `compared`: with digests."""
+        """Puts an array into the store. `compared`: with digests."""
         return cls(ray.put(array), array.shape, array.dtype, digests_of(array) if compared else None)
 
     @property
     def nbytes(self) -> int:
-        """Of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """The array, read only: a view of this host's memory, into which it is fetched if it is not there."""
+        """A read-only view of this host's object store, into which the array is fetched if need be."""
         found = np.asarray(ray.get(self.ref), dtype=dtype)
         return found.copy() if copy else found
 
 
 def set_apart(batch: TrainBatch, *, compared: bool = False) -> TrainBatch:
-    """The same batch with its routed experts in the store. `compared`: every rank asks which tokens of samples have the
-    same experts (`slime.data.shared_prefixes`), and finds it without fetching them.
+    """The same batch with its routed experts in the store. `compared`: with digests, so that ranks can compare the
+    experts of samples without fetching them (`slime.data.shared_prefixes`).
     """
     return dataclasses.replace(batch, samples=tuple(_apart(s, compared) for s in batch.samples))
 

@@ -1,22 +1,29 @@
-"""`--max-restarts`: a run that a fault ended starts again by itself, from its newest checkpoint.
+"""`--max-restarts`: a run that failed by a fault starts again by itself, from its newest checkpoint.
 
-    keeper (this process)   settings alone, one thread: no Ray, no torch, nothing of the run
+    keeper (this process)   only the settings, one thread: no Ray, no torch, nothing of the run
       └─ start 0, 1, ...    forked from it, one after the other: the driver of a whole run
 
-Why each start is a process of its own, and not a turn of a loop in one: Ray reads its environment when it is imported
-and keeps threads and references of a cluster that is gone; a save in the background may hang on a dead rank; and a
-driver that is killed itself could start nothing. Why it is forked: the settings are parsed, and stay the ones of the
-command line. Without `--max-restarts` there is no keeper, and this process is the driver.
+Each start is a process of its own, because Ray reads its environment when it is imported and keeps threads and
+references of a dead cluster, because a save in the background may hang on a dead rank, and because a killed driver
+could start nothing. It is forked, because the settings are parsed already. Without `--max-restarts` there is no keeper,
+and this process is the driver.
 
-Consumes: the end of each start, with the reason that it sends through a pipe. Produces: the next start, on the same run
-folder, or the exit status of the last one. Waits for: a start to end, then for everything that it left on this host.
-Is woken by: the kernel, when a child ends; SIGINT and SIGTERM, which it hands to the start, after which there is none.
+The keeper waits for a start to end, reads the reason from a pipe, waits until nothing of that start is left on this
+host, and begins the next start on the same run folder, or exits with the status of the last one. It passes SIGINT and
+SIGTERM on to the start; then no other one follows.
+
+    faults                 a process is gone (`ActorDied`, the driver), an engine or a router was given up
+                           (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait ran out
+    ends that would recur  a mistake in the settings, an exception of a hook, a library or slime, non-finite numbers, a
+                           request that can never succeed, groups that fail one after the other
+    ends on request        Ctrl-C, SIGTERM
 
 Invariants
-1. A start begins when nothing of the one before is left on this host: its guardian ends that, and the keeper looks. It
-   adopts no orphans, or the guardian would be one, and end with all that descends from the keeper.
-2. No start outlives the keeper, whatever ends it.
-3. A start resumes as `--load` does by hand: the checkpoint says what was trained, and the ledger goes on with it.
+1. A start begins when nothing of the one before is left on this host; its guardian ends that. The keeper does not adopt
+   orphans: the guardian would become one, and end with the keeper's descendants.
+2. No start outlives the keeper.
+3. A start resumes as `--load` does by hand: the ledger continues from the checkpoint.
+4. There are at most `--max-restarts` restarts, and none after `MOST_IN_VAIN` starts in a row without a new step.
 """
 
 from __future__ import annotations
@@ -56,53 +63,39 @@ from slime.settings import Args
 from slime.settings.groups.training import has_checkpoint
 from slime.settings.parse import report_and_exit
 
-# Which ends of a run another start can mend, and when to stop trying. Pure decisions; `restarting` carries them out.
-#
-#   ends that are faults       a process is gone (`ActorDied`, the driver itself), an engine or the router was given up
-#                              (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait ran out
-#   ends that would come back  a mistake in the settings, an exception of a hook, a library or of ours, numbers that are
-#                              not finite, a request that can never succeed, groups that fail one after the other
-#   ends that somebody asked for  Ctrl-C, SIGTERM
-#
-# Invariants
-# 1. There are at most as many restarts as asked for.
-# 2. After `MOST_IN_VAIN` starts in a row that trained no step beyond those before, there is no other one.
-
 MOST_IN_VAIN = 2
-"""Starts in a row that may end without one more step."""
 FAULTS = (EngineError, ClusterFailed, DeadlineExceeded)
 LASTING = (RequestRejected, GroupsFailed)
-"""Of the faults those that are none: what was asked for fails, wherever it runs."""
+"""Subclasses of `FAULTS` that a restart cannot fix."""
 REASON_CHARS = 400
 NO_STEP = -1
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a start ended, other than well."""
+    """How a start failed."""
 
     reason: str
-    """In one line."""
+    """One line."""
     is_fault: bool
-    """Whether another start may end otherwise."""
+    """Whether another start may succeed."""
 
     @classmethod
     def by(cls, error: BaseException) -> End:
-        """The end that an error is."""
         said = error_line(error, REASON_CHARS) if isinstance(error, Exception) else type(error).__name__
         return cls(said, isinstance(error, FAULTS) and not isinstance(error, LASTING))
 
 
 class Restarts:
-    """The restarts of one run: how many there were, and whether they helped."""
+    """Decides whether a run restarts."""
 
     def __init__(self, most: int, trained: int = NO_STEP) -> None:
-        """`trained`: the last step that the record of the run has, `NO_STEP` without any."""
+        """`trained`: the last step in the run's record."""
         self.most, self.number = most, 0
         self._trained, self._in_vain = trained, 0
 
     def refusal(self, end: End, trained: int) -> str | None:
-        """Why the run does not start again; None if it does, and that counts. `trained`: the last step by now."""
+        """Why the run does not start again; None counts a restart. `trained`: the last step by now."""
         self._in_vain = 0 if trained > self._trained else self._in_vain + 1
         self._trained = max(trained, self._trained)
         if not end.is_fault:
@@ -111,8 +104,8 @@ class Restarts:
             return f"--max-restarts {self.most} are used up"
         if self._in_vain >= MOST_IN_VAIN:
             return (
-                f"{self._in_vain} starts in a row have not trained one step more than those before, so another one "
-                f"would not help; the last one ended by: {end.reason}"
+                f"{self._in_vain} starts in a row have trained no new step, so another one would not help; the last "
+                f"one ended by: {end.reason}"
             )
         self.number += 1
         return None
@@ -120,28 +113,28 @@ class Restarts:
 
 Loop = Callable[[Args], None]
 PAUSE_S = 5.0
-"""Between two starts: a Ray cluster that was joined takes a moment to have the slots of the dead one back."""
+"""Between two starts: a joined Ray cluster needs a moment to free the slots of the dead one."""
 ORPHANS_LIMIT_S = 60.0
-"""How long what a start left may take to end; its guardian has 15 s."""
+"""For processes that a start left to end; its guardian has 15 s."""
 LOOK_S = 0.2
 BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which people end a process; others come from the kernel, or from its killer for memory."""
+"""Signals by which people end a process; others come from the kernel, also when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Why this process is not the first start of its run."""
+    """A start of a run after the first."""
 
     number: int
-    """From one."""
+    """From 1."""
     most: int
     because: str
     """How the start before ended."""
     checkpoint: str | None
-    """What it goes on from; None: from the beginning, because nothing was saved."""
+    """Where it resumes; None: from the beginning, because nothing was saved."""
     step: int
-    """The first one that it does, from 0."""
+    """Its first step, from 0."""
 
     def __str__(self) -> str:
         whence = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
@@ -156,12 +149,12 @@ _restart: Restart | None = None
 
 
 def this_restart() -> Restart | None:
-    """What made this process; None in the first start of a run."""
+    """The restart that this process is; None in the first start of a run."""
     return _restart
 
 
 def restarting(loop: Loop) -> Loop:
-    """A loop that starts again after a fault, as `--max-restarts` says."""
+    """The loop, restarted after faults as `--max-restarts` says."""
 
     @functools.wraps(loop)
     def run(args: Args) -> None:
@@ -174,24 +167,24 @@ def restarting(loop: Loop) -> Loop:
 
 
 class _Keeper:
-    """Starts a run until it succeeds, is asked to end, or would not get better."""
+    """Starts a run until it succeeds, is asked to end, or a restart would not help."""
 
     def __init__(self, loop: Loop, args: Args) -> None:
         """Raises `ConfigError` in a process that cannot be forked."""
         if threading.active_count() > 1 or "ray" in sys.modules:
             raise ConfigError(
-                "got --max-restarts in a process that has threads or has imported Ray, which a start cannot be forked "
-                "from; call the loop from a plain script, or leave it out"
+                "got --max-restarts in a process that has threads or has imported Ray, so no start can be forked from "
+                "it; call the loop from a plain script, or leave the flag out"
             )
         if args.use_wandb and args.wandb_run_id is None:
-            args = args.replace(wandb_run_id=args.run_id)  # all starts are one run there, too
+            args = args.replace(wandb_run_id=args.run_id)  # all starts are one W&B run
         self._loop, self._args = loop, args
         self._child: int | None = None
         self._asked: int | None = None
-        """The signal that somebody sent."""
+        """The signal that asked the run to end."""
 
     def run(self) -> None:
-        """Returns when a start succeeded; else raises `SystemExit` with the status of the last one."""
+        """Returns when a start has succeeded; else raises `SystemExit` with the status of the last one."""
         before = {number: signal.signal(number, self._hand_on) for number in BY_PEOPLE}
         try:
             self._run()
@@ -214,7 +207,7 @@ class _Keeper:
             time.sleep(PAUSE_S)
 
     def _next(self, restarts: Restarts, end: End) -> Restart:
-        """The settings of the next start: the same, and what is saved by now is loaded."""
+        """Prepares the next start, which loads what is saved by now."""
         save = str(self._args.save)
         saved = has_checkpoint(save)
         self._args = self._args.replace(run_id=new_run_id(), load=save if saved else None)
@@ -222,7 +215,7 @@ class _Keeper:
         return Restart(restarts.number, restarts.most, end.reason, name, step)
 
     def _start(self, restart: Restart | None) -> int:
-        """Makes one start and waits for its end: its exit status; `_end` says what it was."""
+        """Runs one start; returns its exit status, and sets `_end`."""
         read, write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -242,20 +235,20 @@ class _Keeper:
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _what_is_left(self) -> str | None:
-        """Waits for what the start that ended has left, and for who ends it; what to say if some do not end."""
+        """Waits for processes and guardian of the last start to end; returns why not if they do not."""
         run_id, deadline = self._args.run_id, time.monotonic() + ORPHANS_LIMIT_S
         family = ProcessFamily(RUN_ID_ENV, run_id)
         while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):
             if time.monotonic() > deadline:
                 return (
-                    f"after {ORPHANS_LIMIT_S:.0f} s there are still {', '.join(left) or 'its guardian'} of the start "
-                    f"that ended (environment variable {RUN_ID_ENV} marks them)"
+                    f"{', '.join(left) or 'its guardian'} of the last start still runs after {ORPHANS_LIMIT_S:.0f} s "
+                    f"(see the environment variable {RUN_ID_ENV})"
                 )
             time.sleep(LOOK_S)
         return None
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        """A signal to the keeper is one to its start, which has a process group of its own: it gets it once."""
+        """Passes a signal on to the start, which gets it only once, because it has its own process group."""
         self._asked = number
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -267,7 +260,7 @@ class _Keeper:
 
 
 def last_trained(args: Args) -> int:
-    """The last step that the record of the run has; `NO_STEP` without one."""
+    """The last step in the run's record; `NO_STEP` without one."""
     record, axis = Path(args.run_dir) / "metrics.jsonl", AXES["train"]
     rows = read_jsonl(record) if record.is_file() else []
     return max((int(row[axis]) for row in rows if axis in row), default=NO_STEP)
@@ -279,19 +272,19 @@ def _newest(save: str) -> tuple[str, int]:
 
     try:
         found = checkpoint.find(Path(save))
-    except CheckpointError:  # the start says what is wrong with it
+    except CheckpointError:  # the start reports what is wrong with it
         found = None
     return (found.path.name, found.rollout_id + 1) if found is not None else (save, 0)
 
 
 def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, keeper: int) -> NoReturn:
-    """The driver: runs the loop, tells the keeper how it ended, and ends this process. Never returns."""
+    """Runs the loop as the driver, sends the keeper its end, and exits. Never returns."""
     global _restart
     code = 1
     try:
         die_with_parent(keeper)
         os.setpgid(0, 0)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a process group behind a terminal's may not read from it
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a background process group may not read from the terminal
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BY_PEOPLE)
@@ -315,13 +308,13 @@ def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, kee
 
 
 def _end_of(status: int, said: bytes) -> End:
-    """What a start said of its end; one that said nothing was killed, or Ray ended it."""
+    """The end that a start has sent; without one it was killed, or Ray ended it."""
     if said:
         return End(**json.loads(said))
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         return End(f"the end of the driver by {number.name}", is_fault=number not in MEANT)
-    return End(f"the end of the driver with status {os.WEXITSTATUS(status)}, without a word", is_fault=True)
+    return End(f"the end of the driver with status {os.WEXITSTATUS(status)}, without a reason", is_fault=True)
 
 
 def _say(text: str) -> None:

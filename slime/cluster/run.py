@@ -1,7 +1,7 @@
-"""`Run`: the verbs of the loop, as the driver says them.
+"""`Run`: the verbs of the loop.
 
-The driver thread is the only caller. Each verb sends work to the actors, waits with a name and a limit, and logs what
-came back; the order of the verbs is the algorithm and lives in `train.py` and `train_async.py`.
+Only the driver thread calls them. Each verb sends work to the actors, waits with a name and a limit, and logs the
+results. The order of the verbs is the algorithm; it is in `train.py` and `train_async.py`.
 
 Invariants
 1. Engines serve only between a `sync_weights` that verified them and the next hand-over or weight sync.
@@ -36,26 +36,24 @@ from slime.settings import Args
 from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from slime.settings.groups.logging import traces_engines
 
-# The held-out loss of a fine-tuning run: batches of the rollout side, measured by the trainer.
-#
-# Consumes: the driver's `measure`. Produces: `eval/<dataset>-loss` and what it is a mean of. Waits for: the batches,
-# which are made once and stay in Ray's store, and the training ranks, each with a limit. Nobody wakes it.
-
-LIMIT_S = 3600.0
+HELD_OUT_LIMIT_S = 3600.0
 """Limit of reading and encoding the held-out data."""
 
 
 class HeldOutLoss:
-    """Measures nothing, and asks nobody, where no dataset is evaluated by its loss."""
+    """The held-out loss of a fine-tuning run: the rollout side makes the batches once, the trainer measures them.
+
+    Does nothing if no dataset is evaluated by its loss.
+    """
 
     def __init__(self, args: Args, actors: Actors, *, memory: MemoryHandOver) -> None:
         self._actors, self._memory = actors, memory
         self._num_datasets = len(loss_datasets(args))
         self._batches: list[tuple[str, Any, dict[str, float]]] | None = None
-        """Name, reference to the batch, and what is known of it."""
+        """Name, reference to the batch, and its metrics."""
 
     def measure(self) -> dict[str, float]:
-        """The mean loss of the trained tokens of each dataset, under the trainer's weights."""
+        """`eval/<dataset>-loss`: the mean loss of the trained tokens of each dataset, under the trainer's weights."""
         if not self._num_datasets:
             return {}
         if self._batches is None:
@@ -68,7 +66,7 @@ class HeldOutLoss:
         return metrics
 
     def _fetch(self) -> list[tuple[str, Any, dict[str, float]]]:
-        made = wait_for([self._actors.rollout.held_out.remote()], for_what="the held-out data", limit_s=LIMIT_S)[0]
+        made = self._actors.on_rollout("held_out", for_what="the held-out data", limit_s=HELD_OUT_LIMIT_S)
         return [
             (
                 one.name,
@@ -82,35 +80,35 @@ class HeldOutLoss:
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_S = 30 * 24 * 3600.0
-"""Limit of a generation when the user set none; its requests and graders have limits of their own."""
+"""Limit of a generation if the user sets none; its requests and graders have their own limits."""
 ROUTER_LIMIT_S = 60.0
 """Limit of a question about the router."""
 DEATH_SHOWS_S = 5.0
-"""How long Ray may take to tell that a process is gone."""
+"""For Ray to report that a process is gone."""
 WATCH_EVERY_S = 1.0
-"""How often serving looks whether engines and router live."""
+"""Between two checks of engines and router while serving."""
 
 PROBED = {
     "train/train_rollout_logprob_abs_diff_max": "probe/train_rollout_logprob_abs_diff_max",
     "train/train_rollout_logprob_abs_diff_p99": "probe/train_rollout_logprob_abs_diff_p99",
     "train/train_rollout_logprob_abs_diff_current": "probe/train_rollout_logprob_abs_diff_mean",
 }
-"""What the mismatch of a probe is called: the batch of the same step has the names on the left."""
+"""Metric of a batch -> metric of a probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A generation under way, or done."""
+    """A generation, running or finished."""
 
     rollout_id: int
     batch: Any
     """Reference to the `TrainBatch`, which goes from the rollout side to the training ranks without passing here."""
     news: Any
-    """Reference to its `StepNews`, the metrics and the samples to show; there when the batch is."""
+    """Reference to its `StepNews`; ready when the batch is."""
 
 
 class Run:
-    """The verbs. Built by `launch`."""
+    """The verbs of one run; `launch` builds it."""
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp) -> None:
         self.args, self._startup = args, startup
@@ -146,9 +144,9 @@ class Run:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating the samples of a step and returns at once. The first one ends the start of the run."""
+        """Starts generating the samples of a step and returns at once. The first call ends the start of the run."""
         if startup := self._startup.end():
-            collect()  # the times of the first step begin now
+            collect()  # drops the times before the first step
             self._tracker.add(startup)
         if traces_engines(self.args, rollout_id):
             folder = Path(self.args.run_dir).absolute() / "profiles"
@@ -173,11 +171,11 @@ class Run:
         return generation.batch
 
     def generate(self, rollout_id: int) -> Any:
-        """Generates the samples of a step; returns a reference to its `TrainBatch`."""
+        """`start_generation` and `finish_generation`."""
         return self.finish_generation(self.start_generation(rollout_id))
 
     def wait_for_generation(self, generation: Generation) -> None:
-        """Blocks until no request of this generation is running, without taking its result."""
+        """Waits until no request of this generation is running. Does not take its result."""
         with span("generation_wait"):
             wait_for(
                 [generation.news],
@@ -187,7 +185,7 @@ class Run:
             )
 
     def evaluate(self, rollout_id: int) -> None:
-        """Evaluates the synced weights on the held-out data: by sampled answers, and by the loss of conversations."""
+        """Evaluates the synced weights on the held-out data: sampled answers, and the loss of conversations."""
         news = StepNews({}, [])
         phase = self._startup.phase("eval", "the held-out data is evaluated")
         with phase, span("eval"), self._watching("eval") as on_poll:
@@ -203,9 +201,9 @@ class Run:
         self._tracker.log_samples("eval", rollout_id, news.samples)
 
     def serve(self) -> None:
-        """Engines and router answer whoever asks, until Ctrl-C (`--debug-rollout-only --num-rollout 0`).
+        """Serves until Ctrl-C (`--debug-rollout-only --num-rollout 0`).
 
-        An engine that ends is started again. Raises `EngineError` with exit status and log if the router has ended.
+        An engine that ends is restarted. Raises `EngineError` with exit status and log if a router stays dead.
         """
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         where = (
@@ -224,7 +222,7 @@ class Run:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, batch: Any) -> None:
-        """Trains one step on every rank (none with --debug-rollout-only), then commits it in the Data Buffer."""
+        """Trains one step on all ranks (none with --debug-rollout-only), then commits it in the Data Buffer."""
         self._trained_since_sync = True
         with span("train"), self._tracker.progress(f"train {rollout_id}"):
             metrics = wait_for(
@@ -237,14 +235,14 @@ class Run:
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
-        """Colocated: engines give their memory back, then the trainer takes its own. Otherwise nothing."""
+        """Colocated: engines release their memory, then the trainer takes its own. Otherwise nothing."""
         self._memory.to_trainer()
 
     def sync_weights(self, *, for_save: bool = False) -> None:
-        """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
+        """Sends the trainer's weights to every engine and verifies them; then the engines serve.
 
-        `for_save`: a checkpoint follows. To be in it with the tokens they have, requests of `--fully-async` end and are
-        sent again, whatever `--pause-generation-mode` says. See `weight_sync_sequence`.
+        `for_save`: a checkpoint follows. Requests of `--fully-async` then end and are sent again, whatever
+        `--pause-generation-mode` says, so that the checkpoint has their tokens. See `weight_sync_sequence`.
         """
         phase = self._startup.phase("update_weights", "the engines hold the trainer's weights, verified")
         with phase if self._actors.engines and self._actors.trainers else nullcontext():
@@ -252,10 +250,9 @@ class Run:
         self._trained_since_sync = False
 
     def check_log_probs(self) -> None:
-        """Compares trainer and engines on fresh samples of the weights just synced; over the limit the run ends.
-
-        For asynchronous training, whose batches are older than the trainer; in synchronous training every batch is
-        that comparison.
+        """Compares log-probs of trainer and engines on fresh samples of the synced weights; over the limit the run
+        ends. For asynchronous training: its batches are older than the trainer. In synchronous training every batch
+        is such a comparison.
         """
         if not self._actors.engines or not self._actors.trainers:
             return
@@ -267,9 +264,9 @@ class Run:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Loads the checkpoint that `--load` means; returns the step to start with.
+        """Loads the checkpoint of `--load`; returns the first step.
 
-        `--finetune` takes the weights alone and starts at `--start-rollout-id` or 0.
+        `--finetune` loads only the weights and starts at `--start-rollout-id` or 0.
         """
         if self.args.load:
             self._memory.to_trainer()
@@ -278,7 +275,7 @@ class Run:
         return int(self.args.start_rollout_id or 0) if step is None or self.args.finetune else step + 1
 
     def save(self, rollout_id: int) -> None:
-        """Writes one checkpoint (see `saving`) and the HF export, as asked."""
+        """Writes a checkpoint (see `saving`) and the HF export, as the settings ask."""
         with span("save_model"):
             if self.args.save:
                 self._saver.save(rollout_id)
@@ -305,11 +302,11 @@ class Run:
         return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
 
     def only_serves(self) -> bool:
-        """Nothing to train, nothing to evaluate, but engines."""
+        """Whether there are engines, but nothing to train or evaluate."""
         return self.args.num_rollout == 0 and self.args.debug_rollout_only and not self.evaluates_before(0)
 
     def evaluates_before(self, start: int) -> bool:
-        """Before the first step of a run that was not resumed; always if `--num-rollout 0` asks for nothing else."""
+        """Before the first step, unless the run was resumed; always with `--num-rollout 0`, which only evaluates."""
         if self.args.num_rollout == 0:
             return bool(self.args.eval_prompt_data or self.args.eval_config or self.args.eval_function_path)
         return self.args.eval_interval is not None and not self.args.skip_eval_before_train and start == 0
@@ -320,16 +317,16 @@ class Run:
     # --- the end of a step and of the run ---------------------------------------------------------------------------
 
     def end_step(self, rollout_id: int) -> None:
-        """Logs the times of the step's parts. The last step ends when its checkpoint is on disk."""
+        """Logs the times of the step. The last step ends when its checkpoint is on disk."""
         if rollout_id + 1 == self.args.num_rollout:
             self._saver.finish()
         self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
 
     def death(self, seen_as: str) -> ActorDied | None:
-        """The end of a training rank or of the rollout side, if one is gone. Never raises.
+        """The death of a training rank or of the rollout side, if one is gone. Never raises.
 
-        `seen_as`: the error by which the others noticed; a rank that loses its neighbour says that a connection broke.
+        `seen_as`: the error by which it showed; a rank whose neighbour died reports a broken connection.
         """
         actors = [*self._actors.trainers, self._actors.rollout]
         try:
@@ -340,7 +337,7 @@ class Run:
             return None
 
     def close(self, *, limit_s: float) -> None:
-        """Ends every process in order. Raises if one does not answer in `limit_s`; the end of the cluster ends it."""
+        """Ends all processes in order. Raises if one does not answer in time; the end of the cluster ends it then."""
         actors = self._actors
         stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers)] + actors.engines.stop()
         try:
@@ -351,21 +348,20 @@ class Run:
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def _tend_and_join(self) -> str:
-        """Looks after the engines while no trainer has anything to do: one that was started again gets its weights."""
+        """Tends the engines while the trainers are idle: a restarted engine gets its weights."""
         progress = self._actors.engines.tended()
         self._weight_sync.join(fresh=not self._trained_since_sync)
         return progress
 
     @property
     def _key_file(self) -> Path:
-        """Holds the key of the routers."""
         return Path(self.args.run_dir) / KEY_FILE
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[Callable[[], str]]:
-        """Shows the rollout side's own progress while the driver waits for it; the news may be old, never an error."""
+        """Shows the rollout side's progress while the driver waits for it."""
         news = ""
         asked = self._actors.rollout.progress.remote()
 

@@ -1,18 +1,16 @@
-"""`Saver`: the driver's part of checkpoints. It asks ranks and Data Buffer for their parts, commits, removes old ones.
+"""`Saver`: the driver's part of checkpoints. Ranks and Data Buffer write their parts; it commits, and removes old ones.
 
     save, at a step     wait for the save before; a new folder; ranks copy their state (`--async-save`), the Data Buffer
                         writes its part
     in the background   ranks write, each in a thread beside training; manifest, rename, `latest`; retention
-    poll, every step    errors and times of the background are reported
+    poll, every step    report errors and times of the background
 
-Without `--async-save` the driver waits for the second part, too.
-
-Consumes what ranks and Data Buffer have. Produces committed checkpoints. Waits for the save before, for ranks and Data
-Buffer, each with a limit; nobody wakes it: the driver asks at the end of a step.
+Without `--async-save` the driver also waits for the second part. Every wait has a limit.
 
 Invariants
-1. The parts of a checkpoint are of one moment: the driver goes on when ranks and Data Buffer have what they will write.
-2. Retention never removes what `latest` names, nor what this run was resumed from.
+1. The parts of a checkpoint are of one moment: training continues only when ranks and Data Buffer have copied or
+   written their state.
+2. Retention never removes the checkpoint that `latest` names, or the one that this run was resumed from.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ class Saver:
         self._resumed_from: list[Path] = []
 
     def restore(self) -> int | None:
-        """Loads the checkpoint of `--load` that is the latest, or that `--ckpt-step` names; returns its step.
+        """Loads the latest checkpoint of `--load`, or that of `--ckpt-step`; returns its step, None without `--load`.
 
-        None without `--load`. `--finetune` takes the weights alone.
+        `--finetune` loads only the weights.
         """
         if not self._args.load:
             return None
@@ -84,11 +82,8 @@ class Saver:
             logger.info("--save-keep-last leaves %s of %s alone: they belong to another branch", ", ".join(kept), root)
 
     def _tell_resumed(self, found: checkpoint.Checkpoint) -> None:
-        """One line on where the run goes on."""
         if self._args.finetune:
-            logger.info(
-                "the weights are those of %s; everything else starts from the beginning (--finetune)", found.path
-            )
+            logger.info("loaded only the weights of %s, because of --finetune", found.path)
             return
         following, num_rollout = found.rollout_id + 2, self._args.num_rollout
         of_all = "" if num_rollout is None else f" of {num_rollout}"
@@ -97,7 +92,7 @@ class Saver:
         logger.info("resumed from %s of %s: %s", found.path.name, found.path.parent, go_on)
 
     def save(self, rollout_id: int) -> None:
-        """Writes one checkpoint, or with `--async-save` begins to. Raises the error of the save before, if any."""
+        """Writes a checkpoint, with `--async-save` in the background. Raises the error of the save before, if any."""
         assert self._args.save is not None, f"step {rollout_id} is to be saved without --save"
         with span("save_wait"):
             self._tell(self._background.finish(limit_s=self._limit_s))
@@ -114,15 +109,15 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Tells of a save that ended in the background. Raises its error."""
+        """Reports a save that ended in the background. Raises its error."""
         self._tell(self._background.poll())
 
     def finish(self, limit_s: float | None = None) -> None:
-        """Waits for the save under way, if any. Raises its error, or `DeadlineExceeded`."""
+        """Waits for a save in the background, if any. Raises its error, or `DeadlineExceeded`."""
         self._tell(self._background.finish(limit_s=self._limit_s if limit_s is None else limit_s))
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
-        """In the background: waits for the ranks, commits, forgets what retention lets go of."""
+        """In the background: waits for the ranks, commits, removes old checkpoints."""
         refs = [trainer.write_parts.remote(str(parts)) for trainer in self._actors.trainers]
         written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=self._limit_s, flag=SAVE_FLAG)
         seals = {name: seal for part in written for name, seal in part.items()}

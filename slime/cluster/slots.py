@@ -1,12 +1,10 @@
-"""The slots of a plan as Ray reserves them: one bundle each, on the host that the plan names, in the order of devices.
+"""Reserves the slots of a plan in Ray: one bundle each, on the plan's host, in the order of devices.
 
-Consumes a plan. Produces the options under which an actor gets a slot, and which GPU that is. Waits for Ray to reserve
-the bundles, and on hosts with several GPUs for each to say which one it has; nobody wakes it.
+On hosts with several GPUs each bundle is asked which one it has.
 
 Invariants
-1. Slot i of a host has a device that the host lists before that of slot i + 1, so neighbours in rank are neighbours in
-   the machine.
-2. Slots of a host have different devices, under the names that the host has for them.
+1. A host lists the device of slot i before that of slot i + 1, so neighbouring ranks are neighbours in the machine.
+2. Slots of a host have different devices, under the host's names for them.
 """
 
 from __future__ import annotations
@@ -25,28 +23,28 @@ from slime.cluster.waiting import wait_for
 from slime.core.errors import START_FLAG, ConfigError
 
 ON_HOST = 0.001
-"""Of the resource by which Ray knows a host: enough to name it, and there are enough for all bundles."""
+"""Amount of Ray's resource for a host that a bundle takes: it names the host and suffices for all bundles."""
 PROBE_SHARE = 0.1
 NAME = "slots"
-"""Of the reservation, in the run's own namespace."""
+"""Of the placement group, in the run's own namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots of a plan, reserved."""
+    """The reserved slots of a plan."""
 
     group: Any
     """Ray's placement group."""
     unit: str
     """"GPU" or "CPU"."""
     bundles: tuple[int, ...]
-    """Of each slot its bundle in the group."""
+    """[slots] bundle in the group."""
     devices: tuple[str, ...] | None
-    """Of each slot what CUDA_VISIBLE_DEVICES calls its GPU on its host: a number, or the UUID of a GPU or of a part
-    of one (MIG). None on a CPU, and where no host gives more than one."""
+    """[slots] name of the GPU in CUDA_VISIBLE_DEVICES of its host: a number, or the UUID of a GPU or of a part of one
+    (MIG). None on a CPU, and if no host has several slots."""
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
-        """Ray's options for an actor on a slot that takes this share of it."""
+        """Ray's options for an actor that takes this share of a slot."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.bundles[slot] if self.bundles else 0
         )
@@ -55,12 +53,11 @@ class Slots:
 
 
 def on_node(node_id: str | None) -> dict[str, Any]:
-    """Ray's options for an actor that runs on this node or not at all; None: anywhere."""
+    """Ray's options for an actor that runs only on this node; None: anywhere."""
     return {} if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
-    """Reserves the slots of the plan."""
     unit = "GPU" if device == "cuda" else "CPU"
     on = [plan.hosts[h] for h in plan.slot_hosts]
     group = placement_group([_bundle(unit, host) for host in on] or [{"CPU": 1.0}], strategy="PACK", name=NAME)
@@ -77,10 +74,10 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
 
 
 def give_back() -> None:
-    """Ends the reservation, if there is one, and with it the actors on its slots: Ray knows that it was meant."""
+    """Removes the reservation, if any, and with it the actors on its slots, which Ray then does not report as lost."""
     try:
         group = get_placement_group(NAME)
-    except ValueError:  # the run did not get that far
+    except ValueError:  # the run had not reserved any
         return
     remove_placement_group(group)
 
@@ -91,7 +88,7 @@ def _bundle(unit: str, host: Host) -> dict[str, float]:
 
 
 def _devices(group: Any, num_slots: int, limit_s: float) -> list[tuple[int, str]]:
-    """Of each bundle the place of its GPU on its host, and what it is called there."""
+    """[bundles] place and name of the GPU on its host."""
     probe: Any = ray.remote(_own_device)
     calls = [
         probe.options(
@@ -110,13 +107,13 @@ def _own_device() -> tuple[int, str]:
     (device,) = map(str, ray.get_gpu_ids())
     if device.isdigit():
         return int(device), device
-    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # nothing public tells the order (2.60)
+    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # no public API has the order (2.60)
     names = [str(name) for name in listed.get("GPU") or ()]
     return names.index(device) if device in names else 0, device
 
 
 def _require_different(hosts: Sequence[Host], names: Sequence[str]) -> None:
-    """Raises `ConfigError` where a host gives one GPU under two slots. `hosts`, `names`: of each bundle."""
+    """Raises `ConfigError` if two bundles (with these hosts and GPU names) have the same GPU."""
     given = Counter(zip(hosts, names, strict=True))
     twice = [f"{name} of {host}" for (host, name), times in given.items() if times > 1]
     if twice:

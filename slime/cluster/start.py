@@ -1,6 +1,6 @@
-"""Starts the processes of a run on the slots of its plan, side by side: engines, training ranks, router, data.
+"""Starts the processes of a run on the slots of its plan, at the same time: engines, training ranks, rollout side.
 
-Engines that share GPUs with the trainer import beside it, and take memory when it has lent its own.
+Engines that share GPUs with the trainer import while it starts, and take memory once it has lent its own.
 """
 
 from __future__ import annotations
@@ -38,13 +38,8 @@ from slime.serving.server import IMPORTING, engine_phase
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 
-# `StartProgress`: which of the processes that start side by side are ready, and what the others are doing.
-#
-# The driver polls it (`tell`) while `wait_for` waits; nobody wakes it. It asks Ray which calls have ended, and reads
-# the logs of engines where the run folder is on this host or shared with it.
-
 READ_BYTES = 2**20
-"""Of an engine's log; it is some kilobytes long when the engine is up."""
+"""Of an engine's log, which is some kilobytes long when the engine is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +50,14 @@ class Waiting:
     """Of the phase."""
     refs: Sequence[Any]
     line: str
-    """What is true when all have ended."""
+    """Logged when all have ended."""
 
 
 class StartProgress:
-    """One start."""
+    """Which starting processes are ready, and what the others are doing, by the logs of engines that this host sees.
+
+    `wait_for` polls it (`tell`).
+    """
 
     def __init__(
         self,
@@ -71,8 +69,8 @@ class StartProgress:
         engine_logs: Sequence[Path] = (),
         ended: Callable[[Sequence[Any]], bool] = all_there,
     ) -> None:
-        """`began_s`: when the processes were started, of `time.monotonic()`; `note`: shows a text;
-        `ended`: whether all of some calls have.
+        """`began_s`: `time.monotonic()` when the processes were started; `note`: shows a text; `ended`: whether all
+        calls have ended.
         """
         self._startup, self._note, self._ended = startup, note, ended
         self._waiting = [w for w in waiting if w.refs]
@@ -80,7 +78,7 @@ class StartProgress:
         self._began_s = began_s
 
     def tell(self) -> str:
-        """Tells of the parts that became ready since the last call, and notes what is waited for."""
+        """Logs the parts that became ready since the last call; returns what the start waits for."""
         seconds = time.monotonic() - self._began_s
         for waiting in [w for w in self._waiting if self._ended(w.refs)]:
             self._waiting.remove(waiting)
@@ -106,13 +104,13 @@ def _phase_of(log: Path) -> str:
 logger = logging.getLogger(__name__)
 
 TRAIN_SHARE = 0.4
-"""Of a slot's GPU (or CPU) that a training rank reserves: beside it an engine fits one colocated slot."""
+"""Share of a slot's GPU (or CPU) that a training rank reserves; an engine fits beside it."""
 
 
 def start(
     args: Args, plan: PlacementPlan, hosts: GuardedHosts, folder: RunFolder, tracker: Tracker, startup: StartUp
 ) -> Run:
-    """Starts everything and returns the verbs. Raises what the first process that failed raised."""
+    """Starts everything and returns the verbs. Raises the error of the first process that fails."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     keys = keys_of(args)
     with tracker.progress("starting") as note:
@@ -143,7 +141,7 @@ def start(
             engine_logs=[folder.logs / f"engine_{placed.index}.log" for placed in plan.engines],
         )
         results = wait_for(
-            [*building, *ready, *data, *lent, *opened],  # a failed build is named, not the lending that it fails
+            [*building, *ready, *data, *lent, *opened],  # builds first: a failed build also fails the lending
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
             limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=lambda: _told(port, hosts, progress),
@@ -169,9 +167,9 @@ def start(
 
 
 def keys_of(args: Args) -> EngineKeys:
-    """The keys of the run's engines. Other users of the machine can reach loopback; without a key they reach nothing.
+    """The keys of the run's engines, against other users of the machine, who can reach loopback.
 
-    Engines of somebody else have those that they were started with.
+    External engines keep the keys that they were started with.
     """
     use, admin = args.sglang.get("api_key") or args.router.get("api_key"), args.sglang.get("admin_api_key")
     if args.rollout_external_engine_addrs:
@@ -180,7 +178,7 @@ def keys_of(args: Args) -> EngineKeys:
 
 
 def _tell_memory(actors: Actors, folder: RunFolder) -> None:
-    """Says and records what the phases will take of the GPU of the training rank that needs most, if GPUs are lent."""
+    """Logs and records the planned GPU memory of the training rank that needs most, if GPUs are lent."""
     plans = [plan for plan in actors.on_trainers("memory_plan") if plan is not None]
     if not plans:
         return
@@ -192,7 +190,7 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
 
 
 def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> ExternalEngines:
-    """The engines that run already; nothing else starts before all of them fit."""
+    """Finds the external engines; nothing else starts before all of them fit."""
     port = ExternalEngines(args, keys)
     try:
         port.find(args.engine_start_timeout_s, note)
@@ -203,7 +201,7 @@ def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> Exter
 
 
 def _with_external(args: Args, port: ExternalEngines) -> Args:
-    """The settings with what the engines have, and paths that do not depend on where a process was started."""
+    """The settings with the GPUs of external engines, and with an absolute path of the disk transport."""
     changes: dict[str, Any] = {"rollout_num_gpus": port.num_gpus}
     if folder := args.components.get("update_weight_disk_dir"):
         changes["update_weight_disk_dir"] = str(Path(folder).absolute())
@@ -211,13 +209,15 @@ def _with_external(args: Args, port: ExternalEngines) -> Args:
 
 
 def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Callable[[int], str]:
-    """Slot -> where its training rank listens. Engines that are elsewhere cannot reach loopback."""
+    """Slot -> address on which its training rank listens. Engines on other hosts cannot reach loopback."""
     far = [host_of(url) for url in port.urls if not is_loopback(host_of(url))]
     if plan.several_hosts or not far:
         return plan.address_of
     here = address_towards(far[0])
     logger.warning(
-        "training ranks listen on %s, where %s reaches them: pickles travel there; keep strangers off it", here, far[0]
+        "training ranks listen on %s, for the engine at %s. Pickles travel there, so keep strangers off that network",
+        here,
+        far[0],
     )
     return lambda slot: here
 
@@ -248,15 +248,15 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
 
 
 def _lend(args: Args, engines: Sequence[Any], trainers: list[Any]) -> tuple[list[Any], list[Any]]:
-    """On GPUs: the trainers lend all that they have, and engines take memory when every one of them has."""
+    """On GPUs: all trainers lend their memory, then engines take theirs."""
     lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
     return lent, [engine.open_gate.remote(*lent) for engine in engines] if lent else []
 
 
 def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:
-    """On GPUs: whoever computes digests compiles its kernel as soon as it is up, while the others still start.
+    """On GPUs: rank 0 and the policy's engines compile their digest kernels as soon as they are up.
 
-    `heads`: the actors of `engines`, none of those that run already. Frozen ones get no weights to compute any of.
+    `heads`: the actors of `engines`; empty for external ones.
     """
     if args.device != "cuda" or not trainers or not heads:
         return []
@@ -265,7 +265,7 @@ def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], train
 
 
 def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, keys: EngineKeys) -> Any:
-    """On the driver's host: the data is there, and the user's modules."""
+    """On the driver's host, beside the data and the user's modules."""
     beside_driver = on_node(plan.hosts[0].node_id)
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
     process = Process("the process of the rollout side", str(plan.hosts[0]), folder.logs / "rollout.log")
@@ -273,12 +273,12 @@ def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engi
 
 
 def _placed(actor: Any, **options: Any) -> Any:
-    """Ray's class behind an actor, under these options; its decorator leaves the plain class to the type checker."""
+    """An actor class with these options, which the type checker does not see."""
     return actor.options(**options)
 
 
 def _told(port: RayEngines | ExternalEngines, hosts: GuardedHosts, progress: StartProgress) -> str:
-    """The progress of the start; looks after the hosts. Raises `EngineError` if an engine has lost one of several."""
+    """The progress of the start. Tends the hosts; raises `EngineError` if an engine has lost one of its hosts."""
     hosts.tend()
     if isinstance(port, RayEngines):
         for index in range(len(port.heads)):

@@ -1,10 +1,8 @@
 """One training rank as an actor: `MegatronBackend` and this rank's part of the weight sync.
 
-Consumes: calls of the driver, the same on all ranks; one thread runs them in order, another writes files (`save`),
-a third one hears of lost engines (`tell`).
-Produces: trained weights, their metrics, and the rank's parts of checkpoints. Waits for: the other ranks in the
-collectives of a call, with the limit of the process group, and for engines in a weight sync. Is woken by: the driver's
-calls alone.
+The driver calls every method on all ranks, in the same order. One thread runs the calls, a second one writes files
+(`write_parts`), a third one takes note of lost engines (`give_up`). A call waits for other ranks in collectives, with
+the limit of the process group, and for engines in a weight sync.
 """
 
 from __future__ import annotations
@@ -27,15 +25,12 @@ from slime.settings import Args
 
 @ray.remote(max_restarts=0, concurrency_groups={"save": 1, "tell": 1})
 class TrainActor:
-    """Shell around `MegatronBackend`. Every method is called on all ranks, in the same order.
-
-    One thread runs them all, but for `write_parts`, which writes files while the others go on, and `give_up`.
-    """
+    """Shell around `MegatronBackend`."""
 
     def __init__(
         self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
     ) -> None:
-        """`slots`: placement slot of every training rank; `address`: this host, as the others of the run reach it."""
+        """`slots`: [training ranks] placement slot; `address`: of this host, for the rest of the run."""
         setup_logging(Path(log_dir) / f"train_{rank}.log", crashes=True)
         self._args, self._rank, self._slots, self._address = args, rank, tuple(slots), address
         os.environ.update(args.train_env_vars)
@@ -51,7 +46,7 @@ class TrainActor:
         self._snapshot: Any = None
 
     def free_address(self) -> tuple[str, int]:
-        """(host, port) where rank 0 listens for the others from now on."""
+        """(host, port) on which rank 0 listens from now on."""
         from slime.weights.rendezvous import listen_on
 
         self._listener = listen_on(self._address)
@@ -59,7 +54,7 @@ class TrainActor:
         return str(host), int(port)
 
     def build(self, master_address: str, master_port: int) -> dict[str, float]:
-        """Joins the process group, builds the model with its Hugging Face weights, rehearses; seconds of the parts."""
+        """Joins the process group, builds the model with its Hugging Face weights, rehearses. Returns seconds of each."""
         began_s = time.perf_counter()
         import torch
 
@@ -72,7 +67,7 @@ class TrainActor:
             self._args,
             rank=self._rank,
             world_size=len(self._slots),
-            local_rank=0,  # Ray shows each actor its own GPU only
+            local_rank=0,  # Ray shows each actor only its own GPU
             master_address=master_address,
             master_port=master_port,
             listener=self._listener,
@@ -84,13 +79,11 @@ class TrainActor:
         return {"import": imported_s - began_s, "build": built_s - imported_s, "rehearsal": ended_s - built_s}
 
     def warm_digests(self) -> None:
-        """Makes the first digest of a weight sync as fast as the others. On a GPU, beside the start of the engines."""
         from slime.serving.payloads import warm_digest
 
         warm_digest(self._backend.device)
 
     def connect_engines(self) -> None:
-        """Prepares the weight sync."""
         from slime.cluster.rank_weight_sync import RankWeightSync
 
         self._weight_sync = RankWeightSync(
@@ -102,21 +95,18 @@ class TrainActor:
         )
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
-        """Sends the current weights to these engines and verifies them; they serve again afterwards.
-
-        Returns its cost, and the version as `perf/weight_version`.
-        """
+        """Sends the current weights to these engines, verifies and resumes them. Returns metrics, with the version."""
         metrics: dict[str, float] = self._weight_sync.sync_weights(engines)
         return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
 
     @ray.method(concurrency_group="tell")
     def give_up(self, url: str, incarnation: int) -> None:
-        """An engine is lost: the weight sync under way waits for it no longer."""
+        """The weight sync under way stops waiting for a lost engine."""
         if self._weight_sync is not None:
             self._weight_sync.give_up(url, incarnation)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Trains one batch; the weights that it leaves are the next version."""
+        """Trains one batch, which makes the next weight version."""
         start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
         self._backend.weight_version += 1
@@ -131,12 +121,12 @@ class TrainActor:
         return metrics
 
     def take_snapshot(self) -> None:
-        """Copies what this rank will write, for `write_parts`."""
+        """Copies this rank's state for `write_parts`."""
         self._snapshot = self._backend.snapshot()
 
     @ray.method(concurrency_group="save")
     def write_parts(self, directory: str) -> dict[str, Any]:
-        """Writes this rank's files of a checkpoint, as of the snapshot if one was taken; their sizes and hashes."""
+        """Writes this rank's files of a checkpoint, from the snapshot if there is one. Returns their sizes and hashes."""
         snapshot, self._snapshot = self._snapshot, None
         written: dict[str, Any] = (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
         return written
@@ -145,7 +135,7 @@ class TrainActor:
         self._backend.save_hf(Path(directory))
 
     def verify(self, directory: str) -> None:
-        """This rank's share of comparing a checkpoint with its manifest, which is to be read whole."""
+        """Compares this rank's share of a checkpoint with the manifest."""
         from slime.training.state.checkpoint import verify
 
         verify(Path(directory), share=(self._rank, len(self._slots)))

@@ -1,8 +1,13 @@
-"""Waiting for actors: every wait has a name, a limit and an owner.
+"""Waiting for actors: every wait has a name, a limit and an owner; and Ray's errors become ours, each one sentence.
 
-Consumes references to calls of actors, produces their results or the first error. `wait_for` waits for all of them and
-is woken by Ray when they are there; it also polls, so that a progress callback can draw while the driver waits, Ctrl-C
-is answered at once, and an actor that died is reported as what it was instead of as a lost object.
+    the actor's method raised an error of ours      that error
+    it raised anything else                         `ActorFailed`: what, in which process, where (the user's own line)
+    its constructor raised                          the same
+    its process is gone                             `ActorDied`: which process, during what
+    Ray itself cannot go on (disk, memory, a host)  `ClusterFailed`: what Ray said, during what
+
+The trace stays behind the error, for the log. `wait_for` also polls, so that progress shows while the driver waits, and
+Ctrl-C works at once.
 """
 
 from __future__ import annotations
@@ -21,31 +26,23 @@ from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, DeadlineExc
 from slime.core.silence import Silence
 from slime.core.text import shorten
 
-# What Ray says of a failed call, as one error of ours with one sentence; the trace stays behind it, for the log.
-#
-# the actor's method raised an error of ours      that error, as it was raised
-# it raised anything else                         `ActorFailed`: what, in which process, where (the user's own line)
-# its constructor raised                          the same
-# its process is gone                             `ActorDied`: which process, during what
-# Ray itself cannot go on (disk, memory, a host)  `ClusterFailed`: what Ray said, during what
-
 _introduced: dict[str, Process] = {}
-"""Ray's id of an actor that this process started -> what it is."""
+"""Ray's id of an actor that this process started -> the process."""
 RAY_CHARS = 600
-"""Of what Ray says of itself."""
+"""Of Ray's own text."""
 _ACTOR, _CLASS, _HOST = (re.compile(rf"{key}: (\S+)") for key in ("actor_id", "class_name", "ip"))
 _OURS = re.compile(r"^slime\.core\.errors\.(\w+): (.*)\Z", re.MULTILINE | re.DOTALL)
 _DETAIL = re.compile(r"Worker exit detail: ([^.\n]+\.)")
 
 
 def introduce(actor: Any, process: Process) -> Any:
-    """The same actor; its end will be that of `process`."""
+    """Returns the actor; its death will be reported as that of `process`."""
     _introduced[actor._actor_id.hex()] = process
     return actor
 
 
 def translated(error: RayError, for_what: str) -> SlimeError:
-    """The error to raise instead of Ray's, `from` it. `for_what`: what the driver waited for."""
+    """The error to raise instead of Ray's. `for_what`: what the driver waited for."""
     if isinstance(error, RayTaskError):
         return _raised(error, for_what)
     if isinstance(error, OutOfMemoryError):
@@ -68,7 +65,7 @@ def _raised(error: RayTaskError, for_what: str) -> SlimeError:
 
 
 def _not_started(text: str) -> SlimeError:
-    """Of an actor whose constructor raised Ray keeps the trace alone; an error of ours is made again from its text."""
+    """For an actor whose constructor raised. Ray keeps only the trace, so our errors are rebuilt from their text."""
     match = _OURS.search(text)
     kind = getattr(errors, match[1], None) if match else None
     if match and isinstance(kind, type) and issubclass(kind, SlimeError):
@@ -82,7 +79,7 @@ def _place(trace: str) -> str:
 
 
 def _last_line(trace: str) -> str:
-    """The exception itself, which ends a trace."""
+    """The exception at the end of a trace."""
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     return first_line(lines[-1]) if lines else "an error without a text"
 
@@ -95,7 +92,7 @@ def _process(text: str) -> Process:
 
 
 def _detail(text: str) -> str:
-    """What Ray knows of its end; of a connection that ended, whatever ended the process, nothing."""
+    """What Ray knows about the end of a process; nothing if it only saw the connection end."""
     detail = None if "connection error" in text else _DETAIL.search(text)
     return f" (Ray: {detail[1]})" if detail else ""
 
@@ -112,11 +109,10 @@ def wait_for(
     on_poll: Callable[[], str] | None = None,
     flag: str = "",
 ) -> list[Any]:
-    """Results of all `refs`, in order. The first failure is raised at once (`failures.translated`).
+    """Results of all `refs`, in order. The first failure is raised at once (`translated`).
 
-    `on_poll` is called about twice a second and returns the last progress as text; `flag` raises the limit. Raises
-    `DeadlineExceeded` when `limit_s` runs out (later on a busy machine: `slime.core.silence`), the actor's own error if
-    it is one of ours, `ActorFailed` for any other (also of Ray itself), and `ActorDied` if its process is gone.
+    `on_poll`: called about twice a second, returns the progress as text. `flag`: the setting that raises the limit.
+    Raises `DeadlineExceeded` when `limit_s` runs out, later on a busy machine (`slime.core.silence`).
     """
     silence = Silence()
     pending, last_progress = list(refs), "none"
@@ -134,12 +130,12 @@ def wait_for(
 
 
 def all_there(refs: Sequence[Any]) -> bool:
-    """Whether the results, or failures, of all `refs` are there. Never waits."""
+    """Whether all `refs` have a result or a failure. Never waits."""
     return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1] if refs else True
 
 
 def peek(ref: Any) -> Any:
-    """The result of `ref` if it is there, else None; also None if the call failed. Never waits, never raises."""
+    """The result of `ref`; None if it is not there or the call failed. Never waits, never raises."""
     done, _ = ray.wait([ref], timeout=0)
     try:
         return ray.get(ref) if done else None
@@ -148,9 +144,9 @@ def peek(ref: Any) -> Any:
 
 
 def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
-    """Of calls to some actors, the end of the first that turns out to be gone. Never raises.
+    """The first death that these calls to actors show within the limit. Never raises.
 
-    Who is dead answers at once with that; who is busy does not answer, which says nothing.
+    Ray reports a dead actor at once; a busy one does not answer, which says nothing.
     """
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:

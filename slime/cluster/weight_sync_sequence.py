@@ -1,21 +1,19 @@
-"""One weight sync as the driver runs it: all that new weights mean to trainer, engines and running requests, in order.
+"""One weight sync as the driver runs it: what trainer, engines and running requests do, in order.
 
-    1. memory     the trainer keeps its weights alone, engines take room for theirs `MemoryHandOver`
-    2. requests   those that run end, if this weight sync ends them                `EndRequests`
-    3. weights    training ranks send, engines are verified and serve              `RankWeightSync`
+    1. memory     the trainer keeps only its weights, engines take room for theirs    `MemoryHandOver`
+    2. requests   running requests end, if this weight sync ends them                 `EndRequests`
+    3. weights    training ranks send, engines are verified and resume                `RankWeightSync`
     4. requests   go on
-    5. memory     the trainer gives those away, engines take room for the cache    `MemoryHandOver`
-    6. traffic    clients and routers may use the engines                         `Engines`
+    5. memory     the trainer releases its weights, engines take room for the cache   `MemoryHandOver`
+    6. traffic    clients and routers may use the engines                             `Engines`
 
-An engine that is lost on the way, or fails where others do not, is left out and step 3 repeated; one that was started
-again later gets the weights by itself, or with the next weight sync (`join`).
-
-Consumes the trainer's weights. Produces engines that serve them, and the metrics of the transfer. Runs on the driver's
-thread; waits for training ranks, engines and the rollout side, each with a limit; nobody wakes it.
+If an engine is lost on the way, or fails where others do not, step 3 is repeated without it. An engine that restarts
+later gets the weights alone, or with the next weight sync (`join`). Everything runs on the driver's thread, and every
+wait has a limit.
 
 Invariants
 1. No client and no router knows an engine that has not been verified.
-2. After an error the sequence stops: requests that were ended stay so, engines stay paused, and the run ends.
+2. After an error the sequence stops: ended requests stay ended, engines stay paused, and the run ends.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ from slime.weights.transports import TRANSPORTS
 logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
-"""Limit of ending requests, and of letting them go on."""
+"""Limit of ending requests, and of resuming."""
 OF_SYNC, OF_JOIN = "update_weights_", "join_"
-"""In the names of metrics: a step may have both."""
+"""In metric names: a step may have both."""
 
 
 class EndRequests(enum.Enum):
-    """Which weight syncs end the requests that run; those are sent again with the tokens that they have."""
+    """Which weight syncs end the running requests, which are sent again later with the tokens they have."""
 
     NEVER = enum.auto()
-    """None run: generation and weight sync take turns."""
+    """No requests run then: generation and weight sync take turns."""
     FOR_SAVES = enum.auto()
-    """Those that a save follows, which writes the tokens down. Through all others engines keep their requests."""
+    """Only before a save, which writes the tokens. In other weight syncs engines keep their requests."""
     ALWAYS = enum.auto()
-    """Every one. An engine that had to end requests itself would take a second to see that they have ended."""
+    """Faster than leaving it to the engine, which would take a second to see that requests have ended."""
 
     @classmethod
     def of(cls, args: Args) -> EndRequests:
@@ -77,16 +75,15 @@ class WeightSyncSequence:
         self._engines = actors.engines
         sends_to_all = not args.debug_rollout_only and TRANSPORTS.get(args.update_weight_transport).groups_engines
         self._joins_alone = not sends_to_all
-        """Whether an engine can get weights at no cost for the next weight sync."""
+        """Whether an engine can get weights alone, at no cost for the next weight sync."""
         self._takers: tuple[Engine, ...] = ()
         self._version = 0
 
     def run(self, *, for_save: bool) -> None:
-        """Sends the trainer's weights to every engine that answers, and verifies what they hold; then they serve.
+        """Sends the trainer's weights to every engine that answers and verifies them; then the engines serve.
 
-        `for_save`: a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve what they loaded,
-        as version 0; without engines nothing happens. If one is lost or fails alone, the others get them once more.
-        Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
+        `for_save`: a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve their checkpoint as
+        version 0; without engines nothing happens. Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
         """
         if not self._engines.take_weights:
             return
@@ -98,11 +95,11 @@ class WeightSyncSequence:
         self._engines.end_sync(self._takers, self._version)
 
     def join(self, *, fresh: bool) -> None:
-        """Brings weights to engines that were started again, while the others serve; trainers must be idle.
+        """Brings weights to restarted engines while the others serve; trainers must be idle.
 
-        `fresh`: the trainer has what the others serve. If not, or if memory changes hands, or if all engines share a
-        process group, which has to be made again, they wait for the next weight sync, unless the others can answer
-        nothing; then all get the weights: both engines of a pair have the same, and all are in the next group.
+        `fresh`: the trainer has the weights that the others serve. If not, or if memory changes hands, or if all
+        engines share a process group (which must be rebuilt), the restarted engines wait for the next weight sync. But
+        if the others cannot answer requests, all engines get the weights now.
         """
         joiners, alone = self._engines.joiners(), fresh and self._joins_alone
         if not joiners or (self._engines.can_answer and (self._memory.lends or not alone)):
@@ -122,12 +119,12 @@ class WeightSyncSequence:
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool, *, hand_back: bool) -> None:
-        """Steps 2 to 4, until they succeed or fail for another reason than one of several engines.
+        """Steps 2 to 4, repeated while a single engine fails.
 
-        `hand_back`: the Data Buffer gets the tokens of the requests that end.
+        `hand_back`: the Data Buffer gets the tokens of the ended requests.
         """
         if ends_requests:
-            tended = self._engines.tended  # one that is lost now does not end its requests
+            tended = self._engines.tended  # an engine that is lost now does not end its requests
             self._actors.on_rollout(
                 "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
             )
@@ -139,7 +136,7 @@ class WeightSyncSequence:
             self._tracker.add(metrics[0])
 
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
-        """One weight sync to these engines, or to all that answer. The ranks' metrics; none if an engine was lost."""
+        """One weight sync to these engines, or to all that answer. The ranks' metrics; empty if an engine was lost."""
         takers = self._takers = self._engines.begin_sync(engines)
         infos = self._engines.infos(takers)
         try:
@@ -153,7 +150,7 @@ class WeightSyncSequence:
         return metrics or [{}]
 
     def _tended(self, takers: Sequence[Engine]) -> Callable[[], str]:
-        """`Engines.tended`, which tells the senders of those that are lost meanwhile."""
+        """`Engines.tended`, which also tells the training ranks of engines that are lost meanwhile."""
         told: set[int] = set()
 
         def tended() -> str:

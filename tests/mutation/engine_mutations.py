@@ -144,7 +144,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "            pass\n",
     ),
     "the first host of an engine alone stops": Mutation(
-        "wiring", "cluster/ray_engines.py", "for actor in self.crew(index)]", "for actor in self.crew(index)[:1]]"
+        "wiring", "cluster/ray_engines.py", "for actor in self._crews[index]]", "for actor in self._crews[index][:1]]"
     ),
     "any host of an engine is enough": Mutation(
         "wiring", "cluster/ray_engines.py", "return all(self._hosts.has(host)", "return any(self._hosts.has(host)"
