@@ -191,11 +191,11 @@ class Engines:
 
     def call_lenders(self, method: str, *arguments: Any) -> None:
         """See `Actors.on_lenders`. Engines that are lost during the call are skipped."""
-        self._call([engine for engine in self.members.of(*ASKED) if engine.lends], method, *arguments)
+        self._call([engine for engine in self.members.in_states(*ASKED) if engine.lends], method, *arguments)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
         """Every serving engine traces its next forward passes into `directory`. Lost engines are skipped."""
-        self._call(self.members.of(State.READY), "start_profile", directory, rollout_id)
+        self._call(self.members.in_states(State.READY), "start_profile", directory, rollout_id)
 
     def _call(self, engines: Sequence[Engine], method: str, *arguments: Any) -> None:
         calls = {engine.index: self._port.ask(engine.index, method, *arguments) for engine in engines}
@@ -222,7 +222,7 @@ class Engines:
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
         """Requests to frozen models that lend their memory wait during the block, as they do for a lost engine."""
-        aside = [e for e in self.members.of(State.READY) if e.role == FROZEN and e.lends]
+        aside = [e for e in self.members.in_states(State.READY) if e.role == FROZEN and e.lends]
         for engine in aside:
             self._dismiss(engine)
         self._supervisor.syncing(aside)
@@ -303,7 +303,7 @@ class Engines:
     def can_answer(self) -> bool:
         """Whether the serving policy engines can answer a request. Pairs need one engine of each kind."""
         kinds = {engine.worker for engine in self.members.engines if engine.role == POLICY}
-        return {engine.worker for engine in self.members.of(State.READY) if engine.role == POLICY} == kinds
+        return {engine.worker for engine in self.members.in_states(State.READY) if engine.role == POLICY} == kinds
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._control_key, e.incarnation) for e in engines]
@@ -328,7 +328,7 @@ class Engines:
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
         """Those of `engines` that answer and were not replaced. None: all policy engines that answer."""
-        now = self.members.of(*ASKED)
+        now = self.members.in_states(*ASKED)
         if engines is None:
             return tuple(engine for engine in now if engine.role == POLICY)
         known = {(engine.index, engine.incarnation) for engine in now}
@@ -339,7 +339,7 @@ class Engines:
         if asked := list(self._admissions.values()):
             answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
             wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)
-        for engine in self.members.of(State.READY):
+        for engine in self.members.in_states(State.READY):
             if engine.url and engine.url not in self._admissions:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
 
@@ -356,7 +356,7 @@ class Engines:
         elif all_there(self._stalled):
             stalled, bringing = (peek(answer) or () for answer in self._stalled)
             self._stalled, self._ask_for_stalls_at = None, time.monotonic() + STALLS_EVERY_S
-            for engine in self.members.of(State.READY):
+            for engine in self.members.in_states(State.READY):
                 if engine.url in bringing:
                     self._port.heard(engine.index)
                 elif engine.url in stalled:

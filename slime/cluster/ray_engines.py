@@ -272,7 +272,7 @@ class RayEngines:
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks all actors of these engines to end, unless they were asked before; returns references to their answers."""
+        """Asks the actors of these engines to end, unless they were asked before; returns references to the answers."""
         return [actor.stop.remote() for index in indices if index not in self._ending for actor in self._crews[index]]
 
     def close(self) -> None:
@@ -332,7 +332,7 @@ class RayEngines:
         return url
 
     def require_followers(self, index: int) -> None:
-        """Raises `EngineError` if a starting engine has lost a host other than the first, whose actor says so itself."""
+        """Raises `EngineError` if a starting engine has lost a host other than the first, which reports itself."""
         for member in range(1, len(self._crews[index])):
             if problem := self._look(index, member, State.STARTING):
                 raise EngineError(f"engine {index} cannot start: on its host {member}, {problem}")

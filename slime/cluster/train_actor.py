@@ -54,7 +54,7 @@ class TrainActor:
         return str(host), int(port)
 
     def build(self, master_address: str, master_port: int) -> dict[str, float]:
-        """Joins the process group, builds the model with its Hugging Face weights, rehearses. Returns seconds of each."""
+        """Joins the process group, builds the model with its weights, rehearses. Returns the seconds of each."""
         began_s = time.perf_counter()
         import torch
 
@@ -126,7 +126,7 @@ class TrainActor:
 
     @ray.method(concurrency_group="save")
     def write_parts(self, directory: str) -> dict[str, Any]:
-        """Writes this rank's files of a checkpoint, from the snapshot if there is one. Returns their sizes and hashes."""
+        """Writes this rank's checkpoint files, from the snapshot if there is one. Returns their sizes and hashes."""
         snapshot, self._snapshot = self._snapshot, None
         written: dict[str, Any] = (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
         return written

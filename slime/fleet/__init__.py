@@ -1,6 +1,6 @@
-"""The fleet: which engines exist, on which hosts, in which state, at which version; and who keeps it so.
+"""The fleet: which engines exist, on which hosts, in which state, at which weight version.
 
-`engine` is the record of one, `membership` the list that others follow, `supervisor` what finds the dead and brings
-them back. How engines are started and asked is behind `port`: `slime.cluster` has the implementation on Ray, `external`
-that of servers which somebody else started and `fitting` finds to fit.
+`supervisor` has the record of an engine, the list of them, and what keeps them alive. It starts and asks engines
+through a port: `slime.cluster.ray_engines` on Ray, `external` for servers that somebody else started, which `fitting`
+checks.
 """

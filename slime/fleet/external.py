@@ -1,17 +1,16 @@
-"""Engines that run already: how the supervisor of a fleet watches servers which somebody else started.
+"""External engines: servers that somebody else started, as the fleet's supervisor watches them.
 
-Nothing can be started here and nothing is ended. To start one again is to wait until its address answers, with a server
-that fits (`fitting`): who started it may start another. Addresses may come from a file that is read again when it
-changes (`slime.settings.topology_yaml`): new ones join, those that are taken off it leave.
+They are neither started nor ended here. "Starting" one again means to wait until a server that fits (`fitting`) answers
+at its address, because its owner may start another. If the addresses come from a file, it is read again when it
+changes (`slime.settings.topology_yaml`): new addresses join, removed ones leave.
 
-Consumes: addresses, what servers say of themselves, and the supervisor's calls, on one thread. Produces: engines that
-answer and fit, and what is wrong with each. Waits for nothing but in `find`, at the start of a run: threads of its own
-ask the servers, each answer with a limit, and its methods read what they have found. Is woken by nothing.
+The supervisor calls on one thread. Only `find`, at the start of a run, waits. Background threads ask the servers, each
+answer with a limit; the methods here read their results.
 
 Invariants
-1. An engine is handed out only after its server was found to fit, each time that it comes back.
-2. A server that serves other weights than it was sent, as one that was started again behind our back does, is lost.
-3. What leaves is left as it is: it serves, unless it was lost with weights that nobody has verified.
+1. Before each use, also after a restart, a server is checked to fit.
+2. A server that serves other weights than it was sent is lost: its owner has restarted it.
+3. A server that leaves stays as it is: it serves, unless it was lost with unverified weights.
 """
 
 from __future__ import annotations
@@ -37,37 +36,35 @@ from slime.settings.topology_yaml import address_file, read_addresses
 logger = logging.getLogger(__name__)
 
 KNOCK_EVERY_S = 2.0
-"""Between two questions to an address at which no server that fits has answered."""
+"""Between two questions to an address where no server that fits has answered."""
 DOOR_EVERY_S = 1.0
-"""Between two questions to the front door of a server that serves."""
+"""Between two questions to the front end of a serving server."""
 LOOK_AGAIN_S = 0.5
-"""Between the two failed connections after which a server counts as gone; and between two looks in `find`."""
+"""Between the two failed connections after which a server counts as gone; and between two checks in `find`."""
 
 
 class ExternalEngines:
-    """The engines at the addresses of a run."""
+    """The external engines of a run."""
 
     actors: tuple[()] = ()
-    """None: nothing of them is a process of the run."""
+    """Empty: they are not processes of the run."""
 
     def __init__(self, args: Args, keys: EngineKeys, *, wanted: Wanted | None = None) -> None:
-        """`wanted`: what they have to be; None is what `args` asks for. `find` comes next."""
+        """`wanted`: default is what `args` asks for. Call `find` next."""
         self._args, self._keys, self._wanted = args, keys, wanted or Wanted.of(args)
         self._list = AddressList(args.rollout_external_engine_addrs)
         self._known: list[Engine] = []
         self._urls: list[str] = []
-        """Of each engine, for good."""
+        """[engines] address, which never changes."""
         self._knocks: dict[str, _Knock] = {}
         self._looks: dict[int, _Look] = {}
         self.may_take_memory: Callable[[], bool] = lambda: True
         self.dismissed: Callable[[Engine], None] = lambda engine: None
-        """Called with an engine that nothing may be sent to; set by who informs router and clients."""
-
-    # --- the start of a run -------------------------------------------------------------------------------------------
+        """Called with an engine that gets no more requests; `Engines` sets it."""
 
     def find(self, limit_s: float, note: Callable[[str], object] = lambda text: None) -> None:
-        """Waits until every address has answered. Raises `ConfigError` with all that does not fit, `EngineError` if
-        some do not answer in time.
+        """Waits until every address has answered. Raises `ConfigError` with all misfits, `EngineError` if some do not
+        answer in time.
         """
         knocks = {url: self._knock(url) for url in self._list.urls}
         deadline = time.monotonic() + limit_s
@@ -78,7 +75,7 @@ class ExternalEngines:
             if time.monotonic() > deadline:
                 told = "; ".join(f"{url}: {why}" for url, why in silent.items())
                 raise EngineError(
-                    f"got no answer from {len(silent)} of {len(knocks)} external engines within {limit_s:.0f} s "
+                    f"{len(silent)} of {len(knocks)} external engines did not answer within {limit_s:.0f} s "
                     f"(--engine-start-timeout-s): {told}; start them, or leave them out"
                 )
             time.sleep(LOOK_AGAIN_S)
@@ -87,25 +84,21 @@ class ExternalEngines:
             self._take(url)
 
     def engines(self) -> list[Engine]:
-        """Those that were found, in the order of their addresses."""
+        """The engines found, in the order of their addresses."""
         return list(self._known)
 
     @property
     def urls(self) -> list[str]:
-        """Of each engine where it is."""
         return list(self._urls)
 
     @property
     def num_gpus(self) -> int:
-        """Ranks of all of them."""
+        """Ranks of all engines."""
         return sum(engine.layout.num_ranks for engine in self._known)
 
     @property
     def takes_memory(self) -> bool:
-        """None shares a GPU with a trainer."""
-        return False
-
-    # --- as the supervisor asks ---------------------------------------------------------------------------------------
+        return False  # none shares a GPU with a trainer
 
     def heard(self, index: int) -> None:
         if (look := self._looks.get(index)) is not None:
@@ -118,7 +111,7 @@ class ExternalEngines:
         return {**found, **gone}
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Engines at addresses that have joined the list, as soon as they answer and fit."""
+        """Engines at new addresses that answer and fit."""
         listed = self._list.now()
         for url in [url for url in self._knocks if url not in listed]:
             self._drop(url)
@@ -126,7 +119,6 @@ class ExternalEngines:
         return [(self._take(url), url) for url in joined if self._knock(url).facts is not None]
 
     def start(self, engine: Engine) -> None:
-        """Waits for its address: `started` says when something that fits answers there."""
         self._drop(self._urls[engine.index])
 
     def started(self, index: int) -> str | None:
@@ -144,7 +136,7 @@ class ExternalEngines:
         self.dismissed(engine)
 
     def watch(self, engine: Engine) -> None:
-        """Looks at an engine from now on, in the state that it is in; at a dead one or one that is awaited, no more."""
+        """Watches an engine as its state requires; a dead or awaited one not at all."""
         look = self._looks.get(engine.index)
         if engine.url is None or engine.state is State.DEAD:
             if look is not None:
@@ -158,37 +150,33 @@ class ExternalEngines:
         raise AssertionError(f"engine {index} lends no memory, so it has no actor to ask for {method}")
 
     def has_host(self, index: int) -> bool:
-        """True: where it is, is not ours to know."""
+        """True, because the run does not know the hosts of external engines."""
         return True
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Nothing ends here that did not begin here."""
+        """External engines go on."""
         return []
 
-    # --- the end ------------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Looks at nothing any more. Says which engines may be paused: a weight sync to them was interrupted."""
+        """Stops watching. Warns about engines that may be paused after an interrupted weight sync."""
         for index, look in self._looks.items():
             look.close()
             if look.state is State.TAINTED or (look.state is State.SYNCING and look.served):
                 logger.warning(
-                    "engine %d at %s may be paused: a weight sync to it was interrupted; the next run lets it go on, "
-                    "or POST /continue_generation",
+                    "engine %d at %s may be paused, because a weight sync to it was interrupted; the next run resumes "
+                    "it, or POST /continue_generation",
                     index,
                     self._urls[index],
                 )
         for knock in self._knocks.values():
             knock.close()
 
-    # --- addresses ----------------------------------------------------------------------------------------------------
-
     def _take(self, url: str) -> Engine:
-        """The engine at an address that answers and fits, under the next number."""
+        """Adds the engine at an address that answers and fits."""
         facts = self._knock(url).facts
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
-            logger.warning("%s asks for no key: whoever reaches it can replace its weights; start it with one", url)
+            logger.warning("%s asks for no key, so whoever reaches it can replace its weights; start it with one", url)
         engine = Engine(len(self._known), (), layout=layout_of_server(facts), host=host_of(url), external=True)
         self._known.append(engine)
         self._urls.append(url)
@@ -197,7 +185,7 @@ class ExternalEngines:
         return engine
 
     def _knock(self, url: str, layout: EngineLayout | None = None) -> _Knock:
-        """Who asks an address; `layout`: of the engine that was there before."""
+        """The thread that asks an address. `layout`: of the engine that was there before."""
         if url not in self._knocks:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
@@ -213,22 +201,22 @@ class ExternalEngines:
     def _judge(self, facts: ServerFacts, layout: EngineLayout | None) -> list[str]:
         found = misfits(facts, self._wanted)
         if not found and layout not in (None, layout_of_server(facts)):
-            found.append(f"{layout_of_server(facts)}, and the engine before it had {layout}: start it with that")
+            found.append(f"it has {layout_of_server(facts)}, but the engine before it {layout}; start it with that")
         return found
 
 
 class AddressList:
-    """The addresses of a run; those of a file as it is now."""
+    """The addresses of external engines, given or in a file."""
 
     def __init__(self, given: Sequence[str]) -> None:
         """Raises `ConfigError` as `read_addresses` does."""
         self._given, self.file = given, address_file(given)
         self._seen = self._stamp()
         self.urls = read_addresses(given)
-        """As they were last read."""
+        """As last read."""
 
     def now(self) -> tuple[str, ...]:
-        """Reads the file again if it has changed; one that cannot be meant is logged, and the list stays."""
+        """Reads the file again if it has changed; an invalid file is logged and changes nothing."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp
@@ -248,16 +236,16 @@ class AddressList:
 
 
 class _Knock:
-    """Asks one address, in a thread of its own, until a server that fits has answered."""
+    """A thread that asks one address until a server that fits has answered."""
 
     def __init__(
         self, url: str, ask_once: Callable[[], ServerFacts], judge: Callable[[ServerFacts], list[str]]
     ) -> None:
         self._url, self._ask, self._judge = url, ask_once, judge
         self.facts: ServerFacts | None = None
-        """Of a server that fits."""
+        """Of the server that fits."""
         self.problems: list[str] | None = None
-        """Of the last answer; None as long as nobody answers."""
+        """Misfits of the last answer; None while nobody answers."""
         self.asked, self.silence = False, "it was not asked yet"
         """Whether it was asked at least once, and why it does not answer."""
         self._over = threading.Event()
@@ -286,15 +274,15 @@ class _Knock:
             return None, None
         except SlimeError as error:
             return None, [str(error)]
-        except Exception as error:  # whatever a stranger answers
+        except Exception as error:  # any kind of server may be there
             return None, [f"its answers make no sense: {type(error).__name__}: {error}; is it an SGLang server?"]
 
 
 class _Look:
-    """Looks at one server that answers: whether it still does, and whether it is the one that weights were sent to.
+    """Watches one server: whether it still answers, and whether it still has the weights that it was sent.
 
-    Its front door is asked every second, because whoever a call to it has failed wants to know soon whether it is gone;
-    its scheduler as seldom as those of the run's own engines.
+    It asks the front end every second, so that failed calls are explained soon, and the scheduler as often as those of
+    the run's own engines.
     """
 
     def __init__(self, url: str, args: Args, api_key: str | None) -> None:
@@ -314,7 +302,7 @@ class _Look:
 
     @property
     def version(self) -> int | None:
-        """That it serves, as far as we know."""
+        """Of the weights that it was sent."""
         return self._version
 
     @version.setter
@@ -322,11 +310,9 @@ class _Look:
         self._version, self.served = version, self.served or version is not None
 
     def trouble(self) -> str | None:
-        """What is wrong with it, in one line."""
         return self._watch.trouble(expects_answers=self.state in EXPECTS_ANSWERS)
 
     def heard(self) -> None:
-        """It brings tokens."""
         self._watch.heard()
 
     def close(self) -> None:
@@ -355,11 +341,10 @@ class _Look:
             else:
                 refused = 0
                 if asked_of and asked_of == self._version and found != str(asked_of):
-                    self._problem = f"it was started again: it serves weights {found!r} and was sent version {asked_of}"
+                    self._problem = f"it was restarted: it serves weights {found!r} and was sent version {asked_of}"
 
 
 def _told(facts: ServerFacts) -> str:
-    """What it is, in a few words."""
     names: Iterator[tuple[str, Any]] = ((name, facts.info.get(name)) for name in ("version", "dtype", "device"))
     parts = [f"{name} {value}" for name, value in names if value is not None]
     return ", ".join([*parts, str(layout_of_server(facts)), f"weights {facts.model.get('weight_version')!r}"])

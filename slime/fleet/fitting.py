@@ -1,8 +1,8 @@
-"""Whether an engine that somebody else started fits a run: its version, its model, its layout, its settings.
+"""Whether an external engine fits a run: its version, model, layout and settings.
 
-What does not fit is listed whole, with what the server has to be started with, because each try costs its start.
-Shapes of tensors are not among what a server says. Where its `config.json` can be read here the sizes are compared;
-elsewhere the names of its tensors, and the first weight sync refuses tensors of another shape.
+All misfits are listed at once, with the flags that the server needs, because each try costs a start. A server does not
+report shapes of tensors. If its `config.json` can be read here, the sizes are compared; the names of tensors always
+are. The first weight sync refuses tensors of another shape.
 """
 
 from __future__ import annotations
@@ -43,38 +43,37 @@ SAME_IN_CONFIG = (
     "rope_parameters",
     "rope_scaling",
 )
-"""Of `config.json`: sizes, and what the log-probs depend on though no tensor shows it."""
+"""Keys of `config.json`: sizes, and settings that change log-probs without a tensor."""
 NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
-"""Models of which stock SGLang keeps a copy of a weight that no weight sync renews, and no digest shows
+"""Models for which stock SGLang keeps a copy of a weight that weight syncs do not renew and digests do not show
 (`slime.compat.sglang_fresh_router`)."""
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
-"""In `custom_weight_loader` of a server: it was started by the launcher."""
+"""In `custom_weight_loader` of servers that the launcher started."""
 UNSET = (None, False)
 DTYPES = {"half": "float16", "float": "float32"}
-"""Other words for them."""
+"""Alias -> name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run asks of an engine."""
+    """What a run needs from an external engine."""
 
     config: Mapping[str, Any]
     """Of the checkpoint."""
     table: FamilyTable
     sglang_version: str
     settings: Mapping[str, Any]
-    """ServerArgs that the run depends on, by name: those that the user gave, and those that other settings ask for."""
+    """ServerArgs by name that the run depends on: the user's, and those that other settings need."""
     labels: bool
-    """Whether each token has to tell its weight version."""
+    """Each token needs its weight version."""
     experts: bool
-    """Whether routed experts are asked for."""
+    """Answers need routed experts."""
     trains: bool
-    """Whether the run sends weights."""
+    """The run sends weights."""
 
     @classmethod
     def of(cls, args: Args) -> Wanted:
-        """By the settings of a run."""
         config = read_hf_config(str(args.hf_checkpoint))
         given = {name: value for name, value in args.sglang.items() if value is not None and name not in KEYS}
         return cls(
@@ -89,7 +88,7 @@ class Wanted:
 
 
 def misfits(facts: ServerFacts, wanted: Wanted) -> list[str]:
-    """What does not fit, each in one line (got / because / do); empty if the run can use it."""
+    """All misfits, one line each (got / because / do); empty if the run can use the engine."""
     found = list(_of_model(facts, wanted))
     if not found:
         found += _of_tensors(facts, wanted)
@@ -97,7 +96,6 @@ def misfits(facts: ServerFacts, wanted: Wanted) -> list[str]:
 
 
 def report(found: Mapping[str, Sequence[str]]) -> str:
-    """By address what does not fit, for people."""
     lines = [f"  {url}\n" + "\n".join(f"    - {problem}" for problem in problems) for url, problems in found.items()]
     return (
         f"got {len(found)} external engine{'s' * (len(found) > 1)} that this run cannot use:\n"
@@ -110,8 +108,8 @@ def _of_version(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     version = facts.info.get("version")
     if version != wanted.sglang_version:
         yield (
-            f"SGLang {version}; the run knows what {wanted.sglang_version} holds and how it is asked: start it with "
-            "that version"
+            f"SGLang {version}; the run needs {wanted.sglang_version}, whose tensors and routes it knows: start it "
+            "with that version"
         )
 
 
@@ -120,8 +118,8 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     served = facts.model.get("architectures") or [facts.model.get("model_type")]
     ours = config.get("architectures") or [config.get("wrapper_type", config.get("model_type"))]
     if facts.model.get("is_generation") is False or facts.info.get("is_embedding"):
-        yield "it embeds texts and samples none; start it without --is-embedding"
-    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # one of the two does not say
+        yield "it embeds texts and does not sample; start it without --is-embedding"
+    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # only one of them says
         served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
     if list(served) != list(ours):
         path = facts.model.get("model_path")
@@ -133,7 +131,7 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
 
 
 def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(name, theirs, ours) of the sizes that differ; none where its folder is not seen from here."""
+    """(name, theirs, ours) of differing sizes; empty if the server's folder cannot be read here."""
     try:
         theirs = text_config(json.loads((Path(str(facts.model.get("model_path"))) / "config.json").read_text()))
     except (OSError, ValueError):
@@ -144,7 +142,6 @@ def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
-    """Its tensors are those that the weight sync will send and compare."""
     held = {name for name in facts.resident if not wanted.table.carries(name)}
     meant = set(wanted.table.resident) | {e.plus_one for e in wanted.table.entries if e.plus_one}
     missing, extra = sorted(meant - held), sorted(held - meant)
@@ -152,23 +149,23 @@ def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         yield "it keeps shared experts with the routed ones: start it with --disable-shared-experts-fusion"
     elif missing or extra:
         parts = [f"lacks {listed(missing, 3)}"] * bool(missing) + [f"has {listed(extra, 3)}"] * bool(extra)
-        yield f"its model {' and '.join(parts)}, so it is another one than the checkpoint's: start it with that"
+        yield f"its model {' and '.join(parts)}, unlike the checkpoint: start it with the checkpoint"
 
 
 def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     worker = "encoder" if facts.info.get("encoder_only") else facts.info.get("disaggregation_mode", "null")
     if worker != "null":
-        yield f"it is a {worker} worker, which answers no request whole; start it without disaggregation"
+        yield f"it is a {worker} worker, which cannot answer a request alone; start it without disaggregation"
     for name, plain in UNVERIFIED.items():
         if name in facts.info and facts.info[name] not in plain:
             yield (
-                f"{_flag(name)} {facts.info[name]}: it holds other tensors than the trainer verifies after each weight "
-                "sync; leave that out"
+                f"{_flag(name)} {facts.info[name]}: it then holds other tensors than the trainer verifies after each "
+                "weight sync; leave the flag out"
             )
     if facts.info.get(ALGORITHM):
         yield (
-            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]}: drafts of engines that run already are not verified; leave "
-            "it out"
+            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]}: drafts of external engines are not verified; leave the flag "
+            "out"
         )
     try:
         layout = layout_of_server(facts)
@@ -181,7 +178,7 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
 
 
 def layout_of_server(facts: ServerFacts) -> EngineLayout:
-    """How the ranks of a server divide the model. Raises `ConfigError` for sizes that slime does not know."""
+    """Raises `ConfigError` for sizes that slime does not know."""
     stages = int(facts.info.get("pp_size") or 1)
     return layout_of(int(facts.info.get("tp_size") or 1) * stages, facts.info)
 
@@ -189,20 +186,23 @@ def layout_of_server(facts: ServerFacts) -> EngineLayout:
 def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     ranks, heads = layout.attention_tp_size, wanted.table.sizes.num_heads
     if heads % ranks:
-        yield f"{layout}: {ranks} ranks share the attention, which do not divide its {heads} heads; choose a divisor"
+        yield f"{layout}: its {ranks} attention ranks do not divide the {heads} heads; choose a divisor"
     elif wanted.trains and (problem := layout_problem(wanted.config, layout)):
         yield f"{layout}: {problem}; choose another layout"
     if layout.pp_size > 1 and wanted.labels:
-        yield f"{layout}: SGLang goes on serving in pipeline stages while weights change; use one stage, or abort"
+        yield (
+            f"{layout}: pipeline stages keep serving while weights change; use one stage, or --pause-generation-mode "
+            "abort"
+        )
     if max(layout.pp_size, layout.dp_size) > 1 and not _has_hooks(facts):
         yield (
-            f"{layout}: stock SGLang answers for its first stage or group alone; start it with {LAUNCHER}, and "
-            f"--custom-weight-loader {LOADER} as the sign of it"
+            f"{layout}: stock SGLang answers for its first stage or group only; start it with {LAUNCHER}, and with "
+            f"--custom-weight-loader {LOADER} to show that"
         )
 
 
 def _has_hooks(facts: ServerFacts) -> bool:
-    """Whether it was started by slime's launcher, as far as it says."""
+    """Whether slime's launcher has started it, by its settings."""
     return LOADER in (facts.info.get("custom_weight_loader") or ())
 
 
@@ -217,11 +217,11 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         yield f"it did not sample a few tokens: {facts.problem}"
         return
     if facts.probe.repeats:
-        yield "each event of a stream repeats all before it; start it with --incremental-streaming-output"
+        yield "each event of a stream repeats the earlier ones; start it with --incremental-streaming-output"
     if wanted.labels and not facts.probe.labels:
         yield (
-            "its answers do not tell the weight version of each token, which --pause-generation-mode retract and "
-            f"in_place need; start it with {LAUNCHER} --token-versions"
+            "its answers lack the weight version of each token, which --pause-generation-mode retract and in_place "
+            f"need; start it with {LAUNCHER} --token-versions"
         )
     if wanted.experts and not facts.probe.experts:
         yield (
@@ -230,13 +230,13 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         )
     if str(facts.model.get("model_type")) in NOT_RENEWED and not _has_hooks(facts):
         yield (
-            "stock SGLang keeps a copy of this model's expert routers that no weight sync renews and no digest shows; "
-            f"start it with {LAUNCHER}, and --custom-weight-loader {LOADER} as the sign of it"
+            "stock SGLang keeps a copy of this model's expert routers that weight syncs do not renew and digests do "
+            f"not show; start it with {LAUNCHER}, and with --custom-weight-loader {LOADER} to show that"
         )
     if not wanted.trains and not str(facts.model.get("weight_version")).isdecimal():
         yield (
-            f"--weight-version {facts.model.get('weight_version')} does not count versions, and this run sends "
-            "no weights that would give it one; start it with --weight-version 0"
+            f"--weight-version {facts.model.get('weight_version')} is not a number, and this run sends no weights that "
+            "would set it; start it with --weight-version 0"
         )
 
 
@@ -256,7 +256,7 @@ def _shown(value: Any) -> str:
 
 
 def refuse(found: Mapping[str, Sequence[str]]) -> None:
-    """Raises one `ConfigError` with everything that does not fit, if anything does not."""
+    """Raises one `ConfigError` with all misfits, if there are any."""
     wrong = {url: problems for url, problems in found.items() if problems}
     if wrong:
         raise ConfigError(report(wrong))

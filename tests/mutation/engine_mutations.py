@@ -48,8 +48,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "requests before weights are verified": Mutation(
         "engines",
         "cluster/engines.py",
-        "for engine in self.members.of(State.READY):\n            if engine.url and engine.url not in",
-        "for engine in self.members.of(*ASKED):\n            if engine.url and engine.url not in",
+        "for engine in self.members.in_states(State.READY):\n            if engine.url and engine.url not in",
+        "for engine in self.members.in_states(*ASKED):\n            if engine.url and engine.url not in",
     ),
     "senders without the key": Mutation(
         "wiring", "cluster/engines.py", "e.slots, self._control_key, e.incarnation", "e.slots, None, e.incarnation"

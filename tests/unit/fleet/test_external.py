@@ -69,7 +69,7 @@ class Fleet:
 
     def sync(self, version: int, *servers: Stranger) -> None:
         """All that answer serve this version."""
-        takers = self.members.of(State.SYNCING, State.READY)
+        takers = self.members.in_states(State.SYNCING, State.READY)
         self.supervisor.syncing(takers)
         for server in servers:
             server.model["weight_version"] = str(version)
