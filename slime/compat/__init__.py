@@ -1,6 +1,6 @@
-"""What stock upstreams need, one file each: on a machine without a GPU, and a few things of SGLang on every machine.
+"""Changes that stock SGLang and megatron-core need, one file each. Nothing happens on import.
 
-Nothing happens on import. Those few (`sglang_token_versions`, `sglang_stages` and others beside them) are hooks that
-the stock engine is asked to call, in the ways that it has for them. The others are patches: each is a function that
-says which symptom it cures, on which upstream version, when it can go, and that checks its own effect.
+On every machine SGLang calls hooks that its own plugin registry puts in place (`sglang_token_versions`, `sglang_stages`
+and others); `slime.serving.launch` checks that each is. The rest are patches, mostly for machines without a GPU: each
+is a function that reports its symptom, the upstream version and when it can be removed, and checks its own effect.
 """

@@ -1,8 +1,8 @@
-"""Stock megatron-core on a CPU: `activate("cpu")`, explicit, idempotent, without any effect on `torch` itself.
+"""Stock megatron-core on a CPU: `activate("cpu")`, explicit, idempotent, without effect on `torch` itself.
 
 Megatron names the device in its code (`device="cuda"`, `torch.cuda.current_device()`, type names such as
-`torch.cuda.FloatTensor`). Its modules see `torch` through a global of that name; on a CPU we give these modules a
-facade of `torch` with CPU answers to such questions. `torch`, SGLang and transformers in the same process see nothing.
+`torch.cuda.FloatTensor`). Its modules hold `torch` as a global. On a CPU that global becomes a facade of `torch` with
+CPU answers. `torch`, SGLang and transformers in the same process do not see it.
 
 Invariants
 1. `activate("cuda")` changes nothing.
@@ -32,19 +32,19 @@ _USED_MODULES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
 )
-"""Imported before patching, so that every module that the trainer reaches is loaded and gets the facade."""
+"""Imported before patching, so that every module that the trainer uses gets the facade."""
 
 _FACTORIES = (
     *("tensor", "as_tensor", "arange", "rand", "randn", "randint"),
     *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
 )
-"""Functions of torch that take a `device=`."""
+"""Functions of torch with `device=`."""
 
 
 def activate(device: str) -> list[PatchReport]:
-    """Makes megatron-core usable on `device`. Nothing on "cuda"; on "cpu" applies all patches (again: no effect).
+    """On "cpu" applies all patches and returns them; on "cuda" does nothing. May be called again.
 
-    Returns the patches in force. Raises `EngineError` if a patch did not take effect (another upstream version?).
+    Raises `EngineError` if a patch did not take effect, as with another upstream version.
     """
     if device != "cpu":
         return []
@@ -55,7 +55,7 @@ def activate(device: str) -> list[PatchReport]:
 
 
 class _Inert:
-    """A stand-in for a CUDA stream or event: work on a CPU is done when the call returns; nothing to wait for."""
+    """A stand-in for a CUDA stream or event. On a CPU there is nothing to wait for."""
 
     def __init__(self, *_given: Any, **_named: Any) -> None: ...
 
@@ -92,7 +92,7 @@ class _CpuCuda(types.ModuleType):
 
 
 class _CpuTorch(types.ModuleType):
-    """`torch` in which `device="cuda"` means the CPU; everything else is the real thing."""
+    """`torch` in which `device="cuda"` means the CPU."""
 
     def __init__(self, torch: Any) -> None:
         super().__init__("torch (on a CPU)")
@@ -117,11 +117,10 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_torch_facade() -> PatchReport:
-    """Gives every loaded module of megatron-core the facade as its global `torch`."""
     import torch
 
     facade: Any = None
-    for name, module in sys.modules.copy().items():  # in one go: a thread or a finalizer may import
+    for name, module in sys.modules.copy().items():  # a copy, because a thread or a finalizer may import
         if not name.startswith("megatron.core"):
             continue
         held = vars(module).get("torch")
@@ -142,7 +141,6 @@ def _patch_torch_facade() -> PatchReport:
 
 
 def _patch_rng() -> PatchReport:
-    """Megatron's RNG tracker forks the generator of the GPU; on a CPU there is one generator."""
     import torch
 
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -162,7 +160,7 @@ def _patch_rng() -> PatchReport:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Inside, `Tensor.type()` of a CPU tensor answers with the CUDA name, which the optimizer compares with."""
+    """In the block, `Tensor.type()` of a CPU tensor returns the CUDA name that the optimizer expects."""
     import torch
 
     original = torch.Tensor.type
@@ -181,7 +179,7 @@ def _cuda_type_names() -> Iterator[None]:
 
 
 def _with_cuda_type_names(owner: Any, name: str) -> None:
-    """Wraps `owner.name` so that it runs inside `_cuda_type_names`; once."""
+    """Wraps `owner.name` in `_cuda_type_names`, once."""
     function = getattr(owner, name)
     if getattr(function, "_slime_cuda_type_names", False):
         return
@@ -196,7 +194,6 @@ def _with_cuda_type_names(owner: Any, name: str) -> None:
 
 
 def _patch_type_names() -> PatchReport:
-    """The optimizer sorts parameters by the names of CUDA tensor types and asserts one in gradient clipping."""
     import torch
 
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")

@@ -1,12 +1,12 @@
-"""The norm and the clip of gradients on a GPU, without Transformer Engine and Apex, with one wait of the host.
+"""Norm and clipping of gradients on a GPU without Transformer Engine and Apex, with one synchronisation.
 
-Megatron's own stand-ins for the kernels of those packages take the norm of each gradient by itself, read it on the host
-and scale each by itself: some 300 waits in an optimizer step. Which gradients count, over which ranks they are summed
-and when they are clipped stays Megatron's.
+Megatron's fallbacks for the kernels of those packages compute the norm of each gradient, read it on the host and scale
+each gradient separately: some 300 synchronisations per optimizer step. Megatron still decides which gradients count,
+over which ranks they are summed and when they are clipped.
 
 Invariants
-1. `activate` on a CPU changes nothing: there the norm keeps its bits.
-2. Neither function waits for the device; Megatron itself reads the norm once, after the sum over ranks.
+1. `activate` on a CPU changes nothing: the norm there stays the same bit for bit.
+2. Neither function synchronises; Megatron reads the norm once, after the sum over ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.compat.patch_report import PatchReport, megatron_report, require_effe
 
 
 def activate(device: Any) -> list[PatchReport]:
-    """Gives Megatron's gradient clipping the kernels of torch on a GPU; again: no effect.
+    """Makes Megatron's gradient clipping use torch's kernels on a GPU. May be called again.
 
     `device`: a `torch.device` or its name. Raises `EngineError` if it did not take effect.
     """
@@ -28,7 +28,7 @@ def activate(device: Any) -> list[PatchReport]:
         return []
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     if clip.l2_norm_impl is not l2_norm and clip.l2_norm_impl.__name__ != "local_multi_tensor_l2_norm":
-        return []  # Transformer Engine or Apex is there
+        return []  # Transformer Engine or Apex is installed
     clip.l2_norm_impl, clip.multi_tensor_scale_impl = l2_norm, scale
     ones = [torch.ones(3), torch.ones(2, 3)]
     norm, _ = clip.multi_tensor_applier(clip.l2_norm_impl, None, [ones], False)
@@ -37,14 +37,14 @@ def activate(device: Any) -> list[PatchReport]:
     return [
         megatron_report(
             "gradient norm",
-            "the host waits for the device once for each gradient: torch.norm of each, made a tensor of the host",
+            "the host waits for the device once for each gradient, whose norm it reads",
             "local_multi_tensor_l2_norm uses torch._foreach_norm and stays on the device",
         )
     ]
 
 
 def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) -> tuple[Any, None]:
-    """Euclidean norm, float32 [1] on the device, of all tensors of the first list together."""
+    """float32 [1] on the device: the Euclidean norm of all tensors of the first list together."""
     import torch
 
     tensors = [tensor for tensor in tensor_lists[0] if tensor.numel()]
@@ -56,7 +56,7 @@ def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) 
 
 
 def scale(_chunk_size: int, _noop: Any, tensor_lists: Any, factor: float) -> None:
-    """Each tensor of the second list becomes `factor` times that of the first; they may be the same."""
+    """Sets each tensor of the second list to `factor` times that of the first; they may be the same."""
     import torch
 
     source, target = tensor_lists

@@ -15,12 +15,11 @@ from slime.compat.patch_report import PatchReport, megatron_report, require_effe
 
 
 def activate() -> list[PatchReport]:
-    """Applies all patches (again: no effect) and returns them. Raises `EngineError` if one did not take effect."""
+    """Applies all patches and returns them. May be called again. Raises `EngineError` if one did not take effect."""
     return [_patch_moe_name(), _patch_split_sizes()]
 
 
 def _patch_moe_name() -> PatchReport:
-    """`moe_utils` uses a name that it only defines when Transformer Engine is installed."""
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -33,7 +32,6 @@ def _patch_moe_name() -> PatchReport:
 
 
 def _patch_split_sizes() -> PatchReport:
-    """The all-to-all dispatcher hands split sizes to the collective as tensors or NumPy arrays."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     original = dispatcher.all_to_all
     if not getattr(original, "_slime_list_sizes", False):

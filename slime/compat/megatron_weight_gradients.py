@@ -1,13 +1,13 @@
-"""Weight gradients of Megatron's linear layers straight into the float32 sums, on a GPU and without Apex.
+"""Adds weight gradients of Megatron's linear layers directly to the float32 sums, on a GPU without Apex.
 
-Megatron's linear layers call an extension of Apex for it (`fused_weight_gradient_mlp_cuda`), and refuse
-`gradient_accumulation_fusion` where that cannot be imported. `torch` has the product by now: `slime.ops.linear`. The
-rest of the protocol stays Megatron's: a layer marks its weight (`grad_added_to_main_grad`), hands autograd a gradient
-that nobody reads, and the hook of its data-parallel wrapper then adds nothing.
+Megatron's linear layers call Apex's extension `fused_weight_gradient_mlp_cuda` for this, and refuse
+`gradient_accumulation_fusion` if it cannot be imported. `slime.ops.linear` does the same with torch. The rest of the
+protocol stays Megatron's: a layer marks its weight (`grad_added_to_main_grad`) and gives autograd an unused gradient,
+and the hook of its data-parallel wrapper adds nothing.
 
 Invariants
-1. `activate` on a CPU changes nothing: there a product is rounded to the dtype of the model and added by the hook.
-2. The report says whether it took effect, and the log why not; the caller switches the fusion on only if it did.
+1. `activate` on a CPU changes nothing: the hook adds a gradient that is rounded to the model's dtype.
+2. The report says whether it took effect, and the log why not. The caller switches the fusion on only if it did.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Extension:
-    """What Megatron expects of the extension."""
+    """The part of Apex's extension that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Any, grad: Any, total: Any) -> None:
@@ -35,9 +35,9 @@ class _Extension:
 
 
 def activate(device: Any) -> list[PatchReport]:
-    """Gives Megatron's linear layers the product on a GPU; again: no effect. `device`: a `torch.device` or its name.
+    """Installs the extension on a GPU. May be called again. `device`: a `torch.device` or its name.
 
-    The report says `applied` and `took_effect` False, and the log why, where this torch cannot add in float32. Raises
+    If this torch cannot add in float32, the report has `applied` and `took_effect` False and the log says why. Raises
     `EngineError` if Megatron would not call it.
     """
     import torch
@@ -56,7 +56,7 @@ def activate(device: Any) -> list[PatchReport]:
 
 
 def install(device: Any) -> None:
-    """Puts the product into Megatron's module of linear layers and runs one of its backward passes on `device`."""
+    """Puts the extension into Megatron's module of linear layers and checks it with a backward pass on `device`."""
     import torch
 
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
@@ -73,10 +73,10 @@ def install(device: Any) -> None:
 def _report(*, took_effect: bool) -> PatchReport:
     return PatchReport(
         "weight gradients",
-        "got 'gradient_accumulation_fusion set to True but the custom CUDA extension is not found', or, without it, "
+        "'gradient_accumulation_fusion set to True but the custom CUDA extension is not found'; without the fusion, "
         "each weight gradient is written in half precision, read again and added",
         f"megatron-core {MEGATRON_VERSION}",
-        "its linear layers add in float32 with torch.addmm where Apex is missing",
+        "its linear layers add in float32 with torch.addmm if Apex is missing",
         applied=took_effect,
         took_effect=took_effect,
     )

@@ -1,4 +1,4 @@
-"""`PatchReport`: what one patch of an upstream package is for, and whether it took effect here."""
+"""`PatchReport`: the purpose of a patch of an upstream package, and whether it took effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from slime.core.errors import EngineError
 
 MEGATRON_VERSION = "0.16.1"
-"""megatron-core version for which every patch was seen to be needed."""
+"""megatron-core version that was seen to need every patch."""
+SGLANG = "sglang 0.5.16"
+"""SGLang version that was seen to need every patch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,13 @@ class PatchReport:
     removal: str
     """When it can be deleted."""
     applied: bool
-    """False: not needed on this machine, nothing was touched."""
+    """False if it is not needed on this machine."""
     took_effect: bool
-    """Seen after applying; False where not applied."""
+    """Checked after applying; False if not applied."""
 
 
 def megatron_report(name: str, symptom: str, removal: str) -> PatchReport:
-    """Of a patch of megatron-core that `require_effect` saw take effect."""
+    """Report of a megatron-core patch after `require_effect`."""
     return PatchReport(name, symptom, f"megatron-core {MEGATRON_VERSION}", removal, applied=True, took_effect=True)
 
 
@@ -37,6 +39,6 @@ def require_effect(condition: bool, patch: str) -> None:
     """Raises `EngineError` if a patch of megatron-core did not take effect."""
     if not condition:
         raise EngineError(
-            f"got no effect from the patch {patch!r} of megatron-core, because the installed version is not "
+            f"the patch {patch!r} of megatron-core had no effect, because the installed version is not "
             f"{MEGATRON_VERSION} or was changed; install megatron-core=={MEGATRON_VERSION}"
         )

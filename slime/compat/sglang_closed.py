@@ -1,12 +1,11 @@
-"""Closes what SGLang 0.5.16 leaves open to whoever reaches the host.
+"""Closes what SGLang 0.5.16 leaves open to anybody who reaches the host.
 
-- The ranks of an engine meet at a store of torch that listens on every interface and asks for no key; pickles travel
-  through it. `register` has it listen on the one address where they meet, which is loopback for an engine on one host:
-  other hosts have nothing to do there.
-- Two routes that change something ask for the key of those who may generate alone, and the only websocket asks for
-  none. `close_routes` has both ask for the admin key, as their siblings do, and leaves the websocket out.
+- The ranks of an engine meet at a torch store that listens on every interface, asks for no key and carries pickles.
+  `register` makes it listen only on the address where they meet: loopback for an engine on one host.
+- Two routes that change something ask only for the key of requests, and the only websocket asks for no key.
+  `close_routes` makes the routes ask for the admin key, as similar ones do, and removes the websocket.
 
-To be removed when SGLang does so itself.
+Remove it when SGLang does this itself.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from slime.core.errors import EngineError
 from slime.core.processes import LOOPBACK
 
 SCHEME = "slime"
-"""Of addresses at which ranks meet; torch's own is tcp."""
+"""Of addresses at which ranks meet, instead of torch's "tcp"."""
 LIMIT = timedelta(minutes=30)
-"""torch's own."""
+"""torch's default."""
 _WHERE = "sglang.srt.distributed.bootstrap._resolve_dist_init_method"
 CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
-"""Functions behind routes: the first takes weights."""
+"""Functions of the two routes; the first one takes weights."""
 
 
 def register() -> None:
@@ -37,7 +36,7 @@ def register() -> None:
 
 
 def meet_in_private(address: str, *, server_args: Any, dist_port: int) -> str | None:
-    """After SGLang chose where ranks meet, in each of them. What is not `tcp://` was somebody's choice, and stays."""
+    """Runs in each rank after SGLang chose where ranks meet. Addresses other than `tcp://` are the user's and stay."""
     if not address.startswith("tcp://"):
         return None
     _know_scheme()
@@ -54,7 +53,7 @@ def _know_scheme() -> None:
 
 
 def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """A handler as torch calls it: yields the store, this rank, and how many there are."""
+    """A rendezvous handler for torch: yields the store, this rank and the number of ranks."""
     from slime.weights.rendezvous import join_store, listen_on, open_store
 
     where = urlsplit(url)
@@ -65,11 +64,11 @@ def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any,
         yield open_store(listen_on(host, port), world_size=size, timeout=timeout), rank, size
     else:
         yield join_store(host, port, world_size=size, timeout=timeout), rank, size
-    raise EngineError(f"got a second meeting at {url}, where ranks meet once")
+    raise EngineError(f"torch asked for a second rendezvous at {url}, which supports only one")
 
 
 def close_routes() -> None:
-    """Before the server takes requests."""
+    """Call before the server takes requests."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.routing import WebSocketRoute

@@ -1,10 +1,9 @@
-"""Brings weights that are broadcast to the draft of an engine as well (`--speculative-algorithm`).
+"""Brings broadcast weights also to the draft of an engine (`--speculative-algorithm`).
 
-SGLang 0.5.16 gives an update from shared memory or from disk to the model and to the draft, one from a process group
-(`/update_weights_from_distributed`) to the model alone: its layer of multi-token prediction would keep the weights of
-the start, and the weight sync, which compares digests of the draft too, would fail. `register` puts that right through
-SGLang's own plugin registry: while such an update is handled the model's loader hands the tensors to the draft's
-first. To be removed when SGLang does so itself.
+SGLang 0.5.16 gives an update from shared memory or disk to model and draft, but an update from a process group
+(`/update_weights_from_distributed`) only to the model. The draft would keep the weights of the start, and the weight
+sync, which also compares its digests, would fail. While such an update is handled, the hook loads the tensors into the
+draft, too. Remove it when SGLang does this itself.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ _UPDATE = f"{MANAGER}.update_weights_from_distributed"
 
 
 def register() -> None:
-    """Call before SGLang's scheduler loads its plugins, which puts the hook in place."""
+    """Call before SGLang's scheduler loads its plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_UPDATE, _reach_the_draft, HookType.AROUND)
 
 
 def models(manager: Any) -> list[Any]:
-    """The model of a scheduler, and behind it its draft, if it has one."""
+    """The model of a scheduler, then its draft, if it has one."""
     found = [manager.tp_worker.model_runner.model]
     inner = getattr(manager.draft_worker, "draft_worker", None)
     if inner is not None:
@@ -35,7 +34,6 @@ def models(manager: Any) -> list[Any]:
 
 
 def _reach_the_draft(update: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around an update."""
     model, *drafts = models(manager)
     load = model.load_weights
 

@@ -1,8 +1,8 @@
-"""Makes an engine with DP attention say that its cache is empty when that of every DP group is.
+"""Makes an engine with DP attention report an empty cache only when that of every DP group is empty.
 
-SGLang 0.5.16 asks all groups to flush and answers with what the first one said. A group in which a request is still
-ending would keep what it has cached, and serve it under the next weights. `register` lets the front door answer with a
-refusal, if there is one; it has asked them all in any case. To be removed when SGLang merges the answers.
+SGLang 0.5.16 asks all groups to flush and returns only the first group's answer. A group in which a request is still
+ending would keep its cache and serve it under the next weights. With the hook the front end returns a refusal if any
+group refuses. Remove it when SGLang merges the answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def register() -> None:
 
 
 async def _flush(manager: Any, timeout_s: float | None = None) -> Any:
-    """In place of `TokenizerControlMixin.flush_cache`."""
+    """Replaces `TokenizerControlMixin.flush_cache`."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     manager.auto_create_handle_loop()

@@ -1,8 +1,8 @@
-"""Keeps an engine's record of changed settings from growing with every bucket that it takes.
+"""Keeps an engine's record of changed settings from growing with every bucket of weights.
 
-SGLang 0.5.16 notes each change of its settings after the start, with who made it, and reads that nowhere. Its weight
-version is such a setting, and each bucket brings one, so that the server grew by 0.3 kB with each. `register` has it
-keep the newest note of each kind. To be removed when SGLang does so itself.
+SGLang 0.5.16 records each change of its settings after the start and never reads the record. The weight version is such
+a setting, so the server grew by 0.3 kB per bucket. The hook keeps only the newest record of each kind. Remove it when
+SGLang does this itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def register() -> None:
 
 
 def _keep_newest(_result: Any, settings: Any, *_: Any, **__: Any) -> None:
-    """Behind a change: of those by the same source of the same fields the last one stays."""
+    """Keeps the last change of each source to the same fields."""
     record = getattr(settings, _RECORD, None)
     if record:
         record[:] = {(source, tuple(fields)): (source, fields) for source, fields in record}.values()

@@ -1,24 +1,22 @@
-"""Lets an engine of quantised weights take them again and again, and report every bit of what it took.
+"""Lets an engine of quantised weights take new weights any number of times, and report a digest of every bit of them.
 
-What SGLang 0.5.16 does without it, for checkpoints whose config.json names a quantisation:
+SGLang 0.5.16 does this for checkpoints whose config.json names a quantisation:
 
-- `/weights_checker` reports one digest for codes and scales together, of what they dequantise to in bfloat16: a flipped
-  bit of a scale is rounded away. Here each is a tensor of its own.
-- Weights of compressed-tensors are put in another order once they are loaded (INT4 in Marlin's, FP8 of dense layers
-  transposed), as other parameters, which no loader can fill again: the next weights end in an error, or where they do
-  not belong. Here the parameters that loaders fill come back before the first tensor of an update, and their memory
-  with them. They are put in order as soon as their digests have been taken: what is reported is what was loaded, bit
-  for bit, and what SGLang's own code then makes of it goes where the last one was, for captured CUDA graphs read it
-  there.
+- `/weights_checker` reports one digest for codes and scales together, after dequantising to bfloat16, which rounds a
+  flipped bit of a scale away. With these hooks each is a tensor of its own.
+- After loading, weights of compressed-tensors are reordered for their kernels (INT4 for Marlin, FP8 of dense layers
+  transposed) into other parameters that no loader can fill: the next weights fail, or end up in the wrong place. These
+  hooks bring the loaders' parameters and their memory back before the first tensor of an update, and reorder again once
+  the digests have been taken. So digests are of the loaded bits. The reordered weights go where the last ones were,
+  because captured CUDA graphs read them there.
 
-Consumes: weight updates and the request for digests that ends each weight sync, in every scheduler. Produces: engines
-in the order of their kernels. Waits for nothing; the requests of the sender wake it.
+The hooks run in every scheduler, on weight updates and on the request for digests that ends each weight sync.
 
 Invariants
 1. Between the first tensor of an update and the digests the engine cannot serve: it is paused (`slime.weights.sync`).
-2. An update that failed half-way leaves parameters that the next one fills.
+2. A failed update leaves parameters that the next one can fill.
 
-To be removed when SGLang reports raw digests and puts weights in order again itself.
+Remove it when SGLang reports raw digests and reorders weights again itself.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ _CHECKER = "sglang.srt.utils.weight_checker"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed"))
 _REORDERED = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE", "CompressedTensorsW8A8Fp8")
-"""Schemes that put weights in the order of their kernels, as other parameters: Marlin's, and transposed."""
+"""Schemes that reorder weights into other parameters."""
 NOT_WEIGHTS = ("weight_shape", "g_idx", "g_idx_sort_indices", "weight_zero_point")
-"""Ends of parameters that say nothing: shapes, and what codes without a zero point or activation order do not use."""
+"""Suffixes of parameters without meaning: shapes, and what codes without zero point and activation order do not use."""
 _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
 
 
@@ -65,7 +63,7 @@ def register() -> None:
 
 
 def _nothing(_model: Any) -> dict[str, Any]:
-    """In place of the pairs of codes and scales that SGLang would dequantise."""
+    """Replaces the pairs of codes and scales that SGLang would dequantise."""
     return {}
 
 
@@ -74,7 +72,7 @@ def _weights_alone(state: Callable[..., Iterator[tuple[str, Any]]], checker: Any
 
 
 def _then_in_order(checksum: Callable[..., Any], checker: Any) -> Any:
-    """Around taking digests: then what was loaded is put in the order of the kernels."""
+    """Takes the digests, then reorders the loaded weights for the kernels."""
     report, model = checksum(checker), checker._get_model()
     if getattr(model, _LOADING, False):
         for module in _layers(model):
@@ -88,7 +86,7 @@ def _before_update(manager: Any, *_: Any, **__: Any) -> None:
 
 
 def _load(load: Callable[..., Any], model: Any, weights: Any, device: Any) -> None:
-    """Around loading a folder, at the start and for an update."""
+    """Loads a folder, at the start and for an update."""
     if not any(True for _ in _layers(model)):
         load(model, weights, device)
     elif not hasattr(model, _LOADING):
@@ -105,14 +103,14 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _keep(model: Any) -> None:
-    """Before the first weights: remembers the parameters that loaders fill, and what they say of themselves."""
+    """Before the first weights: remembers the parameters that loaders fill, with their attributes."""
     for module in _layers(model):
         kept = {name: (p, p.shape, p.dtype, dict(vars(p))) for name, p in module._parameters.items() if p is not None}
         setattr(module, _KEPT, kept)
 
 
 def _expect(model: Any) -> None:
-    """Before new weights: the parameters that loaders fill are there."""
+    """Before new weights: brings back the parameters that loaders fill."""
     if getattr(model, _LOADING, True):
         return
     import torch
@@ -120,7 +118,7 @@ def _expect(model: Any) -> None:
     for module in _layers(model):
         parameters, kept = module._parameters, getattr(module, _KEPT)
         workspaces = [(o, o.workspace) for o in (module, module.scheme) if hasattr(o, "workspace")]
-        if hasattr(module.scheme, "restore_weights_before_loading"):  # experts: the same parameters, in other shapes
+        if hasattr(module.scheme, "restore_weights_before_loading"):  # experts: the same parameters in other shapes
             setattr(module, _SERVED, ({}, workspaces))
             module.scheme.restore_weights_before_loading(module)
             continue
@@ -138,7 +136,7 @@ def _expect(model: Any) -> None:
 
 
 def _serve(model: Any) -> None:
-    """After SGLang put weights in order: they go where the last ones were; what loaders fill gives its memory back."""
+    """After reordering: moves the weights to where the last ones were, and frees the loaders' parameters."""
     for module in _layers(model):
         served, workspaces = getattr(module, _SERVED, ({}, ()))
         for name, last in served.items():

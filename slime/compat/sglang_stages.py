@@ -1,24 +1,20 @@
 """Makes an engine answer for all its pipeline stages: weight updates and digests with `--sglang-pp-size`.
 
-In SGLang 0.5.16 the first stage handles a request of the control plane, answers it, and then sends it on to the next
-stage. So `/weights_checker` reports the first stage alone; an update counts as done while later stages have not begun
-to read what the sender is about to fill again; and the first stage would wait for ever for a later one to join a group
-that this one has not heard of. A rank's payload of an update and its place in the group of the sender go by its number
-in its stage, as if there were one stage.
+In SGLang 0.5.16 the first stage handles and answers a control request, and only then sends it to the next stage. So
+`/weights_checker` reports only the first stage; an update counts as done before later stages have read memory that the
+sender reuses; and the first stage waits forever for later ones to join a group that they have not heard of. Payloads
+and places in the sender's group are also numbered as if there were one stage.
 
-`register` puts that right through SGLang's own plugin registry. A request of the control plane of weights or memory
-goes on to the next stage before it is handled. The later stages send what they have to say to the first one, which
-answers with all of it. To be removed when SGLang answers for all stages.
-
-Consumes: such requests, in every scheduler. Produces: one answer for all stages. Waits for: on the first stage, the
-answers of the others, without a limit: whoever asked has one, and a stage that ends takes the server down. Is woken by:
-their messages, over SGLang's own group of all ranks on the host side.
+With these hooks a control request of weights or memory goes to the next stage before it is handled. Later stages send
+their answers to the first one, over SGLang's group of all ranks on the host side, and the first one answers for all. It
+waits without a limit: the caller has one, and a stage that ends takes the server down. Remove it when SGLang answers
+for all stages.
 
 Invariants
-1. The first stage answers after all others have: what an answer says holds for all.
-2. A request goes to a stage once, in the order of the stage before.
-3. Messages to the first stage meet no others: SGLang sends from a stage to the next one alone, but where prefill and
-   decoding are apart (refused).
+1. The first stage answers after all others, so its answer holds for all.
+2. A request reaches a stage once, in the order of the stage before.
+3. No other messages go to the first stage: SGLang sends only to the next stage, except with separate prefill and decode
+   engines (refused).
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ JOINT = {
     "ReleaseMemoryOccupationReqInput": "release_memory_occupation",
     "ResumeMemoryOccupationReqInput": "resume_memory_occupation",
 }
-"""Requests that all stages handle at the same time -> the method that handles one."""
+"""Request that all stages handle at the same time -> its method."""
 _SENT = "_slime_sent_ahead"
 
 
@@ -59,7 +55,7 @@ def register() -> None:
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Before a stage handles requests: the next stage gets those that it must handle at the same time."""
+    """Before a stage handles requests: sends the next stage those that both must handle at the same time."""
     if scheduler.ps.pp_rank + 1 >= scheduler.ps.pp_size:
         return
     if any(type(request).__name__ in JOINT for request in requests):
@@ -69,7 +65,7 @@ def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
 
 
 def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Around sending to the next stage: not what was sent ahead."""
+    """Sends to the next stage, except what was sent ahead."""
     if data is getattr(scheduler, _SENT, None):
         setattr(scheduler, _SENT, None)
         return []
@@ -77,11 +73,11 @@ def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args:
 
 
 def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around handling a request: the first stage collects the answers of all."""
+    """Handles a request; the first stage collects the answers of all."""
     answer = handle(manager, request)
     scheduler = manager.scheduler
     ps = scheduler.ps
-    if ps.attn_tp_rank or ps.attn_cp_rank:  # those that SGLang lets speak for a stage are the others
+    if ps.attn_tp_rank or ps.attn_cp_rank:  # SGLang lets only ranks 0 answer for a stage
         return answer
     from sglang.srt.utils import point_to_point_pyobj
 
@@ -98,7 +94,7 @@ def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def merged(answers: Sequence[Any]) -> Any:
-    """The first answer, which now says what all say: a failure of one, and the digests of all."""
+    """The first answer with any failure and the digests of all."""
     whole = answers[0]
     failures = [answer for answer in answers if getattr(answer, "success", True) is False]
     if failures:
@@ -109,7 +105,7 @@ def merged(answers: Sequence[Any]) -> Any:
 
 
 def _own_payload(worker: Any, request: Any) -> None:
-    """Before a rank picks its payload by its number in the stage: leaves those of its stage."""
+    """Before a rank picks its payload by its number in the stage: keeps only those of its stage."""
     ps, payloads = worker.ps, request.serialized_named_tensors
     assert len(payloads) == ps.pp_size * ps.tp_size, f"{len(payloads)} payloads for {ps.pp_size} x {ps.tp_size} ranks"
     request.serialized_named_tensors = payloads[ps.pp_rank * ps.tp_size : (ps.pp_rank + 1) * ps.tp_size]
@@ -118,6 +114,6 @@ def _own_payload(worker: Any, request: Any) -> None:
 def _own_place(
     join: Callable[..., Any], updater: Any, address: str, port: int, rank_offset: int, *rest: Any, **named: Any
 ) -> Any:
-    """Around joining the group of the sender: a later stage comes behind those before it."""
+    """Joins the sender's group at a place after the earlier stages."""
     ps = updater.get_model_runner().ps
     return join(updater, address, port, rank_offset + ps.pp_rank * ps.tp_size, *rest, **named)

@@ -1,13 +1,13 @@
-"""Has an engine answer HTTP 503 where the run ended somebody's request, in place of half an answer that looks whole.
+"""Makes an engine answer HTTP 503 when the run aborts somebody's request, instead of a partial answer that looks whole.
 
-A weight sync with `--pause-generation-mode abort` ends everything that an engine has. SGLang 0.5.16 then answers 200
-with the tokens that there are, and says in a field that few clients read that they are not all: code that asks by HTTP
-takes half a verdict for a verdict. The run's own client (ids that begin with `OWN_REQUESTS`) goes on behind such
-tokens. Others are asked to try again; that request then waits until the engine has its new weights. Who ends a request
-of their own, by its id, gets what SGLang gives. To be removed when SGLang lets a pause say how it ends requests.
+A weight sync with `--pause-generation-mode abort` ends all requests of an engine. SGLang 0.5.16 then answers 200 with
+the tokens so far, and says so only in a field that few clients read: code that asks by HTTP would take half a verdict
+for a whole one. The run's own client (ids that begin with `OWN_REQUESTS`) continues after such tokens. Other clients
+are asked to try again; the new request waits until the engine has its new weights. A client that aborts its own request
+by id gets SGLang's answer. Remove it when a pause in SGLang can say how it ends requests.
 
-Invariant: what `pause_generation` or an abort of everything ended reaches others as an error: HTTP 503, or in a stream
-the stream's error event.
+Invariant: requests of others that `pause_generation` or an abort of everything ended get an error: HTTP 503, or the
+error event of a stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Before an abort is sent: notes whose requests it ends without having been asked to."""
+    """Before an abort of everything: marks the requests of others."""
     if abort_all:
         for known, state in manager.rid_to_state.items():
             setattr(state, _MARK, not str(known).startswith(OWN_REQUESTS))
@@ -40,7 +40,7 @@ def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
 async def refuse(
     handle: Callable[..., Awaitable[Any]], manager: Any, out: dict[str, Any], state: Any, is_stream: bool
 ) -> Any:
-    """Around the end of a request that has a reason. Raises what SGLang turns into HTTP 503, or an error event."""
+    """Ends a request. Raises what SGLang turns into HTTP 503 or an error event if the request was marked."""
     told = await handle(manager, out, state, is_stream)
     if told is not None or not getattr(state, _MARK, False) or out["meta_info"]["finish_reason"]["type"] != "abort":
         return told

@@ -1,15 +1,14 @@
-"""Makes an engine tell the weight version of each token: what `--pause-generation-mode retract|in_place` needs.
+"""Labels each token of an answer with its weight version, for `--pause-generation-mode retract` and `in_place`.
 
-A request that lives through weight syncs has tokens of several versions. SGLang 0.5.16 answers with one, which is what
-the process at its front door knew when the answer left. Forward passes and weight updates meet in the scheduler, on one
-thread: there `register` notes and labels them, through SGLang's own plugin registry, and the labels travel in its
-`customized_info`, which holds one entry per output token. Forward hooks would not do: CUDA graphs never run them. To be
-removed when SGLang says itself which weights sampled each token.
+A request that lives through weight syncs has tokens of several versions. SGLang 0.5.16 returns one version, the one
+that its front end knows when the answer leaves. Forward passes and weight updates meet in the scheduler, on one thread.
+Hooks there note the version and label each pass; the labels travel in SGLang's `customized_info`, one entry per output
+token. (CUDA graphs do not run forward hooks.) Remove it when SGLang says which weights sampled each token.
 
 Invariants
-1. A label is the version of the last update before the forward pass was launched, whenever its result is read.
-2. An update waits for the passes that were launched: with overlapped scheduling one may still be reading the weights.
-3. Where a hook did not take effect labels are missing or stay 0, and the client refuses the answer.
+1. A label is the version of the last update before its forward pass was launched.
+2. An update waits for launched passes: with overlapped scheduling one may still be reading the weights.
+3. If a hook had no effect, labels are missing or stay 0, and the client refuses the answer.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from slime.core.ports import TOKEN_VERSIONS_KEY
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
-"""The ways that weights come in, each a method in the scheduler."""
+"""The scheduler's methods that take weights."""
 _served = {"version": 0}
-"""Of this process; 0 is the checkpoint that the engine loaded itself, as `ServerSpec` calls it."""
+"""Of this process; 0 is the checkpoint that the engine has loaded itself."""
 
 
 def register() -> None:
-    """Call before SGLang's scheduler loads its plugins, which puts the hooks in place."""
+    """Call before SGLang's scheduler loads its plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_SCHEDULER, _label, HookType.AFTER)
@@ -37,7 +36,7 @@ def register() -> None:
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """Behind the launch of a forward pass: the version for each request of the batch."""
+    """After the launch of a forward pass: the version for each request of the batch."""
     output = getattr(result, "logits_output", None)
     if output is not None:
         versions = [_served["version"]] * len(batch.reqs)
@@ -45,7 +44,6 @@ def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None
 
 
 def _note(update: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around a weight update."""
     import torch
 
     torch.get_device_module().synchronize()

@@ -1,13 +1,13 @@
-"""What stock SGLang 0.5.16 needs on a machine without a GPU.
+"""Makes stock SGLang 0.5.16 usable on a machine without a GPU.
 
-`activate(device)` is called once per server process by `slime.serving.launch`, before SGLang is imported; nothing
-happens on import and nothing happens on a GPU machine (`device == "cuda"`) or where the real module can be imported.
+`slime.serving.launch` calls `activate(device)` in each server process before SGLang is imported. Nothing happens on
+import, or on a GPU machine (`device == "cuda"`).
 
 Invariants
 1. A stand-in never hides a module that can be imported.
-2. A stand-in never computes: reaching one of its kernels raises and names the kernel.
-3. Each patch is looked at after it was applied; one that did not take effect raises `EngineError`.
-4. `activate` may be called again; the second call changes nothing.
+2. A stand-in never computes: calling one of its kernels raises an error that names it.
+3. Each patch is checked after it was applied; one without effect raises `EngineError`.
+4. A second call of `activate` changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 
-from slime.compat.patch_report import PatchReport
+from slime.compat.patch_report import SGLANG, PatchReport
 from slime.compat.sglang_cpu.patches import (
     experts_on_the_host,
     latents_in_every_pass,
@@ -28,13 +28,9 @@ from slime.compat.sglang_cpu.patches import (
 from slime.compat.sglang_cpu.stand_ins import STAND_INS, StandInFinder
 from slime.core.errors import EngineError
 
-UPSTREAM = "sglang 0.5.16"
-
-__all__ = ["UPSTREAM", "PatchReport", "activate", "is_importable"]
-
 
 def is_importable(name: str) -> bool:
-    """Whether the real module `name` exists and imports: a wheel for another CPU or torch does not count."""
+    """Whether the real module `name` can be imported; a wheel for another CPU or torch cannot."""
     module = sys.modules.get(name)
     if module is not None:
         return not getattr(module, "__slime_stand_in__", False)
@@ -52,22 +48,21 @@ def is_importable(name: str) -> bool:
 
 
 def activate(device: str) -> list[PatchReport]:
-    """Makes stock SGLang importable and usable on a CPU, in this process only.
+    """On "cpu" makes stock SGLang importable and usable, in this process only; on "cuda" does nothing.
 
-    `device`: "cpu" or "cuda"; on "cuda" nothing is touched and the list is empty. Returns one report per patch, those
-    that were not needed included. Raises `EngineError` if a patch did not take effect.
+    Returns one report per patch, also for those that were not needed. Raises `EngineError` if a patch had no effect.
     """
     if device != "cpu":
         return []
     reports = [_stand_in(name) for name in STAND_INS]
     # Order: the engine flag is read when sglang is first imported, and `cuda_synchronize` imports torch.
-    reports += [_cpu_engine_flag(), _cuda_synchronize(), latents_in_every_pass(UPSTREAM), masks_on_a_cpu(UPSTREAM)]
-    reports += [experts_on_the_host(UPSTREAM), norms_of_all_heads(UPSTREAM), names_of_kernels(UPSTREAM)]
+    reports += [_cpu_engine_flag(), _cuda_synchronize(), latents_in_every_pass(), masks_on_a_cpu()]
+    reports += [experts_on_the_host(), norms_of_all_heads(), names_of_kernels()]
     for report in reports:
         if report.applied and not report.took_effect:
             raise EngineError(
-                f"got no effect from the CPU patch {report.name!r} ({report.symptom}), because {report.upstream} or "
-                "torch changed; install the pinned versions or update slime.compat.sglang_cpu"
+                f"the CPU patch {report.name!r} ({report.symptom}) had no effect, because {report.upstream} or torch "
+                "changed; install the pinned versions or update slime.compat.sglang_cpu"
             )
     return reports
 
@@ -75,8 +70,8 @@ def activate(device: str) -> list[PatchReport]:
 def _stand_in(name: str) -> PatchReport:
     needed = not is_importable(name)
     if needed and not any(isinstance(f, StandInFinder) and f.covers(name) for f in sys.meta_path):
-        # Last in line: whatever the ordinary finders know comes first. A package that exists but cannot be imported
-        # would be found by them, so in that case the stand-in has to go first.
+        # Last, so that the ordinary finders come first. But they would find a package that exists and cannot be
+        # imported, so then the stand-in goes first.
         broken = importlib.util.find_spec(name) is not None
         finder = StandInFinder(name)
         sys.meta_path.insert(0, finder) if broken else sys.meta_path.append(finder)
@@ -84,7 +79,7 @@ def _stand_in(name: str) -> PatchReport:
     return PatchReport(
         name=f"stand-in:{name}",
         symptom=f"ModuleNotFoundError: No module named '{name}' while SGLang is imported",
-        upstream=UPSTREAM,
+        upstream=SGLANG,
         removal=f"SGLang imports {name} only where it is used, or {name} has a CPU build on the package index",
         applied=needed,
         took_effect=took_effect,
@@ -96,8 +91,8 @@ def _cpu_engine_flag() -> PatchReport:
     common = sys.modules.get("sglang.srt.utils.common")
     return PatchReport(
         name="env:SGLANG_USE_CPU_ENGINE",
-        symptom="SGLang looks for an accelerator and finds no platform, --device cpu notwithstanding",
-        upstream=UPSTREAM,
+        symptom="SGLang looks for an accelerator and finds no platform, in spite of --device cpu",
+        upstream=SGLANG,
         removal="--device cpu alone selects the CPU platform",
         applied=True,
         took_effect=common is None or bool(common.is_cpu()),
@@ -111,7 +106,7 @@ def _cuda_synchronize() -> PatchReport:
     if needed and not getattr(torch.cuda.synchronize, "__slime_stand_in__", False):
 
         def synchronize(device: object = None) -> None:
-            """There is no queue to wait for on a CPU."""
+            """A CPU has no queue to wait for."""
 
         synchronize.__slime_stand_in__ = True  # type: ignore[attr-defined]
         torch.cuda.synchronize = synchronize
@@ -125,7 +120,7 @@ def _cuda_synchronize() -> PatchReport:
     return PatchReport(
         name="torch.cuda.synchronize",
         symptom="/weights_checker: AssertionError: Torch not compiled with CUDA enabled",
-        upstream=UPSTREAM,
+        upstream=SGLANG,
         removal="sglang/srt/utils/weight_checker.py synchronises through its device module",
         applied=needed,
         took_effect=took_effect,

@@ -1,4 +1,4 @@
-"""Runs a function on a module of SGLang right after SGLang imported it: a patch costs no import of its own."""
+"""Runs a function on a module of SGLang right after SGLang has imported it, so that a patch costs no import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Change = Callable[[types.ModuleType], None]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Waits for one module, changes it once, and leaves."""
+    """Waits for one module, changes it once, and removes itself."""
 
     def __init__(self, module: str, change: Change) -> None:
         self.module, self._change = module, change
@@ -33,7 +33,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def after_import(module: str, change: Change) -> None:
-    """Calls `change(module)` now if the module is there, else when it is imported; again: no second time."""
+    """Calls `change(module)` now if the module is loaded, else once when it is imported."""
     if module in sys.modules:
         change(sys.modules[module])
     elif not is_awaited(module):
@@ -41,10 +41,9 @@ def after_import(module: str, change: Change) -> None:
 
 
 def is_in_place(module: str) -> bool:
-    """Whether `module` is there, and so changed, or waits for its change."""
+    """Whether `module` is loaded, and so changed, or awaited."""
     return module in sys.modules or is_awaited(module)
 
 
 def is_awaited(module: str) -> bool:
-    """Whether a change of `module` waits for its import."""
     return any(isinstance(finder, _AfterImport) and finder.module == module for finder in sys.meta_path)

@@ -1,7 +1,7 @@
-"""Stand-ins for `torchvision` and `sgl_kernel`, which have no CPU build that fits and which SGLang imports by name.
+"""Stand-ins for `torchvision` and `sgl_kernel`, which SGLang imports and which have no fitting CPU build.
 
 A stand-in is a package in which every name exists: a capitalised name is an empty class, any other a function that
-raises `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` behave.
+raises `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` work.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from slime.core.errors import EngineError
 
 STAND_INS: dict[str, str] = {"torchvision": "0.0.0", "sgl_kernel": "0.4.5"}
-"""Module -> the version that its stand-in reports (SGLang compares the kernel's with what it pins)."""
+"""Module -> version of its stand-in; SGLang checks that of the kernel."""
 
 
 class InterpolationMode(enum.Enum):
-    """`torchvision.transforms.InterpolationMode`; transformers reads its members when it is imported."""
+    """`torchvision.transforms.InterpolationMode`, whose members transformers reads on import."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -32,7 +32,7 @@ class InterpolationMode(enum.Enum):
 
 
 class _AnyAttribute(type):
-    """Metaclass of stand-in classes: class attributes (enum members, type codes) exist, as their own name."""
+    """Metaclass of stand-in classes: every class attribute (enum member, type code) exists, as its own name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -41,7 +41,7 @@ class _AnyAttribute(type):
 
 
 def _placeholder(module: str, name: str) -> Any:
-    """A class for `Name` and for `scalar_types` (a namespace of type codes), else a function that refuses to run."""
+    """A class for capitalised names and `scalar_types` (a namespace of type codes), else a function that raises."""
     if module.startswith("torchvision.transforms") and name == "InterpolationMode":
         return InterpolationMode
     if name[0].isupper() or name == "scalar_types":
@@ -50,8 +50,8 @@ def _placeholder(module: str, name: str) -> Any:
 
     def missing(*given: Any, **named: Any) -> Any:
         raise EngineError(
-            f"got a call of {qualified}, which has no build for this CPU: the model or a flag needs a GPU kernel; "
-            "use --sglang-attention-backend torch_native and a dense model, or a GPU machine"
+            f"{qualified} was called, which has no build for this CPU: the model or a flag needs a GPU kernel; use "
+            "--sglang-attention-backend torch_native and a dense model, or a GPU machine"
         )
 
     missing.__name__ = missing.__qualname__ = name
@@ -71,13 +71,12 @@ def _module_getattr(module: types.ModuleType) -> Callable[[str], Any]:
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the stand-in `root` and every submodule of it."""
+    """Finds and makes the stand-in `root` and its submodules."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def covers(self, name: str) -> bool:
-        """Whether `name` is the stand-in's package or lies in it."""
         return name == self.root or name.startswith(self.root + ".")
 
     def find_spec(
@@ -95,4 +94,4 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run: names are made when they are asked for."""
+        """Nothing to run: names are made on access."""
