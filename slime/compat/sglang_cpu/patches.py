@@ -90,7 +90,7 @@ def _take_the_cpu_form(module: types.ModuleType) -> None:
 
 
 def norms_of_all_heads() -> PatchReport:
-    """MiniMax-M2's norms of queries and keys. SGLang takes its CPU form only with AMX, else a kernel that needs a GPU."""
+    """MiniMax-M2's norms of queries and keys. SGLang's CPU form needs AMX; otherwise it takes a kernel for GPUs."""
     return _patched(
         "sglang.srt.models.minimax_m2",
         _take_the_cpu_form,
