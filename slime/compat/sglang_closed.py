@@ -23,16 +23,8 @@ SCHEME = "slime"
 """Of addresses at which ranks meet, instead of torch's "tcp"."""
 LIMIT = timedelta(minutes=30)
 """torch's default."""
-_WHERE = "sglang.srt.distributed.bootstrap._resolve_dist_init_method"
 CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
 """Functions of the two routes; the first one takes weights."""
-
-
-def register() -> None:
-    """Call before SGLang's server loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_WHERE, meet_in_private, HookType.AFTER)
 
 
 def meet_in_private(address: str, *, server_args: Any, dist_port: int) -> str | None:
@@ -77,3 +69,6 @@ def close_routes() -> None:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(getattr(http_server, name))
     routes = http_server.app.router.routes
     routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
+
+
+HOOKS = (("AFTER", "sglang.srt.distributed.bootstrap._resolve_dist_init_method", meet_in_private),)

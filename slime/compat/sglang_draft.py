@@ -14,14 +14,6 @@ from typing import Any
 from slime.compat.sglang_token_versions import MANAGER
 
 FLAG = "--speculative-algorithm"
-_UPDATE = f"{MANAGER}.update_weights_from_distributed"
-
-
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_UPDATE, _reach_the_draft, HookType.AROUND)
 
 
 def models(manager: Any) -> list[Any]:
@@ -48,3 +40,6 @@ def _reach_the_draft(update: Callable[..., Any], manager: Any, request: Any) -> 
         return update(manager, request)
     finally:
         del model.load_weights
+
+
+HOOKS = (("AROUND", f"{MANAGER}.update_weights_from_distributed", _reach_the_draft),)

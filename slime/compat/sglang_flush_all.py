@@ -10,14 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 FLAG = "--enable-dp-attention"
-_DOOR = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache"
-
-
-def register() -> None:
-    """Call before SGLang's server loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_DOOR, _flush, HookType.REPLACE)
 
 
 async def _flush(manager: Any, timeout_s: float | None = None) -> Any:
@@ -27,3 +19,6 @@ async def _flush(manager: Any, timeout_s: float | None = None) -> Any:
     manager.auto_create_handle_loop()
     answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
     return next((answer for answer in answers if not answer.success), answers[0])
+
+
+HOOKS = (("REPLACE", "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache", _flush),)

@@ -14,16 +14,11 @@ from slime.compat.sglang_draft import models
 from slime.compat.sglang_token_versions import UPDATES
 
 
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for update in UPDATES:
-        HookRegistry.register(update, _renew, HookType.AFTER)
-
-
 def _renew(_answer: Any, manager: Any, *_: Any, **__: Any) -> None:
     for model in models(manager):
         for module in model.modules():
             if getattr(module, "_weight_fp32", None) is not None:
                 module._weight_fp32.copy_(module.weight.data)
+
+
+HOOKS = tuple(("AFTER", update, _renew) for update in UPDATES)

@@ -24,19 +24,9 @@ logger = logging.getLogger(__name__)
 
 GATE_ENV = "SLIME_ENGINE_GATE"
 """Path of the file that opens the gate."""
-FIRST_LOOK = "sglang.srt.model_executor.model_runner.ModelRunner.init_torch_distributed"
 WAITING = "waits for the trainer to lend the GPU"
 """In the log; `engine_phase` reads it."""
 POLL_S = 0.02
-
-
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    if GATE_ENV not in os.environ:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(FIRST_LOOK, wait, HookType.BEFORE)
 
 
 def wait(*_given: Any, **_named: Any) -> None:
@@ -47,3 +37,6 @@ def wait(*_given: Any, **_named: Any) -> None:
     logger.info("this rank %s", WAITING)
     while not gate.exists():
         time.sleep(POLL_S)
+
+
+HOOKS = (("BEFORE", "sglang.srt.model_executor.model_runner.ModelRunner.init_torch_distributed", wait),)

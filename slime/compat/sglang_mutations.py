@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_OVERRIDE = "sglang.srt.server_args.ServerArgs.override"
 _RECORD = "_runtime_mutations"
-
-
-def register() -> None:
-    """Call before SGLang's server loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_OVERRIDE, _keep_newest, HookType.AFTER)
 
 
 def _keep_newest(_result: Any, settings: Any, *_: Any, **__: Any) -> None:
@@ -25,3 +17,6 @@ def _keep_newest(_result: Any, settings: Any, *_: Any, **__: Any) -> None:
     record = getattr(settings, _RECORD, None)
     if record:
         record[:] = {(source, tuple(fields)): (source, fields) for source, fields in record}.values()
+
+
+HOOKS = (("AFTER", "sglang.srt.server_args.ServerArgs.override", _keep_newest),)

@@ -30,8 +30,6 @@ from slime.compat.sglang_token_versions import MANAGER
 
 PATH_FLAG = "--model-path"
 _CHECKER = "sglang.srt.utils.weight_checker"
-_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
-_UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed"))
 _REORDERED = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE", "CompressedTensorsW8A8Fp8")
 """Schemes that reorder weights into other parameters."""
 NOT_WEIGHTS = ("weight_shape", "g_idx", "g_idx_sort_indices", "weight_zero_point")
@@ -48,18 +46,6 @@ def is_quantised(model_path: str) -> bool:
 def _names_one(config: Path) -> bool:
     found = json.loads(config.read_text())
     return bool(found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config"))
-
-
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_CHECKER}._build_quantized_set", _nothing, HookType.REPLACE)
-    HookRegistry.register(f"{_CHECKER}.WeightChecker._model_state", _weights_alone, HookType.AROUND)
-    HookRegistry.register(f"{_CHECKER}.WeightChecker._compute_checksum", _then_in_order, HookType.AROUND)
-    HookRegistry.register(_LOADER, _load, HookType.AROUND)
-    for update in _UPDATES:
-        HookRegistry.register(update, _before_update, HookType.BEFORE)
 
 
 def _nothing(_model: Any) -> dict[str, Any]:
@@ -152,3 +138,13 @@ def _serve(model: Any) -> None:
         if hasattr(module, _SERVED):
             delattr(module, _SERVED)
     setattr(model, _LOADING, False)
+
+
+HOOKS = (
+    ("REPLACE", f"{_CHECKER}._build_quantized_set", _nothing),
+    ("AROUND", f"{_CHECKER}.WeightChecker._model_state", _weights_alone),
+    ("AROUND", f"{_CHECKER}.WeightChecker._compute_checksum", _then_in_order),
+    ("AROUND", "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", _load),
+    ("BEFORE", f"{MANAGER}.update_weights_from_tensor", _before_update),
+    ("BEFORE", f"{MANAGER}.update_weights_from_distributed", _before_update),
+)

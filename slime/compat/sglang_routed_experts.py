@@ -26,24 +26,9 @@ from typing import Any
 from slime.core.ports import ROUTED_EXPERTS_MARK
 
 FLAG = "--enable-return-routed-experts"
-FRONT_DOOR = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-TAKEN_BACK = "sglang.srt.managers.schedule_batch.release_req"
-"""Frees the keys and values of every retracted request."""
-COLLECTED = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._maybe_collect_routed_experts"
-)
+_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _KEPT = "_slime_experts"
 """Attribute of a request: the kept rows, from the first requested one on."""
-
-
-def register() -> None:
-    """Call before the server loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(FRONT_DOOR, read_mark, HookType.BEFORE)
-    HookRegistry.register(TAKEN_BACK, _set_aside, HookType.BEFORE)
-    HookRegistry.register(COLLECTED, _put_back, HookType.AFTER)
 
 
 def read_mark(_manager: Any, request: Any, *_more: Any, **_named: Any) -> None:
@@ -78,3 +63,10 @@ def _put_back(_result: Any, _processor: Any, req: Any, *_: Any, **__: Any) -> No
     kept = getattr(req, _KEPT, None)
     if kept is not None and req.routed_experts is not None:
         req.routed_experts[: len(kept)] = kept[: len(req.routed_experts)]
+
+
+HOOKS = (
+    ("BEFORE", "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", read_mark),
+    ("BEFORE", "sglang.srt.managers.schedule_batch.release_req", _set_aside),  # frees keys and values of the retracted
+    ("AFTER", f"{_PROCESSOR}._maybe_collect_routed_experts", _put_back),
+)

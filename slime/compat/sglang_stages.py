@@ -22,12 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime.compat.sglang_token_versions import MANAGER
+
 FLAG = "--pp-size"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
-_SENDER = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin._pp_send_pyobj_to_next_stage"
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor"
-_JOIN = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.init_weights_update_group"
+_PIPELINE = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 JOINT = {
     "UpdateWeightsFromTensorReqInput": "update_weights_from_tensor",
     "UpdateWeightsFromDistributedReqInput": "update_weights_from_distributed",
@@ -40,18 +39,6 @@ JOINT = {
 }
 """Request that all stages handle at the same time -> its method."""
 _SENT = "_slime_sent_ahead"
-
-
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_SCHEDULER, _send_ahead, HookType.BEFORE)
-    HookRegistry.register(_SENDER, _send_once, HookType.AROUND)
-    for method in JOINT.values():
-        HookRegistry.register(f"{_MANAGER}.{method}", _answer_for_all, HookType.AROUND)
-    HookRegistry.register(_WORKER, _own_payload, HookType.BEFORE)
-    HookRegistry.register(_JOIN, _own_place, HookType.AROUND)
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
@@ -117,3 +104,12 @@ def _own_place(
     """Joins the sender's group at a place after the earlier stages."""
     ps = updater.get_model_runner().ps
     return join(updater, address, port, rank_offset + ps.pp_rank * ps.tp_size, *rest, **named)
+
+
+HOOKS = (
+    ("BEFORE", "sglang.srt.managers.scheduler.Scheduler.process_input_requests", _send_ahead),
+    ("AROUND", f"{_PIPELINE}._pp_send_pyobj_to_next_stage", _send_once),
+    *(("AROUND", f"{MANAGER}.{method}", _answer_for_all) for method in JOINT.values()),
+    ("BEFORE", "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor", _own_payload),
+    ("AROUND", f"{_UPDATER}.init_weights_update_group", _own_place),
+)

@@ -17,17 +17,8 @@ from typing import Any
 
 from slime.core.ports import ASK_AGAIN, OWN_REQUESTS
 
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _MARK = "slime_taken_back"
 """Attribute of SGLang's state of a request."""
-
-
-def register() -> None:
-    """Call before SGLang's server loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MANAGER}.abort_request", mark, HookType.BEFORE)
-    HookRegistry.register(f"{_MANAGER}._handle_abort_finish_reason", refuse, HookType.AROUND)
 
 
 def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
@@ -49,3 +40,10 @@ async def refuse(
     import fastapi
 
     raise fastapi.HTTPException(status_code=503, detail=ASK_AGAIN)
+
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS = (
+    ("BEFORE", f"{_MANAGER}.abort_request", mark),
+    ("AROUND", f"{_MANAGER}._handle_abort_finish_reason", refuse),
+)

@@ -18,21 +18,11 @@ from typing import Any
 
 from slime.core.ports import TOKEN_VERSIONS_KEY
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
 """The scheduler's methods that take weights."""
 _served = {"version": 0}
 """Of this process; 0 is the checkpoint that the engine has loaded itself."""
-
-
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_SCHEDULER, _label, HookType.AFTER)
-    for update in UPDATES:
-        HookRegistry.register(update, _note, HookType.AROUND)
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
@@ -50,3 +40,9 @@ def _note(update: Callable[..., Any], manager: Any, request: Any) -> Any:
     answer = update(manager, request)
     _served["version"] = int(request.weight_version)
     return answer
+
+
+HOOKS = (
+    ("AFTER", "sglang.srt.managers.scheduler.Scheduler.run_batch", _label),
+    *(("AROUND", update, _note) for update in UPDATES),
+)

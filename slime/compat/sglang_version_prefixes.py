@@ -29,10 +29,6 @@ from typing import Any
 from slime.compat.sglang_token_versions import MANAGER, UPDATES
 from slime.core.errors import EngineError
 
-_CHANGES = (*UPDATES, f"{MANAGER}.update_weights_from_ipc")
-_ORDERED = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
-_SCHEDULED = "sglang.srt.managers.schedule_batch.Req.init_next_round_input"
-_MADE = "sglang.srt.mem_cache.registry.create_tree_cache"
 DIVIDED = frozenset({"RadixCache", "UnifiedRadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"})
 """SGLang's caches that use `extra_key` in every look-up and insertion, without another cache behind them."""
 EMPTY = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
@@ -42,17 +38,6 @@ _updates = {"asked": 0}
 _MARK = "|weights "
 _KEYS = "_slime_keys"
 """Attribute of a request: the last (own key, key with the weights)."""
-
-
-def register() -> None:
-    """Call before SGLang's scheduler loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for change in _CHANGES:
-        HookRegistry.register(change, _count, HookType.BEFORE)
-    HookRegistry.register(_ORDERED, _divide_all, HookType.BEFORE)
-    HookRegistry.register(_SCHEDULED, _divide, HookType.BEFORE)
-    HookRegistry.register(_MADE, _require_divided, HookType.AFTER)
 
 
 def _count(*_: Any, **__: Any) -> None:
@@ -92,3 +77,11 @@ def _require_divided(cache: Any, context: Any, *_: Any, **__: Any) -> None:
         "requests live through weight syncs (--token-versions, --pause-generation-mode retract and in_place); leave "
         "out the setting that chooses it, or use --pause-generation-mode abort"
     )
+
+
+HOOKS = (
+    *(("BEFORE", change, _count) for change in (*UPDATES, f"{MANAGER}.update_weights_from_ipc")),
+    ("BEFORE", "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", _divide_all),
+    ("BEFORE", "sglang.srt.managers.schedule_batch.Req.init_next_round_input", _divide),
+    ("AFTER", "sglang.srt.mem_cache.registry.create_tree_cache", _require_divided),
+)

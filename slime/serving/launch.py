@@ -76,6 +76,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """Sets up the server or one of its children, before SGLang is imported."""
     from slime.compat import (
+        register,
         sglang_closed,
         sglang_config_names,
         sglang_draft,
@@ -94,28 +95,28 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
 
     if expected_parent is not None:
         die_with_parent(expected_parent)
-    if activate(value_of(arguments, "--device", "cuda")):
-        forked_children.register()
+    on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
     if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
         sglang_config_names.register(unnamed)
-    sglang_closed.register()
-    sglang_fresh_router.register()
-    sglang_memory_gate.register()
-    sglang_mutations.register()
-    sglang_taken_back.register()
-    if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
-        sglang_token_versions.register()
-        sglang_version_prefixes.register()
-    if sglang_routed_experts.FLAG in arguments:
-        sglang_routed_experts.register()
-    if value_of(arguments, sglang_draft.FLAG, ""):
-        sglang_draft.register()
-    if int(value_of(arguments, sglang_stages.FLAG, "1")) > 1:
-        sglang_stages.register()
-    if sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, "")):
-        sglang_quantised.register()
-    if sglang_flush_all.FLAG in arguments:
-        sglang_flush_all.register()
+    labels = arguments[:1] == [TOKEN_VERSIONS_FLAG]
+    quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
+    for module, needed in (
+        (forked_children, on_cpu),
+        (sglang_closed, True),
+        (sglang_fresh_router, True),
+        (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
+        (sglang_mutations, True),
+        (sglang_taken_back, True),
+        (sglang_token_versions, labels),
+        (sglang_version_prefixes, labels),
+        (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),
+        (sglang_draft, bool(value_of(arguments, sglang_draft.FLAG, ""))),
+        (sglang_stages, int(value_of(arguments, sglang_stages.FLAG, "1")) > 1),
+        (sglang_quantised, quantised),
+        (sglang_flush_all, sglang_flush_all.FLAG in arguments),
+    ):
+        if needed:
+            register(module.HOOKS)
 
 
 def serve(arguments: list[str]) -> None:

@@ -23,20 +23,8 @@ from slime.core.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-BEFORE = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""Where SGLang sets how children are started, just before it starts them."""
-BEHIND = "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses"
-"""Starts the last of them."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """The libraries of NumPy and SciPy start threads that a server does not use."""
-
-
-def register() -> None:
-    """Call before SGLang loads its plugins."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(BEFORE, _fork_from_here, HookType.AFTER)
-    HookRegistry.register(BEHIND, _spawn_from_here, HookType.AFTER)
 
 
 def num_threads() -> int:
@@ -63,3 +51,10 @@ def _fork_from_here(*_: Any, **__: Any) -> None:
 
 def _spawn_from_here(*_: Any, **__: Any) -> None:
     multiprocessing.set_start_method("spawn", force=True)
+
+
+_ENGINE = "sglang.srt.entrypoints.engine"
+HOOKS = (
+    ("AFTER", f"{_ENGINE}._set_envs_and_config", _fork_from_here),  # sets how children start, just before they do
+    ("AFTER", f"{_ENGINE}.Engine._launch_detokenizer_subprocesses", _spawn_from_here),  # starts the last one
+)

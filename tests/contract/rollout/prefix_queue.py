@@ -65,10 +65,9 @@ def hooked() -> None:
     activate("cpu")
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from slime.compat import sglang_token_versions, sglang_version_prefixes
+    from slime.compat import register, sglang_token_versions, sglang_version_prefixes
 
-    sglang_token_versions.register()
-    sglang_version_prefixes.register()
+    register([*sglang_token_versions.HOOKS, *sglang_version_prefixes.HOOKS])
     HookRegistry.apply_hooks()
     missing = HookRegistry._hooks.keys() - HookRegistry._patched
     assert not missing, missing

@@ -157,10 +157,11 @@ def reload(_seat: Seat, first: Path, second: Path) -> dict[str, list[str]]:
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from slime.compat import register
     from slime.compat import sglang_quantised as hooks
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    hooks.register()
+    register(hooks.HOOKS)
     HookRegistry.apply_hooks()
     missing = [target for target in HookRegistry._hooks if target not in HookRegistry._patched]
     assert not missing, missing

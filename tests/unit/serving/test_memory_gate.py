@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -34,21 +31,6 @@ def test_who_comes_to_the_gate_waits_until_it_is_open(
         visitor.join(60)
     assert passed.is_set()
     assert engine_phase(caplog.text) == "waiting for the trainer to lend the GPU"
-
-
-def test_without_a_gate_nothing_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooked: list[tuple[Any, ...]] = []
-    registry = SimpleNamespace(
-        HookRegistry=SimpleNamespace(register=lambda *given: hooked.append(given)),
-        HookType=SimpleNamespace(BEFORE="before"),
-    )
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
-    monkeypatch.delenv(sglang_memory_gate.GATE_ENV, raising=False)
-    sglang_memory_gate.register()
-    assert not hooked
-    monkeypatch.setenv(sglang_memory_gate.GATE_ENV, "gate")
-    sglang_memory_gate.register()
-    assert hooked == [(sglang_memory_gate.FIRST_LOOK, sglang_memory_gate.wait, "before")]
 
 
 def test_the_gate_of_a_killed_run_does_not_stand_open(tmp_path: Path) -> None:
