@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import slime
-from slime.cluster.hosts import GuardedHosts, OwnGuardian, hosts_of_run, plan_here
+from slime.cluster.guardian import Guardian
+from slime.cluster.hosts import GuardedHosts, hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import preflight
@@ -247,7 +248,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
 
 @contextmanager
 def _placed(
-    args: Args, startup: StartUp, folder: RunFolder, guardian: OwnGuardian
+    args: Args, startup: StartUp, folder: RunFolder, guardian: Guardian
 ) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """A Ray cluster for the block, with hosts that can hold the run."""
     from slime.cluster.ray_session import JoinedRay, RaySession, store_bytes_for

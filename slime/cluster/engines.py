@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -21,8 +21,12 @@ from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeEr
 from slime.core.ports import WeightVersion
 from slime.core.silence import WORKING, Silence
 from slime.core.topology import EngineLayout
-from slime.fleet.supervisor import FROZEN, POLICY, Engine, EnginePort, Membership, State, Supervisor
+from slime.fleet.supervisor import FROZEN, POLICY, Engine, Membership, State, Supervisor
 from slime.settings import Args
+
+if TYPE_CHECKING:
+    from slime.cluster.ray_engines import RayEngines
+    from slime.fleet.external import ExternalEngines
 
 WEIGHT_VERSION = "perf/weight_version"
 """Metric of a weight sync: the version that engines serve after it."""
@@ -106,49 +110,16 @@ ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """States in which an engine answers."""
 
 
-class EnginesOfRun(EnginePort, Protocol):
-    """Where the engines of a run are: `RayEngines` starts them; somebody else started `ExternalEngines`."""
-
-    may_take_memory: Callable[[], bool]
-    """Whether the trainer lends its memory now; `Engines` sets it."""
-    dismissed: Callable[[Engine], None]
-    """Called with an engine that gets no more requests; `Engines` sets it."""
-
-    @property
-    def takes_memory(self) -> bool:
-        """Whether a restarting engine may be taking memory now."""
-        ...
-
-    def engines(self) -> list[Engine]:
-        """The engines at the start of the run, before they answer."""
-        ...
-
-    def watch(self, engine: Engine) -> None:
-        """Watches an engine from now on, as its state requires."""
-        ...
-
-    def heard(self, index: int) -> None:
-        """The engine has brought tokens, so it lives."""
-        ...
-
-    def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        """Calls the actor of an engine that lends its memory; returns a reference to the answer."""
-        ...
-
-    def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks the actors of these engines, if any, to end; returns references to their answers."""
-        ...
-
-    def close(self) -> None:
-        """Stops watching."""
-        ...
-
-
 class Engines:
     """All engines of a run; empty with --debug-train-only."""
 
     def __init__(
-        self, args: Args, port: EnginesOfRun, rollout: Any, control_key: str | None, hosts: GuardedHosts
+        self,
+        args: Args,
+        port: RayEngines | ExternalEngines,
+        rollout: Any,
+        control_key: str | None,
+        hosts: GuardedHosts,
     ) -> None:
         """`rollout`: the `RolloutActor`; `control_key`: the key of the engines' control routes."""
         self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts

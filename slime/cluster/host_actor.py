@@ -97,7 +97,7 @@ TOKENS_LIMIT_S = 5.0
 
 
 class HostHandle:
-    """The actor of one node; see `slime.cluster.hosts.Handle`."""
+    """The actor of one node."""
 
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
         """Starts the actor. `host`: for messages. `limit_s`: of each of its answers (--engine-start-timeout-s): the
@@ -139,6 +139,10 @@ class HostHandle:
         self._holder.start()
 
     def unseen(self) -> list[str] | None:
+        """The shared folders that the host does not see; empty if it is guarded; None before its answer. Never waits.
+
+        Raises `SlimeError` or `OSError` if there is no guardian.
+        """
         if not self._contract.done():
             return None
         if self._asked is None:
@@ -160,10 +164,12 @@ class HostHandle:
         return not all_there([self._watching])
 
     def drop(self) -> None:
+        """Ends the actor at once. Never waits, never raises."""
         self._answered.set()
         ray.kill(self.actor)
 
     def close(self) -> None:
+        """Ends what is left of the run on the host. Never raises."""
         if self._holder is not None and self._watching is None:  # no other process of the run is there
             self.drop()
             self._holder.join(TOKENS_LIMIT_S)
@@ -175,12 +181,13 @@ class HostHandle:
 
 
 class RayNodes:
-    """The nodes of the joined cluster; see `slime.cluster.hosts.Nodes`."""
+    """The nodes of the joined cluster."""
 
     def __init__(self, args: Args, *, log_dir: Path) -> None:
         self._args, self._log_dir = args, log_dir
 
     def living(self) -> dict[str, list[str]]:
+        """Address -> living nodes there."""
         found: dict[str, list[str]] = {}
         for node in ray.nodes():
             if node["Alive"]:
@@ -188,6 +195,7 @@ class RayNodes:
         return found
 
     def take_up(self, node_id: str) -> HostHandle:
+        """Starts an actor there that checks the shared folders and starts a guardian. Never waits."""
         handle = HostHandle(node_id, node_id[:8], limit_s=self._args.engine_start_timeout_s)
         handle.take_up(self._args, self._log_dir)
         return handle

@@ -5,8 +5,8 @@
                                      driver's: facts, shared folders, guardian (`hosts_of_run`)
 
 `GuardedHosts` keeps a guardian on every host. The driver's host has its own, which the driver restarts if it was killed
-(`OwnGuardian`). On another host an actor owns it (`HostActor`, in the driver's hands by a `Handle`). `tend` handles
-each Ray node at the address of a host by its state:
+(`Guardian`). On another host an actor owns it (`HostActor`, in the driver's hands by a `HostHandle`). `tend` handles
+each Ray node at the address of a host by its state (nothing it calls waits):
 
     guarded                                engines may start there; the handle says when that ends
     lost its actor or its guardian         another actor after `AFTER_LOSS_S`; the host counts as present meanwhile
@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.core.cores import usable_cores
@@ -55,6 +55,10 @@ from slime.core.processes import LOOPBACK, ip_of
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
+
+if TYPE_CHECKING:
+    from slime.cluster.guardian import Guardian
+    from slime.cluster.host_actor import HostHandle, RayNodes
 
 logger = logging.getLogger(__name__)
 
@@ -66,55 +70,12 @@ MOST_DEATHS = 12
 """Actors in a row that an old guardian may end, which is a minute of tries. One more is a refusal."""
 
 
-class Handle(Protocol):
-    """The actor of one host, once it was asked to guard."""
-
-    def unseen(self) -> list[str] | None:
-        """The shared folders that the host does not see; empty if it is guarded; None before its answer. Never waits.
-
-        Raises `SlimeError` or `OSError` if there is no guardian.
-        """
-        ...
-
-    def watches(self) -> bool:
-        """Whether a guarded host still is. Never waits."""
-        ...
-
-    def drop(self) -> None:
-        """Ends the actor at once. Never waits, never raises."""
-        ...
-
-    def close(self) -> None:
-        """Ends what is left of the run on the host. Never raises."""
-        ...
-
-
-class Nodes(Protocol):
-    """The nodes of Ray."""
-
-    def living(self) -> Mapping[str, list[str]]:
-        """Address -> living nodes there."""
-        ...
-
-    def take_up(self, node_id: str) -> Handle:
-        """Starts an actor there that checks the shared folders and starts a guardian. Never waits."""
-        ...
-
-
-class OwnGuardian(Protocol):
-    """The guardian of the driver's host."""
-
-    def tend(self) -> None:
-        """Replaces a killed guardian. Never raises."""
-        ...
-
-
 @dataclass(slots=True)
 class _Node:
     """A living node at the address of a host."""
 
     host: Host
-    handle: Handle | None = None
+    handle: HostHandle | None = None
     """None between two tries."""
     is_guarded: bool = False
     is_there: bool = False
@@ -131,9 +92,9 @@ class GuardedHosts:
 
     def __init__(
         self,
-        own: OwnGuardian,
-        nodes: Nodes | None = None,
-        first: Mapping[Host, Handle] | None = None,
+        own: Guardian,
+        nodes: RayNodes | None = None,
+        first: Mapping[Host, HostHandle] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -225,7 +186,7 @@ def plan_here(args: Args) -> PlacementPlan:
 
 
 @contextmanager
-def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
+def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """The plan on a Ray cluster that the driver has joined, and its guarded hosts.
 
     `guardian`: of this host. Raises `ConfigError` if the hosts have too few slots or do not share the folders.

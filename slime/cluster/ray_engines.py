@@ -269,6 +269,7 @@ class RayEngines:
         return [actor for crew in self._crews for actor in crew]
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
+        """Calls the actor that answers for an engine; returns a reference to the answer."""
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
@@ -296,6 +297,7 @@ class RayEngines:
                 self._looks.pop((engine.index, member), None)
 
     def heard(self, index: int) -> None:
+        """The engine has brought tokens, so it lives."""
         self._heard_at[index] = time.monotonic()
 
     def troubles(self) -> Mapping[int, str]:
@@ -346,6 +348,7 @@ class RayEngines:
 
     @property
     def takes_memory(self) -> bool:
+        """Whether a restarting engine may be taking memory now."""
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:

@@ -190,12 +190,10 @@ class Run:
         phase = self._startup.phase("eval", "the held-out data is evaluated")
         with phase, span("eval"), self._watching("eval") as on_poll:
             if samples_evaluations(self.args):
-                news = wait_for(
-                    [self._actors.rollout.evaluate.remote(rollout_id)],
-                    for_what=f"the evaluation at step {rollout_id}",
-                    limit_s=self._rollout_limit_s,
-                    on_poll=on_poll,
-                )[0]
+                what = f"the evaluation at step {rollout_id}"
+                news = self._actors.on_rollout(
+                    "evaluate", rollout_id, for_what=what, limit_s=self._rollout_limit_s, on_poll=on_poll
+                )
             losses = self._held_out.measure()
         self._tracker.log("eval", rollout_id, {**news.metrics, **losses})
         self._tracker.log_samples("eval", rollout_id, news.samples)

@@ -54,17 +54,10 @@ class Saver:
             )
         self._resumed_from.append(found.path)
         with span("load"):
-            reads = [trainer.verify.remote(str(found.path)) for trainer in self._actors.trainers]
-            wait_for(
-                reads,
-                for_what=f"{len(reads)} training ranks to verify {found.path}",
-                limit_s=self._limit_s,
-                flag=SAVE_FLAG,
-            )
-            if not reads:
+            if not self._actors.trainers:
                 checkpoint.verify(found.path)
-            loads = [trainer.load.remote(str(found.path)) for trainer in self._actors.trainers]
-            wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=self._limit_s, flag=SAVE_FLAG)
+            self._actors.on_trainers("verify", str(found.path), limit_s=self._limit_s, flag=SAVE_FLAG)
+            self._actors.on_trainers("load", str(found.path), limit_s=self._limit_s, flag=SAVE_FLAG)
             if not self._args.finetune:
                 what = "the Data Buffer to load"
                 self._actors.on_rollout("load", str(found.path), for_what=what, limit_s=self._limit_s, flag=SAVE_FLAG)
@@ -118,8 +111,7 @@ class Saver:
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
         """In the background: waits for the ranks, commits, removes old checkpoints."""
-        refs = [trainer.write_parts.remote(str(parts)) for trainer in self._actors.trainers]
-        written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=self._limit_s, flag=SAVE_FLAG)
+        written = self._actors.on_trainers("write_parts", str(parts), limit_s=self._limit_s, flag=SAVE_FLAG)
         seals = {name: seal for part in written for name, seal in part.items()}
         path = checkpoint.commit(parts, rollout_id, seals)
         checkpoint.prune(

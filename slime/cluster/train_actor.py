@@ -113,12 +113,10 @@ class TrainActor:
         return metrics | {"perf/actor_train_tflops": self._backend.tflops(batch, time.perf_counter() - start)}
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
-        metrics: dict[str, float] = self._backend.measure_mismatch(batch)
-        return metrics
+        return self._backend.measure_mismatch(batch)
 
     def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
-        metrics: dict[str, float] = self._backend.measure_loss(batch)
-        return metrics
+        return self._backend.measure_loss(batch)
 
     def take_snapshot(self) -> None:
         """Copies this rank's state for `write_parts`."""
@@ -128,8 +126,7 @@ class TrainActor:
     def write_parts(self, directory: str) -> dict[str, Any]:
         """Writes this rank's checkpoint files, from the snapshot if there is one. Returns their sizes and hashes."""
         snapshot, self._snapshot = self._snapshot, None
-        written: dict[str, Any] = (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
-        return written
+        return (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
 
     def save_hf(self, directory: str) -> None:
         self._backend.save_hf(Path(directory))
@@ -146,16 +143,13 @@ class TrainActor:
             self._backend.weight_version = 1
 
     def keep_weights(self) -> dict[str, float]:
-        peaks: dict[str, float] = self._backend.keep_weights()
-        return peaks
+        return self._backend.keep_weights()
 
     def sleep(self) -> dict[str, float]:
-        peaks: dict[str, float] = self._backend.sleep()
-        return peaks
+        return self._backend.sleep()
 
     def wake(self) -> dict[str, float]:
-        peaks: dict[str, float] = self._backend.wake()
-        return peaks
+        return self._backend.wake()
 
     def memory_plan(self) -> Any:
         """`MemoryPlan` of this rank; None if it lends no GPU."""

@@ -20,7 +20,7 @@ from slime.core.topology import Worker
 from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, Engine, Membership, State
 
 
-class Port:  # of `EnginesOfRun` what is asked here
+class Port:  # the part of `RayEngines` that is called here
     """Engines; one of them may hang, which shows where it is expected to answer."""
 
     def __init__(self, *engines: Engine) -> None:

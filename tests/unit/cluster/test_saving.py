@@ -26,7 +26,10 @@ def test_retention_leaves_the_other_branch_alone(tmp_path: Path, flags: list[str
     for step in (5, 6, 7):
         _write(save, step)
     args = rollout_args(tmp_path, "--load", str(save), "--save", str(save), "--save-keep-last", "1", *flags)
-    actors: Any = SimpleNamespace(trainers=[], on_rollout=lambda *_given, **_named: None)
+
+    def done(*_given: Any, **_named: Any) -> None: ...
+
+    actors: Any = SimpleNamespace(trainers=[], on_rollout=done, on_trainers=done)
     assert Saver(args, actors, tracker=SimpleNamespace()).restore() == (5 if "5" in flags else 7)  # type: ignore[arg-type]
     for step in (8, 9):
         _write(save, step)
