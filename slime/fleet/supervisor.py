@@ -139,7 +139,7 @@ class Membership:
     def __getitem__(self, index: int) -> Engine:
         return self._engines[index]
 
-    def of(self, *states: State) -> tuple[Engine, ...]:
+    def in_states(self, *states: State) -> tuple[Engine, ...]:
         return tuple(engine for engine in self._engines if engine.state in states)
 
     def follow(self, follower: Follower) -> None:
