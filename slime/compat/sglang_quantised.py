@@ -40,11 +40,7 @@ _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
 def is_quantised(model_path: str) -> bool:
     """Whether a folder's config.json names a quantisation."""
     config = Path(model_path) / "config.json"
-    return config.is_file() and '"quantization_config"' in config.read_text() and _names_one(config)
-
-
-def _names_one(config: Path) -> bool:
-    found = json.loads(config.read_text())
+    found = json.loads(config.read_text()) if config.is_file() else {}
     return bool(found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config"))
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from slime.core.blame import here, how_it_ended
 from slime.core.errors import EngineError
 from slime.core.processes import http_url
 from slime.serving.child_process import ChildProcess
@@ -193,15 +192,6 @@ class LeasedServer:
     def alive(self) -> bool:
         """Whether the first process runs; SGLang ends it when one of its children fails."""
         return self._process is not None and self._process.alive
-
-    def require_alive(self) -> None:
-        """Raises `EngineError` with the exit status and the end of the log if the process has ended."""
-        if self._process is None or self._process.alive:
-            return
-        raise EngineError(
-            f"{here(self._process.name)} {how_it_ended(self._process.returncode)}; its log {self.log_path} ends with:\n"
-            f"{self._process.log_tail()}"
-        )
 
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the host's proxies

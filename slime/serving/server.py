@@ -228,20 +228,11 @@ class ServerSpec:
             raise ConfigError(
                 f"got dtype {self.dtype!r} for the engine, because SGLang would guess; use one of {DTYPES}"
             )
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"got device {self.device!r}; an engine runs on 'cpu' or 'cuda'")
-        if self.layout.num_ranks % self.num_nodes or not 0 <= self.node_rank < self.num_nodes:
-            raise ConfigError(
-                f"got node {self.node_rank} of {self.num_nodes} for an engine of {self.layout.num_ranks} ranks; give "
-                "every node the same number of ranks"
-            )
-        if (self.num_nodes > 1) != (self.dist_init_addr is not None):
-            raise ConfigError(
-                f"got dist_init_addr {self.dist_init_addr!r} for an engine of {self.num_nodes} nodes; several nodes "
-                "need an address to meet at, one needs none"
-            )
-        if self.gpu_ids is not None and len(self.gpu_ids) != self.num_local_ranks:
-            raise ConfigError(f"got {len(self.gpu_ids)} GPUs for {self.num_local_ranks} ranks; give one per rank")
+        nodes, ranks, meeting = self.num_nodes, self.layout.num_ranks, self.dist_init_addr
+        assert self.device in ("cpu", "cuda"), f"an engine on {self.device}"
+        assert ranks % nodes == 0 and 0 <= self.node_rank < nodes, f"node {self.node_rank} of {nodes}, {ranks} ranks"
+        assert (nodes > 1) == (meeting is not None), f"{nodes} nodes meet at {meeting}"
+        assert self.gpu_ids is None or len(self.gpu_ids) == ranks // nodes, f"{self.gpu_ids} for {ranks // nodes} ranks"
         clash = sorted(_OWNED & self.extra.keys())
         if clash:
             raise ConfigError(f"got the SGLang arguments {clash}, which slime sets itself; leave them out")
@@ -256,11 +247,6 @@ class ServerSpec:
                     f"got sglang {name} {self.extra[name]!r} and {getattr(self, name)!r} from slime's own settings; "
                     "make them equal"
                 )
-
-    @property
-    def num_local_ranks(self) -> int:
-        """Ranks of this node."""
-        return self.layout.num_ranks // self.num_nodes
 
     @property
     def keys(self) -> EngineKeys:
