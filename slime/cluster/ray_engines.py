@@ -104,7 +104,7 @@ class EngineActor:
 
     def meeting_point(self) -> str:
         """HOST:PORT where the servers of this engine meet."""
-        assert self._spec.dist_init_addr is not None, "an engine on one host meets nobody"
+        assert self._spec.dist_init_addr is not None, "an engine on one host has no meeting point"
         return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
