@@ -106,8 +106,8 @@ def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
 
 
 def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> dict[str, str]:
-    """The driver's variables for processes on a cluster that runs already, with the places of slime's and the user's
-    modules. `named`: further variables of the user's choice.
+    """The driver's variables for processes on a cluster that runs already, with where slime and the user's modules are.
+    `named`: further variables of the user's choice.
     """
     chosen = {
         name: value
