@@ -1,12 +1,12 @@
-"""Agents as environments: a program that speaks OpenAI or Anthropic HTTP talks to an adapter, the adapter sends token
-ids to an engine, and the result is samples whose every trained id was sampled.
+"""Agents as environments. An agent that speaks OpenAI's or Anthropic's HTTP API talks to an adapter, the adapter sends
+token ids to an engine, and the session becomes training samples in which every trained id was sampled.
 
-    messages.py     one form of a conversation for all wire formats
-    template.py     a conversation as token ids: the first prompt, and what comes between two sampled turns
-    probe.py        whether a model's chat template allows that, tested on conversations
-    parsers/        a model's text as text, thinking and calls: one file per format
-    session.py      an execution's conversations as a tree of branches, and the samples made from it
-    adapters/       the servers that agents talk to: one core, a file per wire format
+    messages.py     conversations in one form for all wire formats
+    template.py     conversations as token ids: the first prompt, and the tokens between two sampled turns
+    probe.py        tests on sample conversations whether a model's chat template supports this
+    parsers/        split a model's text into thinking, text and tool calls: one file per format
+    session.py      the conversations of an execution as a tree of branches, and the samples made from it
+    adapters/       the servers that agents talk to: a common core, and a file per wire format
     running.py      the adapter of a run
     sandbox/        where an agent's commands run
     harness/        agent programs, configured for an adapter

@@ -1,10 +1,10 @@
-"""One form of a conversation for all wire formats, for chat templates and for comparing histories.
+"""The common form of conversations for all wire formats, for chat templates and for comparing histories.
 
 Invariants
-1. Two messages are equal exactly if a chat template cannot tell them apart. Ids that clients invent, for calls whose
-   template writes none, are kept for the template but left out of `key`.
-2. Arguments of a call are the JSON text of an object with sorted keys and no spaces. What is not such an object stays
-   as the model wrote it.
+1. Two messages count as equal (`key`) exactly if a chat template cannot tell them apart. Ids that clients invent for
+   calls are kept for the template but left out of `key`.
+2. The arguments of a call are JSON text of an object with sorted keys and no spaces. Text that is not a JSON object
+   stays as the model wrote it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROLES = ("system", "user", "assistant", "tool")
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
-    """Its result refers to it."""
+    """The tool result refers to the call by this id."""
     name: str
     arguments: str
     """JSON text, see invariant 2."""
 
     @property
     def decoded(self) -> dict[str, Any]:
-        """The arguments as a template reads them; ill-formed ones as text."""
+        """The arguments as an object, for templates; ill-formed arguments under `_raw_arguments`."""
         value = _object(self.arguments)
         return {"_raw_arguments": self.arguments} if value is None else value
 
@@ -38,13 +38,13 @@ class Message:
     """One of `ROLES`."""
     text: str = ""
     reasoning: str | None = None
-    """An assistant's thinking before its answer; None if there was none or the wire format carries none."""
+    """An assistant's thinking before its answer; None if there was none or the wire format does not carry it."""
     calls: tuple[ToolCall, ...] = ()
-    """An assistant's calls."""
+    """An assistant's tool calls."""
     call_id: str | None = None
-    """In a tool's result: the call that it answers."""
+    """In a tool result: the id of the call that it answers."""
     name: str | None = None
-    """In a tool's result: the function."""
+    """In a tool result: the name of the function."""
 
     def for_template(self) -> dict[str, Any]:
         out: dict[str, Any] = {"role": self.role, "content": self.text}
@@ -63,12 +63,12 @@ class Message:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What identifies the message. Without thinking, which clients need not send back."""
+        """Identifies the message in comparisons. Excludes thinking, which clients need not send back."""
         return (self.role, self.text.strip(), tuple((c.name, c.arguments) for c in self.calls))
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
-    """JSON text of an object in one spelling; other text unchanged."""
+    """The JSON text of an object in canonical form (invariant 2); any other text unchanged."""
     if isinstance(given, str):
         value = _object(given)
         if value is None:

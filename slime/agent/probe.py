@@ -1,14 +1,14 @@
-"""Whether a model's chat template allows token in, token out, tested on one conversation for each thing that agents do.
+"""Tests whether a model's chat template allows token in, token out, with one conversation for each feature of agents.
 
-A conversation is played turn by turn: the template writes prompts and answers, and `ConversationTemplate` the suffixes
-between them. Joined, they must equal what the template writes for the whole conversation. A feature that fails costs a
-fork at each turn that uses it. A template that fails at plain turns is refused. Tools are refused if the template does
-not write them, or writes calls that nothing reads (`tools_problem`).
+Each conversation is played turn by turn: the template writes prompts and answers, and `ConversationTemplate` writes the
+suffixes between them. The concatenation must equal the template's output for the whole conversation. A feature that
+fails costs a fork at each turn that uses it. A template that fails at plain turns is refused. Tools are refused if the
+template does not write them, or writes calls that no parser reads (`tools_problem`).
 
 Invariants
-1. Token ids are compared; the counter-example shows the texts from the first difference on.
-2. Only thinking may differ: templates drop that of earlier turns, the session's tokens keep it.
-3. Ids of calls have the form of the model's family.
+1. The comparison is on token ids; a counter-example shows the texts from the first difference on.
+2. Only thinking may differ: templates drop the thinking of earlier turns, but the session's tokens keep it.
+3. Call ids have the form of the model's family.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime.data.chat import ChatRenderer, Rendered
 
 PLAIN = "plain turns"
 SHOWN = 120
-"""Characters shown of a counter-example."""
+"""Length of a counter-example in messages, in characters."""
 
 
 class State(str, Enum):
@@ -44,11 +44,11 @@ class Outcome:
     feature: str
     state: State
     detail: str = ""
-    """The template's complaint, or where the texts differ."""
+    """The template's error message, or where the texts differ."""
 
     @property
     def works(self) -> bool:
-        """Whether a session can use it without a fork."""
+        """Whether a session can use the feature without a fork."""
         return self.state in (State.EXACT, State.THINKING)
 
 
@@ -56,13 +56,13 @@ class Outcome:
 class ProbeReport:
     outcomes: tuple[Outcome, ...]
     endings: tuple[tuple[str, str], ...] = ()
-    """(role of the next message, the token with which the template ends an answer before it)."""
+    """(role of a message, token with which the template ends the answer before it)."""
     wrong_ends: str = ""
-    """What the template writes behind an answer, if it is not an end id."""
+    """Says what the template writes after an answer instead of an end token; empty if it writes one."""
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """Features that cost a session a fork, or that the template refuses."""
+        """Features that cost a fork, or that the template refuses."""
         return tuple(outcome.feature for outcome in self.outcomes if not outcome.works)
 
     def require_plain_turns(self) -> None:
@@ -76,9 +76,9 @@ class ProbeReport:
 
 
 def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = None) -> ProbeReport:
-    """Plays every conversation. `tool_format`: how the model writes calls; None: taken from the chat template.
+    """Tests every feature. `tool_format`: how the model writes calls; None: derived from the chat template.
 
-    Raises `DataError` without an end id.
+    Raises `DataError` if `end_ids` is empty.
     """
     template = ConversationTemplate(chat, end_ids)
     calls = FORMATS.build(tool_format or format_of(chat.template) or "text", None)
@@ -88,9 +88,9 @@ def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = 
 
 
 def tools_problem(template: ConversationTemplate, tool_format: str | None = None) -> str:
-    """Why agents with tools cannot be trained with this chat template; empty if they can.
+    """Why this chat template cannot be used to train agents with tools; empty if it can.
 
-    `tool_format`: how the model writes calls; None: taken from the chat template.
+    `tool_format`: how the model writes calls; None: derived from the chat template.
     """
     if not template.writes_tools:
         return NO_TOOLS
@@ -103,7 +103,7 @@ def tools_problem(template: ConversationTemplate, tool_format: str | None = None
     try:
         turn = _written(template, calls, conversation, 1, [LOOK_UP])
     except DataError:
-        return ""  # the template refuses or moves calls
+        return ""  # the template refuses calls, or moves them
     reader = calls.reader([LOOK_UP], turn.prompt)
     got = reader.all(turn.said + (turn.end if turn.end in reader.ends else ""))
     if not calls.marks or got.calls == ((one.name, one.arguments),):
@@ -127,7 +127,7 @@ LOOK_UP = {
 
 
 def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
-    """(feature, conversation, tools). No conversation ends with an assistant, because suffixes come before turns."""
+    """The conversations to play. None ends with an assistant message, because each suffix leads to a further turn."""
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
     one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
@@ -170,7 +170,7 @@ def _result(call: ToolCall, text: str) -> Message:
 
 
 def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
-    """Why an answer is not followed by an end token at once; empty if it is."""
+    """Says what directly follows an answer, if it is not an end token; else empty."""
     messages = [_user("What is red?"), _said("A colour."), _user("And blue?")]
     try:
         text = chat.render([m.for_template() for m in messages]).marked
@@ -189,7 +189,7 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
 
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
-    """The end token of a last answer, directly behind it; gpt-oss uses another one there."""
+    """The end token directly after the last answer of a conversation; gpt-oss uses a special one there."""
     with contextlib.suppress(DataError):
         text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
         first = template.first_end(text.rpartition(messages[-1].text)[2])
@@ -198,7 +198,7 @@ def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> s
 
 
 def _endings(template: ConversationTemplate, calls: ToolFormat) -> Iterator[tuple[str, str]]:
-    """For `ProbeReport.endings`."""
+    """The entries of `ProbeReport.endings`."""
     one = _called(calls, 0, "red")
     said, tools = [_user("What is red?"), _said("A colour.")], [LOOK_UP] if template.writes_tools else []
     for new, before in ((_user("And blue?"), said), (_system("Be brief."), said), (_result(one, "red"), None)):
@@ -235,9 +235,10 @@ def _outcome(
 def _played(
     template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], tools: Sequence[Any]
 ) -> tuple[list[int], int]:
-    """(tokens of a session in which the model answers as the template writes, number of branches for an end token).
+    """Plays a session in which the model answers exactly as the template writes.
 
-    If the prompt has begun thinking, the model ends it.
+    Returns (the session's tokens, number of branches because of another end token). If the prompt has opened the
+    thinking, the model closes it.
     """
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = list(template.prompt(messages[: turns[0]], tools).ids)
@@ -246,7 +247,7 @@ def _played(
         turn = _written(template, calls, messages[:until], i, tools)
         said, last = template.chat.encode(Rendered(turn.said)), template.chat.encode(Rendered(turn.end))
         between = messages[: i + 1], messages[i + 1 : until], tools
-        if not last:  # the next header ends it, if the model has that as an end token
+        if not last:  # the next header ends the turn, if it is one of the model's end tokens
             own = template.suffix(*between, last_id=None).ids[:1]
             last = list(own) if template.end_ids.issuperset(own) else [min(template.end_ids)]
         suffix = template.suffix(*between, last_id=last[0])
@@ -260,7 +261,7 @@ class _Turn:
     prompt: str
     said: str
     end: str
-    """The token that ends it as the last turn; empty if the template writes none."""
+    """The token that ends the turn when it is the last one; empty if the template writes none."""
 
 
 def _written(
@@ -272,7 +273,7 @@ def _written(
     prompt = chat.render(shown[:turn], tools=named).marked
     opened = _open_thinking(prompt)
     start = prompt.removesuffix(opened)
-    # Templates write thinking in the last turn only.
+    # Templates write only the thinking of the last turn.
     alone = chat.render(shown[: turn + 1], tools=named, add_generation_prompt=False).marked
     whole = chat.render(shown, tools=named).marked
     bare = calls.thought.sub("", start), calls.thought.sub("", alone)  # this turn may end the thinking of earlier ones
@@ -294,7 +295,7 @@ def _written(
 
 
 def _open_thinking(prompt: str) -> str:
-    """The end of a prompt that begins the thinking or contains all of it; else empty."""
+    """The end of a prompt that opens the thinking, or contains empty thinking; else empty."""
     at = prompt.rfind(OPEN)
     thought = prompt[at:] if at >= 0 else ""
     return thought if not thought.removeprefix(OPEN).replace(CLOSE, "").strip() else ""

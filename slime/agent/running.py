@@ -1,17 +1,17 @@
-"""The adapter of a run: one server per rollout process, in front of the run's engines, for all executions.
+"""The adapter of a run: one server per rollout process, shared by all executions, in front of the run's engines.
 
     async def generate(args, sample, sampling_params):                 # --custom-generate-function-path
         async with execution(sampling_params) as agent:
             ...                                                        # talk to agent.url with agent.key
             return agent.samples(sample)
 
-Consumes: the context of the rollout, and `--agent-*`. Produces: an adapter that listens from the first execution on,
-until the client of its engines closes.
+Consumes: the rollout context and the `--agent-*` settings. Produces: an adapter that listens from the first execution
+until the engine client closes.
 
 Invariants
 1. An execution that ends without `samples`, for any reason, leaves no session and no request behind.
 2. A chat template that does not append turns is refused before the first request.
-3. If nothing could read the model's calls, an agent's first request with tools ends the run.
+3. If no parser can read the model's calls, an agent's first request with tools ends the run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from slime.rollout.parts import end_of_text
 logger = logging.getLogger(__name__)
 
 _ADAPTERS: dict[EngineClient, asyncio.Task[tuple[AgentAdapter, str]]] = {}
-"""For each open client its adapter, and the URL for agents."""
+"""Open client -> a task that starts its adapter and returns (adapter, URL for agents)."""
 
 
 @dataclass(slots=True)
 class Execution:
     url: str
-    """The agent's base URL, without a path; OpenAI's SDK wants `/v1` behind it."""
+    """The agent's base URL without a path; OpenAI's SDK needs `/v1` appended."""
     key: str
     """The agent's API key."""
     adapter: AgentAdapter = field(repr=False)
@@ -54,9 +54,9 @@ class Execution:
         reward: float | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends the execution. `reward`: for all samples; None leaves it to a grader.
+        """Ends the execution and returns its samples. `reward`: for all samples; None leaves it to a grader.
 
-        Returns `base` as FAILED if no answer can be trained.
+        If no answer can be trained, returns a copy of `base` with status FAILED.
         """
         self.finished = True
         made = self.adapter.finish_session(self.key, base, reward, metadata)
@@ -76,15 +76,15 @@ async def execution(
     max_turns: int | None = None,
     time_limit_s: float | None = None,
 ) -> AsyncIterator[Execution]:
-    """A session of the run's adapter for the block. `sampling_params`: as the generate function got them.
+    """Opens a session of the run's adapter for the block. `sampling_params`: those passed to the generate function.
 
-    Limits of this execution: tokens of a conversation (instead of `--rollout-max-context-len`), answers (instead of
-    `--agent-max-turns`) and seconds (instead of `--agent-time-limit-s`). The run's `--rollout-max-total-response-len`
-    limits all that it samples.
+    The arguments override the run's limits for this execution: `max_context_tokens` overrides
+    `--rollout-max-context-len`, `max_turns` overrides `--agent-max-turns`, and `time_limit_s` overrides
+    `--agent-time-limit-s`. `--rollout-max-total-response-len` still limits the sampled tokens in total.
 
     Raises `ConfigError`, which ends the run, if the checkpoint has no tokenizer or its chat template does not append
-    turns; and at the end of the block, instead of any other error, if an agent gave tools to a model whose calls
-    nothing can read.
+    turns. Raises it at the end of the block, instead of any other error, if an agent passed tools to a model whose
+    calls no parser can read.
     """
     args = current().args
     adapter, url = await _adapter()
@@ -109,7 +109,7 @@ async def execution(
 
 
 async def _adapter() -> tuple[AgentAdapter, str]:
-    """The first execution starts it; others wait for that."""
+    """The first execution starts the adapter; others wait for the start."""
     client = current().engine()
     if client not in _ADAPTERS:
         _ADAPTERS[client] = asyncio.create_task(_started(client))

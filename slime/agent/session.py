@@ -1,26 +1,27 @@
 """`Session`: the conversations of one execution of an agent as a tree of branches, and the samples made from it.
 
-An agent sends its whole history with each request. The session compares messages to find what it has seen, and appends
-the new ones to the existing tokens. A history that contradicts what was there begins a new branch, counted by reason:
+An agent sends its whole history with each request. The session compares it with the known messages and appends the new
+ones to the existing tokens. A history that contradicts the known messages begins a new branch. Branches are counted by
+reason:
 
-    retry        the same request again; the earlier answer stays where it is
-    edited       the history takes another way behind a turn that it still contains
-    thinking     the agent sends an answer back without the thinking that it got
-    foreign      an assistant's message that this session did not sample
-    tools        another list of tools
-    compaction   the same beginning, but sampled turns are gone
-    sub-agent    another beginning
+    retry        the agent repeats a request; the earlier answer keeps its branch
+    edited       the history contains a known turn, but continues differently after it
+    thinking     the agent sends an answer back without its thinking
+    foreign      the history contains an assistant message that this session did not sample
+    tools        the list of tools is different
+    compaction   the beginning is the same, but sampled turns are missing
+    sub-agent    the beginning is different
     template     the chat template does not append the new messages (`NotAppended`)
-    ending       the model ended its turn with another token than the template
+    ending       the model ended its turn with another end token than the template's
 
 Consumes: requests, and answers of engines. Produces: prompts, then samples. Waits for nothing.
 
 Invariants
 1. A sampled token is trained once, in the branch where it was sampled.
-2. A token with origin SAMPLED has the log-prob and weight version that it was sampled with; no other token has one.
-3. An engine reads exactly the branch's tokens before a turn; what it samples is appended to them.
-4. The first `num_shared` tokens of a branch, with its first `num_shared_turns` turns, belong to the branch that it
-   left, and are trained there.
+2. A token with origin SAMPLED has the log-prob and weight version that it was sampled with; no other token has them.
+3. Before a turn the engine reads exactly the branch's tokens; its sampled tokens are appended to them.
+4. The first `num_shared` tokens and `num_shared_turns` turns of a branch belong to its parent branch, and are trained
+   there.
 """
 
 from __future__ import annotations
@@ -42,46 +43,46 @@ from slime.rollout.client.call import Generation
 @dataclass(frozen=True, slots=True)
 class Turn:
     start: int
-    """Position of its first sampled token in the branch."""
+    """Position of the first sampled token in the branch."""
     end: int
     num_messages: int
     """Length of the conversation including this answer."""
     finish: str
     """stop | length | abort"""
     ill_formed: bool = False
-    """It tried a call that cannot be read."""
+    """Whether the turn contains a call that cannot be read."""
     trained: bool = True
-    """It was sampled with the run's parameters."""
+    """Whether the turn was sampled with the run's parameters."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """Tokens, and the messages that they encode. Only ever extended."""
+    """A sequence of tokens, and the messages that they encode. It only grows."""
 
     why: str
-    """Why it began: `first`, or the reason of the fork."""
+    """`first`, or the reason for the fork."""
     tools: str = ""
-    """JSON of the tools in its prompt; another list is another prompt."""
+    """The tools in the prompt, as JSON. A different list needs another prompt."""
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """[T]"""
+    """[T] origin of each token."""
     log_probs: list[float] = field(default_factory=list)
     """[T] nats; 0.0 where not sampled."""
     versions: list[int] = field(default_factory=list)
-    """[T] `NOT_SAMPLED` where not sampled."""
+    """[T] weight versions; `NOT_SAMPLED` where not sampled."""
     experts: RoutedExperts | None = None
-    """From the first token on."""
+    """Rows from the first token on."""
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_shared: int = 0
     num_shared_turns: int = 0
     parent: int | None = None
-    """Number of the branch that it left; None if it shares no token."""
+    """Number of the branch from which this one forked; None if they share no tokens."""
     busy: bool = False
     """Whether a turn is being sampled."""
 
     def add_context(self, tokens: Tokens) -> None:
-        """Appends tokens of the template, a tool or a person."""
+        """Appends tokens that the model did not sample (template, tool results, user messages)."""
         num = len(tokens.ids)
         self.tokens += tokens.ids
         self.origins += tokens.origins
@@ -97,7 +98,7 @@ class Branch:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """Appends a sampled turn. `new`: the messages that it answers."""
+        """Appends a sampled turn. `new`: the messages that it answers, whose tokens the branch already has."""
         start, num = len(self.tokens), len(generation.tokens)
         version = generation.weight_version
         self.tokens += generation.tokens
@@ -110,11 +111,11 @@ class Branch:
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
 
     def own_turns(self) -> list[Turn]:
-        """Turns sampled in this branch, not in the one that it left."""
+        """The turns sampled in this branch, without those shared with its parent."""
         return self.turns[self.num_shared_turns :]
 
     def trained_turns(self) -> list[Turn]:
-        """Own turns that have tokens and were sampled with the run's parameters."""
+        """The own turns that have tokens and were sampled with the run's parameters."""
         return [turn for turn in self.own_turns() if turn.trained and turn.start < turn.end]
 
     def loss_mask(self) -> list[int]:
@@ -125,11 +126,11 @@ class Branch:
         return mask
 
     def last_of(self, turn: Turn) -> int | None:
-        """The last sampled token of a turn; None without one."""
+        """The last sampled token of a turn; None if the turn is empty."""
         return self.tokens[turn.end - 1] if turn.start < turn.end else None
 
     def upto(self, turn: Turn, *, why: str, number: int, without_end: bool = False) -> Branch:
-        """A branch that leaves this one, which has `number`, behind a turn; `without_end` leaves out its last token."""
+        """Forks this branch, whose number is `number`, after a turn; `without_end` drops the turn's last token."""
         end = turn.end - without_end
         turns = self.turns[: self.turns.index(turn)]
         return Branch(
@@ -148,7 +149,7 @@ class Branch:
         )
 
     def spans(self) -> list[tuple[int, int, str]]:
-        """(start, end, origin) of runs of tokens with one origin."""
+        """(start, end, origin) of each run of tokens with the same origin."""
         out: list[tuple[int, int, str]] = []
         for i, origin in enumerate(self.origins):
             if out and out[-1][2] == origin.value:
@@ -163,33 +164,33 @@ FIRST = "first"
 
 @dataclass(slots=True)
 class Opened:
-    """A turn ready to be sampled. The prompt is the tokens of its branch."""
+    """A turn that is ready to be sampled. Its prompt is all tokens of the branch."""
 
     branch: Branch
     new: list[Message]
-    """The messages that it answers; not in the branch yet."""
+    """The messages that the turn answers. Their tokens are in the branch, but `branch.messages` lacks them."""
 
 
 class Session:
-    """One execution of an agent. For use on one event loop."""
+    """The conversations of one execution of an agent. For use on one event loop."""
 
     def __init__(self, template: ConversationTemplate) -> None:
         self.branches: list[Branch] = []
         self.forks: Counter[str] = Counter()
-        """Branches by reason, except the first."""
+        """Reason -> number of branches, except the first branch."""
         self.aborted = False
-        """The run ended a turn, so the execution is incomplete."""
+        """Whether the run cancelled a turn, so that the execution is incomplete."""
         self.hit_limit = False
-        """A limit ended the execution, not the agent, so the branch that spoke last is truncated."""
+        """Whether a limit ended the execution. The sample of the branch `_last` is then truncated."""
         self._last: Branch | None = None
-        """The branch that spoke last."""
+        """The branch with the latest answer."""
         self._template = template
 
     def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
-        """Finds or begins the branch of a request and appends the new messages. It is busy until the turn ends.
+        """Finds or creates the branch for a request and appends the new messages. It is busy until the turn ends.
 
-        `thinks`: the wire format carries thinking, so the agent dropped any that is missing. Raises `DataError` if the
-        chat template refuses the messages.
+        `thinks`: the wire format carries thinking, so if any is missing, the agent dropped it. Raises `DataError` if
+        the chat template refuses the messages.
         """
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
         branch, number, turn, why = self._where(messages, named, thinks)
@@ -211,13 +212,13 @@ class Session:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """Adds the model's answer. `trained`: it was sampled with the run's parameters."""
+        """Adds the model's answer. `trained`: whether it was sampled with the run's parameters."""
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
         opened.branch.busy = False
         self._last = opened.branch
 
     def drop_turn(self, opened: Opened) -> None:
-        """Removes a turn whose answer nobody got; the branch ends with the turn before."""
+        """Removes a turn that was not finished; the branch then ends with the previous turn."""
         branch = opened.branch
         branch.busy = False
         end = branch.turns[-1].end if branch.turns else 0
@@ -228,7 +229,7 @@ class Session:
             self.forks[branch.why] -= branch.why != FIRST
 
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
-        """Tokens that an engine would read for this request. Changes nothing."""
+        """The number of tokens that an engine would read for this request. Changes nothing."""
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
         branch, _, turn, _ = self._where(messages, named, thinks=False)
         if branch is not None and turn is not None:
@@ -242,7 +243,7 @@ class Session:
     def _where(
         self, messages: Sequence[Message], tools: str, thinks: bool
     ) -> tuple[Branch | None, int, Turn | None, str]:
-        """(branch, its number, the turn that the request continues, the reason of a fork or "")."""
+        """(branch, its number, the turn that the request continues, the reason for a fork or "")."""
         best: tuple[int, int, Branch, Turn, int] | None = None
         seen = 0
         dropped = False
@@ -272,7 +273,7 @@ class Session:
         return None, 0, None, self._reason(messages, tools, seen, dropped)
 
     def _reason(self, messages: Sequence[Message], tools: str, seen: int, dropped: bool) -> str:
-        """Why a new branch shares no token."""
+        """The reason for a new branch that shares no tokens."""
         if dropped:
             return "thinking"
         if not seen:
@@ -289,7 +290,7 @@ class Session:
     def _behind(
         self, branch: Branch, number: int, turn: Turn, why: str, messages: Sequence[Message], tools: Sequence[Any]
     ) -> Opened | None:
-        """Continues a turn; None if the template does not append the new messages."""
+        """Opens a turn after `turn`; None if the template does not append the new messages."""
         new = list(messages[turn.num_messages :])
         try:
             suffix = self._template.suffix(
@@ -323,10 +324,11 @@ class Session:
         decode: Callable[[Sequence[int]], str] | None = None,
         reward: float | Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """One for each branch with tokens of its own to train, as siblings of one execution. If the run ended a turn:
-        only `base` as ABORTED, because an agent cannot continue and starts over.
+        """One sample per branch that has own tokens to train; the samples are siblings of one execution.
 
-        `decode`: ids to text, for people and graders. `reward`: for all samples; None leaves it to a grader.
+        If the run cancelled a turn, returns only a copy of `base` with status ABORTED, because an agent cannot continue
+        and starts over. `decode`: ids to text, for people and graders. `reward`: for all samples; None leaves it to a
+        grader.
         """
         if self.aborted:
             stopped = base.copy()
@@ -344,7 +346,7 @@ class Session:
 
     @staticmethod
     def _book_counts(base: Sample, first: Sample) -> None:
-        """Moves what a generate function counted in `base` to one sample, so that it counts once."""
+        """Moves the counts that a generate function put into `base` to one sample, so that they count once."""
         counts = base.metadata.pop(TURN_COUNTS, None)
         if isinstance(counts, dict):
             first.metadata[TURN_COUNTS] = {**counts, **first.metadata[TURN_COUNTS]}
@@ -372,7 +374,7 @@ class Session:
 
 
 def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:
-    """(number of messages in which the histories agree, whether the next one differs only by dropped thinking)."""
+    """(length of the common prefix in messages, whether the next message differs only by dropped thinking)."""
     for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
         if ours.key != theirs.key:
             return i, False

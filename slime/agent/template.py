@@ -1,20 +1,19 @@
-"""A conversation as token ids: the first prompt, and what comes between a sampled turn and the next one.
+"""Conversations as token ids: the first prompt, and the tokens between a sampled turn and the next one.
 
-A chat template writes text. A model's text, encoded again, need not give the ids that it sampled, and templates drop
-thinking, trim and reorder. So an assistant's message is never encoded. For what follows a sampled turn, the template
-writes the whole conversation with a placeholder for each answer; the suffix is its text behind the last placeholder,
-from the token that ends that turn on. The next prompt is the existing tokens plus the suffix.
+A chat template writes text. Encoding a model's text again need not give the sampled ids, and templates drop thinking,
+trim and reorder. So an assistant's message is never encoded. To find what follows a sampled turn, the template renders
+the whole conversation with a placeholder for each answer. The suffix is the text after the last placeholder, from the
+token that ends that turn on. The next prompt is the existing tokens plus the suffix.
 
 The token that ends a turn depends on what follows it: GLM's templates write only the header of the next message there,
-and gpt-oss ends its last turn with another token. A model may sample any of its end tokens, so the two may differ. Then
-the suffix follows the tokens before the model's end token, which is left out of the prompt (`Suffix`).
+and gpt-oss ends its last turn with another token. A model may sample any of its end tokens, so it may differ from the
+template's. In that case the prompt drops the model's end token, and the suffix follows the tokens before it (`Suffix`).
 
 Invariants
-1. A suffix begins at a control token, where every tokenizer splits: encoding it apart gives the same ids as encoding
-   both together.
+1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately gives the same ids.
 2. Control tokens in messages are spelled out (`ChatRenderer`); those in a suffix come from the template.
-3. A suffix has every new message, in order. If a template moves or omits one: `NotAppended`.
-4. Tokens plus suffix are what the template writes from the end of the turn on, without any other end token.
+3. A suffix has every new message, in order. If a template moves or omits one, `NotAppended` is raised.
+4. Tokens plus suffix equal the template's output from the end of the turn on, with no additional end token.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Origin(str, Enum):
     USER = "user"
     TOOL = "tool"
     ASSISTANT = "assistant"
-    """Text of an assistant that this session's model did not sample, such as an example or a summary."""
+    """Text in an assistant message that this session's model did not sample, such as an example or a summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +55,22 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Suffix(Tokens):
-    """The tokens behind a sampled turn."""
+    """The tokens that follow a sampled turn."""
 
     other_end: bool = False
-    """The model ended the turn with another token than the template. The suffix has the template's, and follows the
-    sampled tokens without their last one."""
+    """Whether the model ended the turn with another end token than the template's. The suffix then begins with the
+    template's end token and replaces the last sampled token in the prompt."""
 
 
 class NotAppended(DataError):
-    """The template does not write the conversation as its earlier text plus new text."""
+    """The template does not render the longer conversation as the earlier text plus new text."""
 
 
 class ConversationTemplate:
     def __init__(self, chat: ChatRenderer, end_ids: Sequence[int]) -> None:
-        """`end_ids`: all tokens that end a turn; in some families that is the header of the next message.
+        """`end_ids`: all tokens that end a turn; in some families, the header of the next message does.
 
-        Raises `DataError` without one.
+        Raises `DataError` if there are none.
         """
         if not end_ids:
             raise DataError("no token ends a turn; name it in the checkpoint's generation_config.json")
@@ -80,7 +79,7 @@ class ConversationTemplate:
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether a prompt lists the tools. Templates such as DeepSeek-V3's do not."""
+        """Whether the template writes the tools into the prompt. Some, such as DeepSeek-V3's, do not."""
         tool = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
         asked = [{"role": "user", "content": "?"}]
         try:
@@ -89,9 +88,9 @@ class ConversationTemplate:
             return False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Tokens:
-        """The whole conversation, up to the model's turn.
+        """The tokens of the whole conversation, up to the model's turn.
 
-        Raises `DataError` with the template's complaint, or for tools that the template does not write.
+        Raises `DataError` with the template's error message, or if there are tools that the template does not write.
         """
         if tools and not self.writes_tools:
             raise DataError(NO_TOOLS)
@@ -101,10 +100,10 @@ class ConversationTemplate:
     def suffix(
         self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = (), *, last_id: int | None
     ) -> Suffix:
-        """The tokens behind a sampled turn, up to the model's next turn.
+        """The tokens after a sampled turn, up to the model's next turn.
 
-        `before` ends with the sampled turn; `new` are the messages behind it. `last_id`: the token sampled last, None
-        without one. Raises `NotAppended`.
+        `before`: ends with the sampled turn. `new`: the messages after it. `last_id`: the last sampled token, or None.
+        Raises `NotAppended`.
         """
         assert before and before[-1].role == "assistant", "a suffix follows a sampled turn"
         assert all(m.role != "assistant" for m in new), "an assistant's message would be encoded"
@@ -121,7 +120,7 @@ class ConversationTemplate:
         return Suffix(tokens.ids, tokens.origins, other_end=last_id in self.end_ids)
 
     def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """(position, token) of the first end token at or behind `start`."""
+        """(position, token) of the first end token at or after `start`; None if there is none."""
         found = [(text.find(token, start), token) for token in self._ends]
         return min(((at, token) for at, token in found if at >= 0), default=None)
 
@@ -148,9 +147,9 @@ class ConversationTemplate:
         raise NotAppended(f"the chat template omits the text of an assistant's turn ({complaint})")
 
     def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
-        """Characters behind a turn's placeholder that still belong to the turn: its calls.
+        """Number of characters after a turn's placeholder that still belong to the turn, because they are its calls.
 
-        Found by rendering the turn as the last of a conversation: the characters before its end are the same there.
+        Renders the conversation up to that turn: the text before its end is the same there.
         """
         first = self.first_end(behind)
         if first is not None and not first[0]:
@@ -168,12 +167,12 @@ class ConversationTemplate:
 
     @staticmethod
     def _stand(message: Message, word: str, with_calls: bool) -> Message:
-        """A placeholder for a past message. Keeps its calls for templates that count or pair them."""
+        """A placeholder for a past message. `with_calls` keeps its calls for templates that count or pair them."""
         kept = message.calls if with_calls else ()
         return replace(message, text=word, reasoning=None, calls=kept)
 
     def _tokens(self, rendered: Rendered, messages: Sequence[Message], *, in_order: bool) -> Tokens:
-        """Encodes, and finds the origin of each token. Raises `NotAppended` for a missing message."""
+        """Encodes the text and finds the origin of each token. Raises `NotAppended` if a message is missing."""
         spans: list[tuple[int, int, Origin]] = []
         at = 0
         for message in messages:
@@ -193,7 +192,7 @@ class ConversationTemplate:
 
 
 def _origins(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> list[Origin]:
-    """[T] `starts`: the first character of each token. `spans` are sorted and do not overlap."""
+    """[T] origin of each token. `starts`: position of its first character. `spans`: sorted, without overlaps."""
     out, i = [], 0
     for start in starts:
         while i < len(spans) and spans[i][1] <= start:

@@ -1,4 +1,4 @@
-"""The servers that agents talk to: one core (`adapter.py`), and a file per wire format."""
+"""The servers that agents talk to: a common core (`adapter.py`), and a file per wire format."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Adapter", "AgentAdapter", "AnthropicAdapter", "OpenAIAdapter"]
 
 
 class OpenAIAdapter(Adapter):
-    """Speaks OpenAI's chat completions and responses."""
+    """Serves OpenAI's chat completions and responses APIs."""
 
     wires = (ChatCompletions, Responses)
 
 
 class AnthropicAdapter(Adapter):
-    """Speaks Anthropic's messages."""
+    """Serves Anthropic's messages API."""
 
     wires = (Messages,)
 
 
 class AgentAdapter(Adapter):
-    """Speaks all of them."""
+    """Serves all supported APIs."""
 
     wires = (ChatCompletions, Responses, Messages)

@@ -1,4 +1,4 @@
-"""`Adapter`: an HTTP server in front of an engine that speaks the API that an agent was written for.
+"""`Adapter`: an HTTP server in front of an engine that serves the API for which an agent was written.
 
     adapter = OpenAIAdapter(client, template, tool_format="hermes", decode=decode, sampling=sampling_params)
     url = await adapter.start()
@@ -11,12 +11,12 @@ and samples. Waits for: engines, through the client, which survives weight syncs
 Woken by: requests, parts of answers, and clients that hang up, which ends their request in the engine.
 
 Invariants
-1. A key identifies one session and cannot be guessed: 256 random bits. Requests without one are refused.
-2. The run's sampling parameters apply whatever an agent asks for, unless `agent_sampling` allows others, because
-   training computes log-probs under them. Turns that were sampled otherwise are not trained. An agent may only lower
+1. A key identifies one session and cannot be guessed: 256 random bits. Requests without a valid key are refused.
+2. The run's sampling parameters override an agent's, because training computes log-probs under them. With
+   `agent_sampling` an agent may choose others, but turns sampled with them are not trained. An agent may always lower
    the token limit.
 3. A session that is finished or dropped is removed at once, and its running requests end.
-4. The ids sent are the tokens of the session's branch; the ids booked are those that were sampled.
+4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
 5. The agent reads what was sampled. Text that may turn out to begin a call is held back until that is clear.
 6. A turn that is cancelled before its end leaves nothing in the session.
 """
@@ -61,13 +61,13 @@ class Request:
     max_tokens: int | None = None
     """The agent's limit for the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The agent's temperature and the like."""
+    """Sampling parameters that the agent asked for, such as the temperature."""
     stop: tuple[str, ...] = ()
     streams: bool = False
     model: str = ""
     """The agent's name for the model, repeated in the answer."""
     thinks: bool = False
-    """Whether the wire format carries thinking both ways."""
+    """Whether the wire format carries thinking in requests as well as answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +109,24 @@ class Turn:
     session_id: str
     request: Request
     params: dict[str, Any]
-    """For the engine; `max_new_tokens` is the run's limit of one answer."""
+    """Sampling parameters for the engine; `max_new_tokens` is the run's limit for one answer."""
     trained: bool
-    """Whether `params` are the run's."""
+    """Whether `params` are the run's, so that the turn can be trained."""
     limits: Limits
-    """Of the execution: for each conversation, and for all that it samples."""
+    """Token limits of the execution: per conversation, and for all its sampled tokens."""
     decode: Callable[[Sequence[int]], str]
     """Ids to text, control tokens included."""
     reader: Callable[[Sequence[Any], str], AnswerReader]
-    """(tools, the end of the prompt as text) -> the answer's reader."""
+    """(tools, last text of the prompt) -> a reader for the answer."""
     call_id: Callable[[str, int], str]
     """(function, number of the call in its conversation) -> the call's id."""
     end_ids: frozenset[int]
-    """They end an answer and are not part of its text, except those that the reader needs."""
+    """Tokens that end an answer. They are not part of its text, unless the reader needs them."""
 
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
-        """The answer as it arrives; the last event is an `Answer`.
+        """Yields the answer as it arrives; the last event is an `Answer`.
 
-        Raises `DataError` if the chat template refuses the conversation, and what the client raises.
+        Raises `DataError` if the chat template refuses the conversation. Errors of the client pass through.
         """
         opened = self.session.open_turn(self.request.messages, self.request.tools, thinks=self.request.thinks)
         try:
@@ -186,10 +186,10 @@ class Turn:
 
 
 class Text:
-    """Decodes ids part by part. What a part leaves unfinished (half a character) comes with the next one.
+    """Decodes ids part by part. An incomplete character at the end of a part is returned with the next part.
 
-    Invariant: the parts joined are the text of all ids. Each id is decoded only a few times: a tokenizer needs some
-    earlier ids to know whether a space belongs between.
+    Invariant: the joined parts are the text of all ids. Each id is decoded a few times, because a tokenizer needs some
+    earlier ids to know whether a space precedes it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -232,12 +232,12 @@ def joined(parts: Sequence[Generation]) -> Generation:
     )
 
 
-# The contract of a wire format: it translates requests and answers of one public API, and knows no session, engine or
-# token. Each is one file in this folder.
+# The contract of a wire format. It translates requests and answers of one public API, and knows nothing about sessions,
+# engines or tokens. Each format is one file in this folder.
 
 
 class BadRequest(Exception):
-    """A request that is invalid or asks for something impossible; answered with an error in the API's own form."""
+    """The request is invalid or impossible. The agent gets an error in the format of its API."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -262,33 +262,33 @@ class Stream(ABC):
 
     @abstractmethod
     def begin(self) -> Iterable[Frame]:
-        """Frames before anything is sampled."""
+        """The frames that precede all sampled text."""
 
     @abstractmethod
     def frames(self, event: Event) -> Iterable[Frame]:
-        """Frames of an event. Those of the `Answer` end the stream."""
+        """The frames for an event. The `Answer` ends the stream."""
 
     @abstractmethod
     def broken(self, message: str, status: int) -> Iterable[Frame]:
-        """Ends a stream that failed half-way."""
+        """The frames that end a stream after an error."""
 
 
 class Wire(ABC):
     path: ClassVar[str]
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
-    """POST routes that count a request's tokens -> their answer for a count."""
+    """POST routes that count a request's tokens -> function that turns the count into their answer."""
 
     @abstractmethod
     def request(self, body: Mapping[str, Any]) -> Request:
-        """Raises `BadRequest` for what this API would refuse, or what is not supported here."""
+        """Parses a request body. Raises `BadRequest` if it is invalid in this API, or not supported here."""
 
     @abstractmethod
     def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """In one response."""
+        """The body of an answer that is not streamed."""
 
     @abstractmethod
     def stream(self, request: Request) -> Stream:
-        """In events."""
+        """The frames of a streamed answer."""
 
     @abstractmethod
     def error(self, message: str, status: int) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Wire(ABC):
 
 
 def wanted(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The sampling parameters of these names that were given."""
+    """The entries of `body` under `names` that are not None."""
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
@@ -304,7 +304,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
 MODEL = "slime"
-"""The model in the list of models. An agent may name any other and gets this one."""
+"""The only entry in the list of models. Requests with any other name get the same model."""
 SAMPLES_ALL = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -314,7 +314,7 @@ SAMPLES_ALL = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""SGLang's defaults of parameters."""
+"""SGLang's defaults for sampling parameters."""
 
 
 @dataclass(slots=True)
@@ -325,34 +325,34 @@ class OpenSession:
     max_turns: int | None
     num_turns: int = 0
     limit: asyncio.TimerHandle | None = None
-    """Ends it at its time limit; None without one."""
+    """Timer for the session's time limit; None without a limit."""
     refuses: str = ""
-    """Why it accepts no more requests; empty while it does."""
+    """Why the session accepts no more requests; empty while it does."""
     scope: RequestScope | None = None
-    """The execution's scope: what ends its requests also ends the agent's."""
+    """The execution's request scope: cancelling it also cancels the agent's requests."""
     transcript: Transcript | None = None
-    """The execution's transcript: its requests, and whether the run took any of them back."""
+    """The execution's transcript, which records its requests and whether the run cancelled any."""
     heartbeat: Heartbeat | None = None
-    """The execution's heartbeat: requests of the agent are progress."""
+    """The execution's heartbeat: each request of the agent counts as progress."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end_requests(self) -> None:
-        """Cancels running requests; what they sampled does not count."""
+        """Cancels running requests and discards their sampled tokens."""
         for task in self.running:
             task.cancel()
 
     def refuse(self, why: str) -> None:
-        """Accepts no more requests, because of a limit."""
+        """Refuses all further requests, because a limit is reached. `why`: the reason for the agent."""
         self.refuses, self.session.hit_limit = why, True
 
     def end_at_limit(self, why: str) -> None:
-        """As `refuse`, and ends running requests."""
+        """Refuses all further requests and ends running ones."""
         self.refuse(why)
         self.end_requests()
 
 
 class Adapter:
-    """Sessions behind one port, on one event loop."""
+    """Serves many sessions on one port, on one event loop."""
 
     wires: ClassVar[tuple[type[Wire], ...]] = ()
 
@@ -369,13 +369,13 @@ class Adapter:
         agent_sampling: bool = False,
         model: str = MODEL,
     ) -> None:
-        """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: taken from
-        the chat template. `sampling`: the run's, for all sessions. `max_turns`: of a session; further requests get HTTP
-        400, which clients do not repeat.
+        """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: derived from
+        the chat template. `sampling`: the run's parameters, for all sessions. `max_turns`: limit per session; further
+        requests get HTTP 400, which clients do not repeat.
         """
         self._engine, self._template, self._decode = engine, template, decode
         self.no_tools = ""
-        """Why tools were refused in every session, because of the chat template; empty if they were not."""
+        """Why the chat template makes tools impossible; empty until an agent's request with tools was refused."""
         self._tools_problem = tools_problem(template, tool_format)
         self._format = FORMATS.build(tool_format or format_of(template.chat.template) or "text", None)
         self._sampling, self._max_context, self._max_turns = dict(sampling), max_context_tokens, max_turns
@@ -394,10 +394,10 @@ class Adapter:
         time_limit_s: float | None = None,
         limits: Limits | None = None,
     ) -> str:
-        """A new session; returns its API key. `sampling` and limits override the adapter's for this session.
+        """Opens a session; returns its API key. `sampling` and the limits override the adapter's for this session.
 
-        `limits`: by default those of the execution that opens the session; `max_context_tokens` replaces one of them.
-        After `time_limit_s` running requests end, further ones get HTTP 400, and the samples are TRUNCATED.
+        `limits`: by default those of the calling execution; `max_context_tokens` replaces one of them. After
+        `time_limit_s` running requests end, further ones get HTTP 400, and the last branch's sample is TRUNCATED.
         """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
@@ -447,7 +447,7 @@ class Adapter:
         return found
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listens; returns the URL, without a path."""
+        """Starts listening; returns the URL without a path."""
         self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -488,7 +488,7 @@ class Adapter:
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     def _handler(self, wire: Wire, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
-        """`answer`: an async function of the session, the request and the HTTP request that makes the response."""
+        """An aiohttp handler. `answer`: async, makes the response from (session, request, HTTP request)."""
 
         async def handle(http: web.Request) -> web.StreamResponse:
             try:

@@ -1,8 +1,8 @@
-"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens.
+"""Anthropic's messages API: POST /v1/messages and /v1/messages/count_tokens.
 
-Supported: system (text or blocks), user and assistant messages with text, thinking, tool_use and tool_result blocks,
-tools. Thinking travels in blocks with a dummy signature, because clients expect one. Refused: pictures, documents,
-tools that the provider would run.
+Supported: system (text or blocks); user and assistant messages with text, thinking, tool_use and tool_result blocks;
+tools. Thinking blocks get a dummy signature, because clients expect one. Refused: images, documents, and tools that the
+provider would run.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _blocks(message: Message) -> Iterator[dict[str, Any]]:
 
 
 def _messages(given: Any) -> list[Message]:
-    """A message of a request; each tool result in it becomes one of its own. Raises `BadRequest`."""
+    """Parses one message; each tool result in it becomes a separate message. Raises `BadRequest`."""
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
         raise BadRequest(f"messages: {str(given)[:80]!r} needs the role user or assistant")
     content = given.get("content")

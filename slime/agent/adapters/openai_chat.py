@@ -1,7 +1,7 @@
-"""OpenAI's chat completions: POST /v1/chat/completions.
+"""OpenAI's chat completions API: POST /v1/chat/completions.
 
-Supported: system, developer, user, assistant and tool messages, text parts, tools, and `reasoning_content` of
-assistants. Refused: several choices, log-probs, pictures and sound.
+Supported: system, developer, user, assistant and tool messages, text parts, tools, and an assistant's
+`reasoning_content`. Refused: several choices, log-probs, images and audio.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def text_of(content: Any) -> str:
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Functions in the form of chat templates; none if the agent forbids calls."""
+    """The tools in the form that chat templates read; none if the agent forbids calls. Raises `BadRequest`."""
     if body.get("tool_choice") == "none":
         return ()
     tools = body.get("tools") or ()

@@ -1,7 +1,8 @@
-"""OpenAI's responses: POST /v1/responses.
+"""OpenAI's responses API: POST /v1/responses.
 
 Supported: `instructions`, text, input items (messages, function calls and their results, reasoning), function tools.
-The agent sends all items each time; `previous_response_id` is refused, because sessions compare whole histories.
+The agent must send all items with each request. `previous_response_id` is refused, because sessions compare whole
+histories.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 
 def _add(messages: list[Message], item: Any) -> None:
-    """Adds an input item. One turn of the model comes back as several items. Raises `BadRequest`."""
+    """Adds an input item to `messages`, merging the several items of one model turn. Raises `BadRequest`."""
     if not isinstance(item, Mapping):
         raise BadRequest(f"the input item {str(item)[:80]!r} is not an object")
     kind = item.get("type") or "message"
@@ -226,7 +227,7 @@ def _add(messages: list[Message], item: Any) -> None:
 
 
 def _turn(messages: list[Message]) -> Message | None:
-    """The assistant's message that an item continues."""
+    """The assistant message that an item continues; None if the last message is not one."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -236,7 +237,7 @@ def _begun(messages: list[Message]) -> Message:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Functions in the form of chat templates, without tools that the provider would run."""
+    """The functions in the form that chat templates read. Drops tools that the provider would run."""
     if body.get("tool_choice") == "none":
         return ()
     tools = []

@@ -2,8 +2,8 @@
 
     result = await ClaudeCodeHarness().run(sandbox, "Fix the bug.", url=adapter_url, key=key, folder="/work")
 
-A harness says what to install, which files and variables make its program talk to the adapter alone, and the command
-line that gives it a prompt. It knows nothing of sessions and samples.
+A harness knows which package to install, which files and variables make the program use only the adapter, and the
+command line that passes a prompt. It knows nothing about sessions and samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MODEL = "slime"
-"""The model name that programs ask for."""
+"""The model name that programs send in their requests."""
 
 
 class Shell(Protocol):
@@ -44,16 +44,16 @@ class Shell(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a program runs, and the model it asks."""
+    """Where a program runs, and which adapter, session and model it uses."""
 
     url: str
-    """The adapter's, as the sandbox reaches it; without a path."""
+    """The adapter's URL as seen from the sandbox, without a path."""
     key: str
-    """The session's."""
+    """The session's API key."""
     home: str
     """The folder for the program's settings."""
     folder: str
-    """The folder it works in."""
+    """The working directory."""
     model: str = MODEL
 
 
@@ -75,14 +75,14 @@ class Harness(ABC):
 
     @abstractmethod
     def command(self, prompt: str, place: Place) -> Sequence[str]:
-        """Starts the program, which works on the prompt without asking anybody, and ends."""
+        """The command that makes the program work on `prompt` without asking for confirmation, and then exit."""
 
     def files(self, place: Place) -> Mapping[str, str]:
-        """Settings: absolute path -> text."""
+        """The program's settings files: absolute path -> content."""
         return {}
 
     def environment(self, place: Place) -> Mapping[str, str]:
-        """Its variables, except HOME."""
+        """The program's environment variables, except HOME."""
         return {}
 
     async def install(self, sandbox: Shell, *, prefix: str = "/opt/agents", limit_s: float = 600.0) -> None:
@@ -106,7 +106,7 @@ class Harness(ABC):
         path: str | None = None,
         timeout_s: float = 1800.0,
     ) -> HarnessResult:
-        """Works on a prompt until the program ends, at most `timeout_s`. `path`: replaces the sandbox's PATH."""
+        """Runs the program on a prompt until it ends, for at most `timeout_s`. `path`: replaces the sandbox's PATH."""
         place = Place(url, key, home, folder, model)
         for file, text in self.files(place).items():
             await sandbox.write_file(file, text)

@@ -10,7 +10,7 @@ from slime.agent.harness import Harness, Place
 
 
 class ClaudeCodeHarness(Harness):
-    """Claude Code from npm, which speaks Anthropic's messages; without questions, telemetry or updates."""
+    """Claude Code from npm, with Anthropic's messages API. Confirmations, telemetry and updates are off."""
 
     name = "claude_code"
     package = "@anthropic-ai/claude-code@2.1.330"
@@ -35,7 +35,7 @@ KEY = "SLIME_SESSION_KEY"
 
 
 class CodexHarness(Harness):
-    """Codex from npm, which speaks OpenAI's responses; without approvals and its own sandbox, for it runs in one."""
+    """Codex from npm, with OpenAI's responses API. Approvals and its own sandbox are off, because it runs in ours."""
 
     name = "codex"
     package = "@openai/codex@0.169.0"
@@ -60,7 +60,7 @@ class CodexHarness(Harness):
 
 
 class OpenCodeHarness(Harness):
-    """opencode from npm, which speaks OpenAI's chat completions; without sharing or updates."""
+    """opencode from npm, with OpenAI's chat completions API. Sharing and updates are off."""
 
     name = "opencode"
     package = "opencode-ai@1.18.33"
@@ -88,7 +88,7 @@ class OpenCodeHarness(Harness):
 class CommandHarness(Harness):
     """Any command line that reads a base URL and a key from the environment, as the SDKs do.
 
-    `words`: the command; the prompt replaces `{prompt}` in them, or comes last.
+    `words`: the command. The prompt replaces `{prompt}` in a word, or is appended as the last word.
     """
 
     name = "command"

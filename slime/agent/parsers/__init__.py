@@ -1,10 +1,10 @@
-"""A model's text as thinking, text and calls. One file per family of formats.
+"""Splits a model's text into thinking, text and tool calls. One file per family of formats.
 
     parsed = format.reader(tools, prompt_end).all(text)
 
 Invariants
-1. No text makes a reader raise: what cannot be read stays text, and `ill_formed` says that it tried a call.
-2. The parts that a reader returns, joined, are the thinking and the text of `Parsed`, however the text was split.
+1. A reader never raises, whatever the text. A call that cannot be read stays text, and `ill_formed` is set.
+2. The joined parts that a reader returns are the thinking and the text of `Parsed`, however the input was split.
 3. A model whose format slime does not know gets no tools (`known_format`).
 """
 
@@ -21,19 +21,19 @@ from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 
 OPEN, CLOSE = "<think>", "</think>"
-"""Marks of thinking in templates of Qwen3, DeepSeek, GLM and others."""
+"""Marks around thinking in the templates of Qwen3, DeepSeek, GLM and others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Everything from the first mark of a call on."""
+    """The parsed rest of an answer, from the first mark of a call on."""
 
     found: tuple[tuple[str, str], ...]
-    """(function, JSON text of its arguments), in order."""
+    """(function, JSON text of its arguments) of each call, in order."""
     rest: str = ""
-    """Text beside the calls."""
+    """Text between and after the calls."""
     ill_formed: bool = False
-    """Whether a call was tried that cannot be read; it is in `rest`."""
+    """Whether there is a call that cannot be read; its text is in `rest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +45,32 @@ class Parsed:
 
 
 class ToolFormat(ABC):
-    """How a family of models writes calls."""
+    """How a family of models writes tool calls."""
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
-    """Each begins a call; `read` gets the text from the first one on."""
+    """Strings that begin a call; `read` gets the text from the first one on."""
     signs: ClassVar[tuple[str, ...]] = ()
-    """Strings that all occur in the chat templates of its models."""
+    """The chat templates of the family contain all of these strings."""
     breaks: ClassVar[tuple[str, ...]] = ()
-    """Those of `marks` that end thinking that is never closed, as SGLang reads answers of the family."""
+    """The `marks` that also end unclosed thinking, as SGLang parses answers of the family."""
     thought: ClassVar[re.Pattern[str]] = re.compile(rf"(?:{OPEN}(?:(?!{OPEN}).)*?)?{CLOSE}\n{{0,2}}", re.S)
-    """The thinking in a turn. If the prompt begins it, a template may write only its end for earlier turns."""
+    """Matches the thinking in a turn. If the prompt opens the thinking, earlier turns may contain only its end."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        """`text` begins with one of `marks`."""
+        """Parses `text`, which begins with one of `marks`."""
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """Reads one answer. `tools`: in the form of chat templates; without any, nothing is a call. `prompt_end`: the
-        end of the prompt, which may have begun the thinking.
+        """A reader for one answer. `tools`: in the form of chat templates; without any, nothing counts as a call.
+        `prompt_end`: the end of the prompt, which may have opened the thinking.
         """
         return Reader(self, tools, prompt_end)
 
     def call_id(self, name: str, number: int) -> str:
-        """The id by which a result refers to its call. `number`: of the call in its conversation, from 0.
+        """A new id for a call. `number`: position of the call in its conversation, from 0.
 
-        Agents send it back, and templates of some families show it to the model.
+        The tool result refers to the call by this id, and some chat templates show it to the model.
         """
         return f"call_{secrets.token_hex(12)}"
 
@@ -82,15 +82,15 @@ FORMATS: Registry[ToolFormat] = Registry(
 
 class AnswerReader(ABC):
     ends: ClassVar[frozenset[str]] = frozenset()
-    """End tokens that the reader needs; others are not fed to it."""
+    """End tokens that are fed to the reader, because it needs them."""
 
     @abstractmethod
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """The parts ("thinking" | "text", text) that are certain now."""
+        """Adds text; returns the parts ("thinking" | "text", text) that are now certain."""
 
     @abstractmethod
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """The parts that were held back, and the whole answer."""
+        """Ends the answer; returns the parts that were held back, and the whole answer."""
 
     def all(self, text: str) -> Parsed:
         self.feed(text)
@@ -98,7 +98,7 @@ class AnswerReader(ABC):
 
 
 class Reader(AnswerReader):
-    """Thinking between `<think>` and `</think>`, text, then calls."""
+    """Reads answers of the form: thinking between `<think>` and `</think>`, then text, then calls."""
 
     def __init__(self, format: ToolFormat, tools: Sequence[Any] = (), prompt_end: str = "") -> None:
         self._format, self._tools = format, tools
@@ -106,16 +106,16 @@ class Reader(AnswerReader):
         self._thinks = prompt_end.rstrip().endswith(OPEN)
         self._begun, self._held = self._thinks, ""
         self._trims = self._thinks
-        """Line feeds beside a mark of thinking belong to the mark."""
+        """Whether to drop the next line feeds, because they belong to a mark of thinking."""
         self._thoughts: list[str] = []
         self._words: list[str] = []
         self._calls: list[str] | None = None
         self._blank: list[str] = []
-        """Leading white space, which belongs to a mark of thinking if one follows."""
+        """Leading white space. It is dropped if a mark of thinking follows."""
         self._doubt: list[str] | None = None
-        """Text from a call's mark inside thinking on: it is thinking if that is closed later, else a call."""
+        """Text from a call's mark inside the thinking on. It is thinking if `</think>` follows later, else a call."""
         self._edge = ""
-        """The end of that text, where the closing mark may have begun."""
+        """The last characters of `_doubt`, which may begin `</think>`."""
 
     def feed(self, text: str) -> list[tuple[str, str]]:
         if self._calls is not None:
@@ -166,7 +166,7 @@ class Reader(AnswerReader):
         return parts
 
     def _doubted(self, last: bool) -> list[tuple[str, str]]:
-        """Looks for the end of the thinking behind a call's mark in it; looks at no character twice."""
+        """Searches for `</think>` after a call's mark inside the thinking, in linear time."""
         assert self._doubt is not None, "called behind a call's mark only"
         self._doubt.append(self._held)
         seen, self._held = self._edge + self._held, ""
@@ -188,12 +188,12 @@ class Reader(AnswerReader):
         return [("thinking", thought)]
 
     def _close(self) -> None:
-        """Ends the thinking with the mark at the start of `_held`."""
+        """Ends the thinking at the mark with which `_held` begins."""
         self._held, self._thinks = self._held[len(CLOSE) :].lstrip("\n"), False
         self._trims = not self._held
 
     def _opened(self, last: bool) -> bool:
-        """Whether it is certain that the answer begins with thinking, or without."""
+        """Whether enough text has arrived to tell if the answer begins with thinking."""
         start = self._held.lstrip()
         if start.startswith(OPEN):
             self._thinks, self._held = True, start[len(OPEN) :].lstrip("\n")
@@ -219,20 +219,20 @@ class Reader(AnswerReader):
 
 
 def begins(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text may begin a mark."""
+    """The number of characters at the end of `text` that may be the beginning of a mark."""
     longest = max(map(len, marks), default=0)
     ends = (n for n in range(min(longest - 1, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks))
     return next(ends, 0)
 
 
 def format_of(template: str) -> str | None:
-    """The format whose signs occur in a chat template, the one with most signs; None without."""
+    """Name of the format whose signs all occur in a chat template, preferring more signs; None if none fits."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 
 
 def known_format(template: str, name: str | None = None) -> ToolFormat:
-    """The format called `name`, or that of a chat template. Raises `ConfigError` without one."""
+    """The format called `name`, or the one that the chat template uses. Raises `ConfigError` if it is unknown."""
     name = name or format_of(template)
     if name is None:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))

@@ -1,4 +1,4 @@
-"""gpt-oss' format, harmony: a turn consists of messages, each with a header that names its channel and recipient.
+"""The harmony format of gpt-oss: a turn consists of messages, each with a header that names its channel and recipient.
 
     <|channel|>analysis<|message|>THINKING<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -6,7 +6,7 @@
 The chat template writes the recipient before the channel. A call ends the turn, so there is at most one.
 Source: OpenAI's guide to the harmony format, and the chat template of gpt-oss.
 
-Invariant: a header becomes text only if it turns out not to be one, or its call cannot be read.
+Invariant: a header becomes text only if it turns out to be no valid header, or if its call cannot be read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "
 _CHANNEL_OF = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _TO = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _HEADS = (_START, _CHANNEL, _MESSAGE, "to=")
-"""Beginnings of a message."""
+"""Strings with which a message may begin."""
 
 
 class _Kind(Enum):
     HEAD = "head"
-    """Its header is incomplete."""
+    """The header is still incomplete."""
     THINKING = "thinking"
     TEXT = "text"
     CALL = "call"
@@ -38,7 +38,7 @@ class _Kind(Enum):
 
 @FORMATS.register("gpt-oss")
 class GptOss(ToolFormat):
-    """Messages with channels."""
+    """Harmony messages with channels."""
 
     marks = (f"{_CHANNEL}commentary to=",)
     signs = (_CHANNEL, _CALL)
@@ -49,7 +49,7 @@ class GptOss(ToolFormat):
         return Calls(got.calls, got.text, got.ill_formed)
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """The prompt ends with the beginning of a header, so `prompt_end` is not needed."""
+        """`prompt_end` is not needed, because the prompt always ends with the beginning of a header."""
         return _Harmony(bool(tools))
 
 
@@ -61,13 +61,13 @@ class _Harmony(AnswerReader):
         self._may_call = calls
         self._kind = _Kind.HEAD
         self._raw: list[str] = []
-        """The header, or the whole call; becomes text if it is neither."""
+        """The raw text of the current header or call; becomes text if it is invalid."""
         self._begun = ""
-        """The beginning of the header, as long as needed to recognise it."""
+        """The first characters of the header, enough to recognise it."""
         self._body: list[str] = []
         """The body of a call."""
         self._held = ""
-        """May begin a mark."""
+        """Trailing text that may be the beginning of a mark."""
         self._said: dict[str, list[str]] = {"thinking": [], "text": []}
         self._found: list[tuple[str, str]] = []
         self._ill_formed = False
@@ -119,7 +119,7 @@ class _Harmony(AnswerReader):
             return self._plain(mark)
         parts = self._closed(mark) if self._kind is _Kind.CALL else self._broken()
         self._kind, self._begun = _Kind.HEAD, ""
-        if mark not in self.ends:  # the message before lacks an end
+        if mark not in self.ends:  # the previous message has no end mark
             self._head(mark)
         return parts
 
@@ -150,7 +150,7 @@ class _Harmony(AnswerReader):
         return []
 
     def _broken(self) -> list[tuple[str, str]]:
-        """Turns what was held back, and what follows, into text."""
+        """Turns the held-back header or call into text, and continues as text."""
         held, tried = "".join(self._raw), self._kind is _Kind.CALL
         self._raw = []
         self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))

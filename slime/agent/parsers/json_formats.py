@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: Hermes, Kimi K2, Mistral, Llama 3, DeepSeek; and the format of models without calls."""
+"""Formats with calls in JSON: Hermes, Kimi K2, Mistral, Llama 3, DeepSeek; and a format for models without calls."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ _DEEPSEEK_BARE = re.compile(rf"{_DEEPSEEK_BEGIN}([^<\n]*){_DEEPSEEK_SEP}|{_DEEPS
 
 
 def _json_call(head: re.Match[str], ends: Sequence[str], name: str | None = None) -> Found | None:
-    """A call whose JSON follows `head`, and is followed by `ends`. `name`: of the function, if the JSON has only the
-    arguments.
-    """
+    """The call in the JSON between `head` and `ends`. `name`: the function, if the JSON contains only its arguments."""
     got = json_at(head.string, head.end())
     if got is None:
         return None
@@ -61,7 +59,7 @@ class Hermes(ToolFormat):
 
 @FORMATS.register("kimi_k2")
 class KimiK2(ToolFormat):
-    """`functions.NAME:NUMBER`, then JSON, between marks that are tokens.
+    """`functions.NAME:NUMBER`, then JSON, between control tokens.
 
     Source: the chat template of Kimi-K2-Instruct and its guide to calls.
     """
@@ -76,13 +74,13 @@ class KimiK2(ToolFormat):
         return scan(text, _KIMI_HEAD, call, frames=(_KIMI_ALL_BEGIN, _KIMI_ALL_END), end=_KIMI_END)
 
     def call_id(self, name: str, number: int) -> str:
-        """The model counts its calls so, and the template puts it at the head of each result."""
+        """The model's own numbering of calls, which the template repeats before each result."""
         return f"functions.{name}:{number}"
 
 
 @FORMATS.register("mistral")
 class Mistral(ToolFormat):
-    """`[TOOL_CALLS]` and a JSON list of calls; or `[TOOL_CALLS]NAME[ARGS]{...}`, repeated, with an optional call id.
+    """`[TOOL_CALLS]` and a JSON list of calls, or repeated `[TOOL_CALLS]NAME[ARGS]{...}` with an optional call id.
 
     Source: the chat templates of Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2.
     """
@@ -94,7 +92,7 @@ class Mistral(ToolFormat):
         return scan(text, _MISTRAL_HEAD, _mistral_call)
 
     def call_id(self, name: str, number: int) -> str:
-        """Nine letters and digits; the template refuses any other id."""
+        """Nine letters and digits, because the template refuses any other id."""
         return secrets.token_hex(5)[:9]
 
 
@@ -110,9 +108,9 @@ def _mistral_call(head: re.Match[str]) -> Found | None:
 
 @FORMATS.register("llama3")
 class Llama3(ToolFormat):
-    """`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>` before it, several with `;` between.
+    """`{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; several calls are separated by `;`.
 
-    Without the tag it is a call only if it names one of the tools, because an answer may be JSON too.
+    Without the tag it is a call only if it names one of the tools, because an answer may also be JSON.
     Source: the chat templates of Llama 3.1 and 3.2.
     """
 
@@ -129,7 +127,7 @@ class Llama3(ToolFormat):
 
 
 def _llama_call(head: re.Match[str]) -> Found | None:
-    """Skips JSON that is broken or not a call, so that nothing inside it counts as one."""
+    """The call at `head`. Skips JSON that is broken or not a call, so that nothing inside it counts as a call."""
     got = json_or_break(head.string, head.end())
     if isinstance(got, int):
         return [], got
@@ -139,7 +137,7 @@ def _llama_call(head: re.Match[str]) -> Found | None:
 
 @FORMATS.register("deepseekv3")
 class DeepSeekV3(ToolFormat):
-    """Of V3 and R1: <call begin>function<sep>NAME, a fenced block of JSON, <call end>.
+    """DeepSeek V3 and R1: <call begin>function<sep>NAME, a fenced block of JSON, <call end>.
 
     Source: the chat template of DeepSeek-V3.
     """
@@ -167,7 +165,7 @@ class DeepSeekV31(DeepSeekV3):
 
 @FORMATS.register("text", "none")
 class NoCalls(ToolFormat):
-    """For models that call nothing: all they write is text."""
+    """For models without tool calls: the whole answer is text."""
 
     marks = ()
 

@@ -1,14 +1,15 @@
-"""Formats whose arguments are text between tags and get their types from the tool's schema.
+"""Formats with arguments as text between tags. The tool's schema determines their types.
 
     qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     glm45          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     minimax-m2     <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>...
     deepseekv32    as minimax-m2 with other marks; each parameter says whether it is text or JSON
 
-A value ends at a closing tag with another tag of the format behind it. So it may contain tags, but not the end of a
-call and the beginning of the next: there a tag is missing, and the next call is read. `_Pairs` looks for each key and
-value once, because several heads may lead to it. Source: the chat templates of Qwen3-Coder, GLM-4.5 (with line feeds
-between tags), GLM-4.7 (without) and MiniMax-M2; the encoding of DeepSeek-V3.2, which has no template.
+A value ends at a closing tag that is followed by another tag of the format. So a value may contain tags. If it contains
+the end of a call and the beginning of the next one, a closing tag is missing, and parsing continues at the next call.
+`_Pairs` searches for each key and value only once, although several heads may lead to it. Source: the chat templates of
+Qwen3-Coder, GLM-4.5 (with line feeds between tags), GLM-4.7 (without) and MiniMax-M2; the encoding of DeepSeek-V3.2,
+which has no template.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 from slime.agent.messages import canonical_arguments
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
 
-# Shared by all formats of calls. Nothing here raises on any text, and arguments that are read can be written as JSON in
-# UTF-8: no NaN, no infinity, no half of a surrogate pair.
+# Shared by all formats of calls. Nothing here raises, whatever the text. Parsed arguments can be written as JSON in
+# UTF-8: they contain no NaN, no infinity and no lone surrogate.
 
 Found = tuple[list[tuple[str, str]], int]
-"""Calls, and where they end in the text."""
+"""(calls, position in the text where they end)."""
 UNREADABLE = (ValueError, RecursionError)
 _KINDS = {"null", "boolean", "integer", "number", "string", "array", "object"}
 _SPACE = re.compile(r"\s*")
@@ -41,11 +42,11 @@ def scan(
     frames: Sequence[str] = (),
     end: str = "",
 ) -> Calls:
-    """Reads the calls behind each match of `head`.
+    """Reads the calls at each match of `head`.
 
-    `call`: returns None if it cannot read one there; no calls and a position to continue the search from there.
-    `frames`: marks around all calls, removed from the text. `end`: follows every call; the search stops behind the last
-    one.
+    `call`: reads the calls at a match. It returns None if there is none to read; an empty list and a position make the
+    search continue at that position. `frames`: marks around all calls, removed from the text. `end`: the string that
+    follows every call; the search stops after its last occurrence.
     """
     found: list[tuple[str, str]] = []
     rest: list[str] = []
@@ -72,13 +73,13 @@ def scan(
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value at `at`, and where it ends."""
+    """(JSON value at position `at`, its end); None if it cannot be read."""
     got = json_or_break(text, at)
     return None if isinstance(got, int) else got
 
 
 def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
-    """As `json_at`; for unreadable JSON the position of the error (the end of the text if it nests too deep)."""
+    """Like `json_at`, but for unreadable JSON the position of the error (the end of the text if it nests too deep)."""
     try:
         value, end = _SCAN(text, _skip(text, at))
     except StopIteration:  # nothing begins there
@@ -93,7 +94,7 @@ def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
 
 
 def followed(text: str, at: int, by: str) -> int | None:
-    """Where `by` ends, if it follows `at` and white space."""
+    """The end of `by`, if it follows position `at` after optional white space; else None."""
     at = _skip(text, at)
     return at + len(by) if text.startswith(by, at) else None
 
@@ -109,7 +110,7 @@ def named_call(name: Any, arguments: Any) -> tuple[str, str] | None:
 
 
 def call_of(value: Any) -> tuple[str, str] | None:
-    """A call as most formats write it in JSON; some say `parameters` for `arguments`."""
+    """The call in a JSON object with `name` and `arguments` (or `parameters`); None if it is not one."""
     if not isinstance(value, dict):
         return None
     return named_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
@@ -127,14 +128,14 @@ def functions(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def typed_arguments(name: str, values: Mapping[str, str], tools: Sequence[Any]) -> tuple[str, str] | None:
-    """A call whose values are text; each gets the type in its parameter's schema."""
+    """A call from textual values, each converted to the type in its parameter's schema; None if that fails."""
     properties = functions(tools).get(name, {}).get("properties")
     known = properties if isinstance(properties, Mapping) else {}
     return named_call(name, {key: _typed(text, known.get(key)) for key, text in values.items()})
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """JSON of a type that the schema allows, else text. Without types in the schema: JSON if it is valid."""
+    """The text as JSON if it is valid and the schema allows its type (or names none); else the text itself."""
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
@@ -153,7 +154,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any, depth: int = 8) -> set[str]:
-    """JSON types that a schema allows; empty if it does not say."""
+    """The JSON types that a schema allows; empty if it names none."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     said = schema.get("type")
@@ -224,7 +225,7 @@ _DSML_NEXT = re.compile(rf"</{_DSML}invoke>\s*<{_DSML}invoke")
 
 @FORMATS.register("qwen3_coder")
 class Qwen3Coder(ToolFormat):
-    """Parameters in tags that name them. Models may leave out `<tool_call>`."""
+    """Parameters in named tags. Models may omit `<tool_call>`."""
 
     marks = ("<tool_call>", "<function=")
     signs = ("<tool_call>", "<function=", "<parameter=")
@@ -259,7 +260,7 @@ class MiniMaxM2(ToolFormat):
 
 @FORMATS.register("deepseekv32")
 class DeepSeekV32(ToolFormat):
-    """Parameters in tags that say whether they are text, or all of them as one JSON object."""
+    """Parameters in tags that mark them as text or JSON, or all parameters as one JSON object."""
 
     marks = (f"<{_DSML}function_calls>",)
     signs = (_DSML, "function_calls")
@@ -271,22 +272,22 @@ class DeepSeekV32(ToolFormat):
 
 
 class _Pairs:
-    """The keys and values of a text. Invariant: each position is followed once, from however many heads."""
+    """The keys and values in a text. Invariant: each position is parsed only once, however many heads lead to it."""
 
     def __init__(self, text: str, key: re.Pattern[str], end: re.Pattern[str], following: re.Pattern[str]) -> None:
-        """`key`: matches a pair up to its value; `end`: the tag behind the value; `following`: the end of a call and
-        the beginning of the next one.
+        """`key`: matches a pair up to its value. `end`: matches the tag after the value. `following`: matches the end
+        of a call and the beginning of the next one.
         """
         self._text, self._key = text, key
         self._ends = [match.span() for match in end.finditer(text)]
         self._nexts = [match.start() for match in following.finditer(text)]
         self._leads: dict[int, int] = {}
-        """Position -> where the pairs that begin there end."""
+        """Start of a run of pairs -> its end."""
         self.unreadable: set[int] = set()
-        """Where pairs with unreadable values end."""
+        """Ends of runs of pairs that contain an unreadable value."""
 
     def end(self, at: int) -> int:
-        """Where the pairs that begin at `at` end; `at` without any."""
+        """The end of the run of pairs that begins at `at`; `at` itself if there are none."""
         passed: list[int] = []
         while at not in self._leads and (pair := self._pair(at)) is not None:
             passed.append(at)
@@ -296,7 +297,7 @@ class _Pairs:
         return at
 
     def values(self, at: int) -> Iterator[tuple[re.Match[str], str]]:
-        """(match of `key`, value) of the pairs that begin at `at`."""
+        """Yields (match of `key`, value) for each pair in the run that begins at `at`."""
         while (pair := self._pair(at)) is not None:
             head, at, start = pair
             yield head, self._text[head.end() : start]
@@ -316,7 +317,7 @@ class _Pairs:
         return head, end, start
 
     def found(self, call: tuple[str, str] | None, last: int, end: int) -> Found | None:
-        """A call whose pairs end at `last`, and itself at `end`; notes unreadable values."""
+        """Wraps a call that ends at `end` with pairs up to `last`. If it is None, records its values as unreadable."""
         if call is None:
             self.unreadable.add(last)
             return None

@@ -1,12 +1,12 @@
-"""Where an agent's commands run. One file per kind of sandbox; `LocalSandbox` needs only this machine.
+"""Sandboxes, in which an agent's commands run. One file per kind; `LocalSandbox` needs only this machine.
 
     async with LocalSandbox(reach=("127.0.0.1", adapter_port)) as sandbox:
         await sandbox.write_file("main.py", "print(1)")
         ended = await sandbox.exec("python3 main.py", timeout_s=10)
 
 Invariants
-1. When `async with` ends, nothing of the sandbox runs any more.
-2. Until then its commands share files, and see processes that earlier commands left running.
+1. When `async with` ends, no process of the sandbox is left.
+2. Until then its commands share files and can see processes that earlier commands left running.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ class ExecResult:
 @dataclass(frozen=True, slots=True)
 class Command:
     line: str
-    """A line of shell."""
+    """A shell command line."""
     user: str | None
     """None: the sandbox's default user."""
     env: Mapping[str, str]
     timeout_s: float
     idempotent: bool
-    """Whether it may be sent twice."""
+    """Whether a remote sandbox may send the command twice."""
 
     @property
     def bounded(self) -> str:
-        """A shell line that ends with status 137 at the limit; the sandbox's image needs `timeout`."""
+        """The command line under `timeout`, which the sandbox's image must have; status 137 at the limit."""
         return f"exec timeout -s KILL {math.ceil(self.timeout_s)} sh -c {shlex.quote(self.line)} </dev/null"
 
 
 class CommandFailed(RuntimeError):
-    """A checked command ended with a status other than 0."""
+    """A command run with `check` failed or exceeded its time limit."""
 
 
 class Sandbox(ABC):
-    """A place for commands, inside `async with`."""
+    """An isolated place to run commands. Use it with `async with`."""
 
     name: ClassVar[str]
     folder: str = "/work"
-    """Where commands start; relative paths of files are below it."""
+    """The working directory of commands, and the base of relative file paths."""
     sandbox_id: str
-    """Its name in logs; set once it has started."""
+    """The sandbox's name in logs; set once it has started."""
 
     @abstractmethod
     async def __aenter__(self) -> Self:
-        """Starts it. Raises `Unconfined` or `ConfigError` with what is missing."""
+        """Starts the sandbox. Raises `Unconfined` or `ConfigError`, naming what is missing."""
 
     @abstractmethod
     async def __aexit__(self, *error: object) -> None:
-        """Ends it and everything that runs in it."""
+        """Ends the sandbox and every process in it."""
 
     async def exec(
         self,
@@ -86,8 +86,8 @@ class Sandbox(ABC):
         check: bool = False,
         idempotent: bool = False,
     ) -> ExecResult:
-        """Runs a line of shell in `folder`. `check`: raises `CommandFailed` for a status other than 0. `idempotent`: a
-        remote sandbox may send it again when the answer was lost."""
+        """Runs a shell command line in `folder`. `check`: raise `CommandFailed` if the status is not 0. `idempotent`: a
+        remote sandbox may send the command again if its answer is lost."""
         with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
@@ -97,7 +97,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _exec(self, command: Command) -> ExecResult:
-        """Runs a command, whatever its status."""
+        """Runs a command and returns its result, even if it fails."""
 
     @abstractmethod
     async def write_file(self, path: str, content: bytes | str) -> None:
@@ -109,14 +109,14 @@ class Sandbox(ABC):
 
 
 class ShellSandbox(Sandbox):
-    """Reads and writes files by its own shell."""
+    """A sandbox that reads and writes files through its own shell."""
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Relative paths are below `folder`. Raises `OSError`."""
+        """Writes a file; a relative path is below `folder`. Raises `OSError`."""
         await self._file("writing", WRITE_FILE, path, content.encode() if isinstance(content, str) else content)
 
     async def read_file(self, path: str) -> bytes:
-        """As `write_file`."""
+        """Reads a file; a relative path is below `folder`. Raises `OSError`."""
         return await self._file("reading", READ_FILE, path, b"")
 
     async def _file(self, doing: str, line: str, path: str, data: bytes) -> bytes:
@@ -127,12 +127,12 @@ class ShellSandbox(Sandbox):
 
     @abstractmethod
     async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
-        """(status, stdout, stderr) of a line of shell that gets `path` as $1 and `data` as standard input."""
+        """Runs a shell line with `path` as $1 and `data` as standard input; returns (status, stdout, stderr)."""
 
 
 WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
 READ_FILE = 'test -f "$1" || { echo "it is not a plain file" >&2; exit 1; }; cat <"$1"'
-"""For `ShellSandbox`."""
+"""Shell lines of `ShellSandbox`."""
 
 SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)
 
@@ -140,9 +140,9 @@ SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slim
 async def exec_and_wait(
     sandbox: Sandbox, command: str, *, timeout_s: float, poll_s: float = 5.0, key: str
 ) -> ExecResult:
-    """Runs a long command by short calls: it starts detached, then its end is polled for.
+    """Runs a long command in short calls: starts it detached, then polls until it ends.
 
-    `key`: identifies this run; a second call with the same key waits for the same run.
+    `key`: identifies the run; a second call with the same key waits for the same run.
     """
     folder = f"{sandbox.folder}/.slime-run-{key}"
     at = shlex.quote(folder)

@@ -1,15 +1,15 @@
-"""A sandbox in a container, by the command line of docker or podman, for tasks that bring their own image.
+"""A sandbox in a container, through the command line of docker or podman, for tasks that bring their own image.
 
-The container has no network, no capability and an unprivileged user; control groups bound memory and processes. `reach`
-is a socket of this machine in a mounted folder. A small Python program inside forwards to it, so the image needs
-Python.
+The container has no network, no capabilities and an unprivileged user; control groups limit memory and processes.
+`reach` works through a socket of this machine in a mounted folder. A small Python program in the container forwards to
+it, so the image needs Python.
 
-Consumes: the ends of clients (`docker exec`). Waits for: each client, at most a command's limit and `CLIENT_S`.
+Consumes: the ends of clients (`docker exec`). Waits for: each client, at most the command's limit plus `CLIENT_S`.
 
 Invariants
 1. The container lives as long as the standard input of the client that started it, and at most `lifetime_s`. So it ends
    with this process, and is removed with its files.
-2. A command's line, variables and files go through standard input, where no process list shows them.
+2. A command's line, variables and files are passed through standard input, where no process list shows them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime.core.processes import scratch_prefix, socket_room
 
 RUNTIMES = ("docker", "podman")
 START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0
-"""A start may fetch the image. A client may take `CLIENT_S` longer than its command."""
+"""Time limits: a start may download the image; a client may take `CLIENT_S` longer than its command."""
 MOUNTED, SOCKET, FORWARDER = "/run/slime", "reach.sock", "forward.py"
 READY = "ready"
 FORWARD = """\
@@ -61,28 +61,28 @@ asyncio.run(main())
 @SANDBOXES.register("container")
 @dataclass(kw_only=True)
 class ContainerSandbox(ShellSandbox):
-    """A container of an image."""
+    """A sandbox in a docker or podman container."""
 
     image: str
-    """Needs `sh`, `timeout` and `sleep`, as nearly all images have; Python, too, for `reach`."""
+    """Must have `sh`, `timeout` and `sleep`, as nearly all images do, and Python if `reach` is used."""
     runtime: str | None = None
     """docker or podman; None: the first one installed."""
     reach: tuple[str, int] | None = None
-    """The only (host, port) that commands can reach, as 127.0.0.1 at the same port."""
+    """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""
     readable: tuple[Path, ...] = ()
     """Files and folders of this machine, readable at the same path."""
     memory_bytes: int = 2 << 30
     disk_bytes: int = 1 << 30
-    """Each of /tmp and /work, which are in memory if the root is read-only."""
+    """Limit for each of /tmp and /work, which are in memory if `read_only` is set."""
     processes: int = 256
     read_only: bool = True
-    """The image's files cannot change; /tmp and /work begin empty. False for an image that has its repository in /work
-    or changes its own files."""
+    """The image's files cannot change, and /tmp and /work begin empty. Set to False for an image that has its
+    repository in /work or changes its own files."""
     network: str = "none"
-    """As `docker run --network`."""
+    """The value of `docker run --network`."""
     user: str = "1000:1000"
     lifetime_s: float = 3600.0
-    """Then it is ended."""
+    """The container is killed after this time."""
     sandbox_id: str = field(default_factory=lambda: f"slime-{secrets.token_hex(6)}", init=False)
 
     async def __aenter__(self) -> Self:
@@ -111,7 +111,8 @@ class ContainerSandbox(ShellSandbox):
         return found
 
     async def _listen(self, host: str, port: int) -> None:
-        """The socket for `reach`. Its folder is private to this user; a folder inside it is mounted."""
+        """Listens on the socket for `reach`. Mounts only a subfolder, because the outer folder is private to this
+        user."""
         folder = Path(self._shared.name, "mounted")
         folder.mkdir(mode=0o755)
         (folder / FORWARDER).write_text(FORWARD)
@@ -150,7 +151,7 @@ class ContainerSandbox(ShellSandbox):
         )
 
     async def _ready(self, process: asyncio.subprocess.Process, what: str) -> None:
-        """Waits until what a client started reports that it is ready. Raises `Unconfined` if it ends before."""
+        """Waits until the client's program reports that it is ready. Raises `Unconfined` if it ends before."""
         assert process.stdout is not None, "a pipe"
         async with asyncio.timeout(START_S):
             if (await process.stdout.readline()).decode().strip() != READY:
@@ -186,7 +187,7 @@ class ContainerSandbox(ShellSandbox):
     async def _run(
         self, client: list[str], stdin: bytes, limit_s: float, most: int = MAX_OUTPUT_BYTES
     ) -> tuple[int, bytes, bytes]:
-        """(status, output, errors) of a client; status 137 if it does not end."""
+        """Runs a client; returns (status, stdout, stderr), with status 137 if it exceeds the limit."""
         process = await self._started(client)
         assert process.stdin and process.stdout and process.stderr, "pipes"
         out, err = bytearray(), bytearray()

@@ -1,14 +1,14 @@
-"""A sandbox at E2B, or at a service that speaks its API, by the package `e2b` (`pip install 'slime[e2b]'`).
+"""A sandbox at E2B, or at a service with the same API, through the package `e2b` (`pip install 'slime[e2b]'`).
 
-The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables are defaults of the fields below.
-The network may lose requests, so those that may be sent twice are sent again.
+The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables set defaults of the fields below.
+The network may lose requests, so idempotent requests are retried.
 
-Consumes: the service's answers. Waits for: each answer, at most a command's limit and `REQUEST_S`; between tries a
-random time that grows.
+Consumes: the service's answers. Waits for: each answer, at most the command's limit plus `REQUEST_S`, and a random,
+growing pause between tries.
 
 Invariants
-1. A command that is not `idempotent` is sent once.
-2. The service ends the sandbox after `lifetime_s`, whatever happens to this process.
+1. A command that is not `idempotent` is sent only once.
+2. The service ends the sandbox after `lifetime_s`, even if this process dies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IMAGE_KEY, SIZE = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "SLIME_AGENT_E2B_SAN
 
 
 def package() -> Any:
-    """Raises `ConfigError` if it is not installed."""
+    """The package `e2b`. Raises `ConfigError` if it is not installed."""
     try:
         import e2b
     except ImportError as error:
@@ -59,19 +59,20 @@ def is_transient(problem: BaseException) -> bool:
 @SANDBOXES.register("e2b")
 @dataclass(kw_only=True)
 class E2BSandbox(Sandbox):
-    """A sandbox of the service."""
+    """A remote sandbox at E2B."""
 
     folder = f"/home/{USER}"
     image: str | None = None
-    """Template; or, with SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY, an image passed as this metadata. None: E2B's own."""
+    """An E2B template. If SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY is set, an image, passed under that metadata key.
+    None: E2B's default."""
     reach: tuple[str, int] | None = None
-    """The only public (host, port) that commands can reach, under its own name. None: nothing."""
+    """The only public (host, port) that commands can reach, under its own name. None: no network."""
     size: str | None = field(default_factory=lambda: os.environ.get(SIZE))
-    """Metadata `size`, for services that read it."""
+    """Value of the metadata key `size`, for services that read it."""
     lifetime_s: float = field(default_factory=lambda: float(os.environ.get(LIFETIME, "3600")))
-    """Then the service ends it."""
+    """The service ends the sandbox after this time."""
     retries: int = field(default_factory=lambda: int(os.environ.get(RETRIES, "3")))
-    """Further tries of a request that may succeed later."""
+    """Retries after a transient failure."""
     user: str = USER
     sandbox_id: str = field(default="", init=False)
 
@@ -99,7 +100,7 @@ class E2BSandbox(Sandbox):
     async def __aexit__(self, *error: object) -> None:
         try:
             await self._tried("end", lambda: self._remote.kill())
-        except Exception as problem:  # the service ends it in time, and the answer is still good
+        except Exception as problem:  # the service ends the sandbox later, and the answer is still good
             logger.warning("the sandbox %s may live for up to %.0f s: %s", self.sandbox_id, self.lifetime_s, problem)
 
     async def _exec(self, command: Command) -> ExecResult:
@@ -117,11 +118,11 @@ class E2BSandbox(Sandbox):
         return ExecResult(ended.exit_code, ended.stdout, ended.stderr, late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Relative paths are below the user's home. Raises `OSError`."""
+        """Writes a file; a relative path is below the user's home. Raises `OSError`."""
         await self._file(f"write {path}", lambda: self._remote.files.write(path, content, user=self.user))
 
     async def read_file(self, path: str) -> bytes:
-        """As `write_file`."""
+        """Reads a file; a relative path is below the user's home. Raises `OSError`."""
         return bytes(
             await self._file(f"read {path}", lambda: self._remote.files.read(path, format="bytes", user=self.user))
         )
@@ -133,7 +134,7 @@ class E2BSandbox(Sandbox):
             raise OSError(f"could not {what}: {problem}") from problem
 
     async def _tried(self, what: str, request: Callable[[], Awaitable[T]], *, tries: int | None = None) -> T:
-        """Makes at most `tries` tries; raises what the last one raised."""
+        """Sends a request, at most `tries` times. Raises the error of the last try."""
         failures = 0
         while True:
             failures += 1

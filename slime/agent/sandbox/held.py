@@ -1,21 +1,22 @@
 """The inside of a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
 
-The supervisor leaves all namespaces and its user, and forks the first process of a PID namespace. That process builds a
-root of its own (`slime.core.confine.view`, with `WRITABLE` to write), reports on the control socket that it is ready,
-and starts commands on request, each with the filter of system calls. When it ends, everything ends.
+The supervisor enters new namespaces, switches to another user, and forks the first process of a PID namespace. That
+process builds its own root (`slime.core.confine.view`, writable only in `WRITABLE`), reports on the control socket that
+it is ready, and starts commands on request, each under the system call filter. When it ends, every process ends.
 
-If nothing can confine commands and that is allowed (`unheld`), the supervisor itself starts commands, in a folder.
+If this machine cannot confine commands and the caller allows that (`unheld`), the supervisor itself starts commands, in
+a folder.
 
-Consumes: requests on the control socket (JSON, with a command's descriptors 0, 1 and 2). Produces: ends of commands,
-and for `reach` a listening socket on the sandbox's loopback, whose connections the outside accepts and forwards.
+Consumes: requests on the control socket (JSON, with a command's descriptors 0, 1 and 2). Produces: exit statuses of
+commands, and for `reach` a listening socket on the sandbox's loopback; `local.py` accepts and forwards its connections.
 Woken by: the control socket; a pipe that is written to when a process ends; and while commands run, every `TICK_S`, to
 measure memory.
 
 Invariants
-1. Nothing runs before the whole confinement holds: the first step that fails ends the process with its name.
-2. When the outside ends, it closes the control socket and the kernel kills the supervisor; either ends every process.
-   Without namespaces only the socket does, and not for processes of a command that killed the supervisor.
-3. A command has no capability, only its three descriptors, and only the variables that it was given.
+1. No command runs before the confinement is complete. If a step fails, the process reports the step and ends.
+2. When the parent ends, the control socket closes and the kernel kills the supervisor; either ends every process.
+   Without namespaces only the closed socket does, and processes of a command that killed the supervisor survive.
+3. A command has no capabilities, no descriptors beyond its three, and only the variables passed to it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 
 TICK_S = 0.1
 CROWD_TICK_S = 0.02
-"""If several processes together might exceed the memory of one."""
+"""Used while several processes run, because together they may exceed the memory limit."""
 KILL_PASSES = 100
 WRITABLE = ("work", "tmp", "dev/shm")
 MAX_FILES = 1024
@@ -47,7 +48,7 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def build_root(settings: dict[str, Any], shown: dict[str, int]) -> None:
-    """Builds and enters the root view."""
+    """Builds the sandbox's root and enters it."""
     from slime.core.confine import view
 
     root, uid, gid = "/tmp", os.getuid(), os.getgid()
@@ -101,14 +102,15 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
-    """Limit of processes, if their user has no others; of file sizes, if no file system bounds them."""
+    """RLIMIT -> value: the number of processes, if only the sandbox uses this user; file sizes, if no file system
+    limits them."""
     bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unheld"] else {}
     alone = not settings["unheld"] or os.getuid() == settings["uid"]
     return {**bounds, **({resource.RLIMIT_NPROC: settings["processes"]} if alone else {})}
 
 
 def processes(settings: dict[str, Any]) -> list[int]:
-    """The sandbox's processes except this one."""
+    """Pids of the sandbox's processes, except this one."""
     from slime.core.confine import view
 
     me = os.getpid()
@@ -132,7 +134,7 @@ def kill_all(settings: dict[str, Any]) -> None:
 
 
 def serve(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Runs and ends commands until the outside is gone."""
+    """Starts and kills commands on request, until the control socket closes."""
     from slime.core.confine import view
 
     running: dict[int, int] = {}
@@ -167,7 +169,7 @@ def wake_on_ends() -> int:
 
 
 def handle_request(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
-    """Handles one request and updates `running` (pid -> number of the command). False if the outside is gone."""
+    """Handles one request and updates `running` (pid -> number of the command). False if the socket is closed."""
     message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
     if not message:
         return False
@@ -209,7 +211,7 @@ def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[
 
 
 def serve_unheld(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Runs commands as plain processes until the outside is gone."""
+    """Runs commands as plain processes until the control socket closes."""
     libc.prctl(36, 1, 0, 0, 0)  # orphans become children of this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(json.dumps({"missing": None}).encode())
@@ -229,7 +231,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
     if settings["unheld"]:
-        if os.getuid() == 0:  # the kernel bounds the processes of every user but root
+        if os.getuid() == 0:  # the kernel does not limit the number of root's processes
             confine.become(settings["uid"])
             confine.show_own_files()
         serve_unheld(control, settings)

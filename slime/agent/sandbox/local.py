@@ -1,11 +1,14 @@
 """A sandbox on this machine: a process tree with its own namespaces and root (`held.py`).
 
-Limits: processes by `RLIMIT_NPROC` of a user that nobody else is; memory by `RLIMIT_AS` of each process, and by the sum
-over all, checked 50 times a second if there are several: above it every command is killed; files by the size of the
-memory file systems `/work`, `/tmp` and `/dev/shm`. Containers seldom lend control groups, so these are not used.
+Limits
+- Processes: `RLIMIT_NPROC` of an otherwise unused user id.
+- Memory: `RLIMIT_AS` of each process, and the sum over all processes. With several processes the sum is checked 50
+  times a second; above the limit every command is killed.
+- Files: the size of the memory file systems `/work`, `/tmp` and `/dev/shm`.
+Control groups are not used, because containers seldom allow them.
 
-Concurrency: one event loop. Consumes: ends of commands, from the control socket, whose other end is `held.py`; they
-wake the caller of the command. Connections of `reach` are accepted here, on a socket that `held.py` made.
+Concurrency: one event loop. Consumes: exit statuses of commands, from the control socket to `held.py`; each wakes the
+caller of its command. Connections of `reach` are accepted here, on a socket that `held.py` created.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from slime.core.silence import load
 logger = logging.getLogger(__name__)
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Of each stream of a command; more is dropped."""
+"""Limit for each output stream of a command; the rest is dropped."""
 MAX_CONNECTIONS = 64
-"""Per sandbox, to the address in `reach`; each takes two descriptors of this process."""
+"""Limit per sandbox for connections to `reach`; each takes two descriptors of this process."""
 MAX_REQUEST_BYTES = 1 << 16
-"""Of a command with its variables."""
+"""Limit for a command with its variables."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 LOOPBACK = ("127.0.0.1", "localhost")
 START_S, FILE_S, KILL_S = 60.0, 60.0, 10.0
@@ -49,23 +52,23 @@ PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF
 @SANDBOXES.register("local")
 @dataclass(kw_only=True)
 class LocalSandbox(ShellSandbox):
-    """Namespaces on this machine."""
+    """A sandbox in namespaces on this machine."""
 
     reach: tuple[str, int] | None = None
-    """The only (host, port) that commands can reach, as 127.0.0.1 at the same port."""
+    """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""
     memory_bytes: int = 1 << 30
     readable: tuple[Path, ...] = ()
     """Files and folders of this machine, readable at the same path; every user must be able to read them."""
     disk_bytes: int = 256 << 20
-    """Each of /work, /tmp and /dev/shm."""
+    """Limit for each of /work, /tmp and /dev/shm."""
     processes: int = 128
     files: int = 100_000
-    """Each of /work, /tmp and /dev/shm."""
+    """Limit for each of /work, /tmp and /dev/shm."""
     allow_unconfined: bool = False
-    """Run commands even if nothing can confine them, as plain processes in a folder of /tmp: they reach the network,
-    other processes and all files of their user."""
+    """If this machine cannot confine commands, run them as plain processes in a folder of /tmp. They can then reach the
+    network, other processes and all files of their user."""
     lifetime_s: float = 3600.0
-    """Then everything in it is killed."""
+    """All processes are killed after this time."""
     sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
 
     async def __aenter__(self) -> Self:
@@ -197,21 +200,21 @@ class LocalSandbox(ShellSandbox):
             waiting.set_result(said["code"])
 
     async def _exec(self, command: Command) -> ExecResult:
-        """The only user is `agent`."""
+        """Raises `ConfigError` for any user except `agent`."""
         if command.user not in (None, "agent"):
             raise ConfigError(f"the user is {command.user}, but a local sandbox has only the user agent; leave it out")
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
     async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
-        """Links cannot lead out of the sandbox."""
+        """Runs inside the sandbox, so links cannot lead out of it."""
         code, out, err, _ = await self._run([line, "sh", path], data, {}, FILE_S, self.disk_bytes)
         return code, out, err
 
     async def _run(
         self, line: list[str], stdin: bytes, env: Mapping[str, str], timeout_s: float, most: int
     ) -> tuple[int, bytes, bytes, bool]:
-        """(status, stdout, stderr, whether it reached the time limit)."""
+        """Runs a command; returns (status, stdout, stderr, whether it exceeded the time limit)."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         request = json.dumps({"id": number, "run": line, "env": {**PLAIN, "HOME": self.folder, **env}}).encode()
         if len(request) > MAX_REQUEST_BYTES:
@@ -246,7 +249,7 @@ class LocalSandbox(ShellSandbox):
 
 
 class _Pipe:
-    """One output stream of a command, until the command ends; background processes may keep it open longer."""
+    """Reads one output stream of a command until the command ends. Background processes may keep it open longer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int) -> None:
         self.data, self._loop, self._most = bytearray(), loop, most
@@ -271,14 +274,14 @@ class _Pipe:
         return bool(taken)
 
     def drain(self) -> None:
-        """Reads what is in the pipe now, not what background processes go on to write."""
+        """Reads what is in the pipe now, but not what background processes write later."""
         for _ in range(16):
             if not self._take():
                 return
 
 
 class Forwarding:
-    """Forwards connections of a sandbox to its `reach`, at most `MAX_CONNECTIONS` at a time."""
+    """Forwards a sandbox's connections to its `reach`, at most `MAX_CONNECTIONS` at a time."""
 
     def __init__(self, sandbox_id: str, host: str, port: int) -> None:
         self._sandbox_id, self._far, self._open, self._refused = sandbox_id, (host, port), 0, False
@@ -299,7 +302,7 @@ class Forwarding:
                 self._open -= 1
 
     def _refuse(self, writer: asyncio.StreamWriter) -> None:
-        """Answers with the reason, in HTTP, because adapters speak that; logs it once."""
+        """Sends the reason as an HTTP response, because clients expect an adapter there. Logs it once."""
         why = f"more than {MAX_CONNECTIONS} connections at a time out of this sandbox; close some\n"
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {len(why)}"
         writer.write(f"{head}\r\nConnection: close\r\n\r\n{why}".encode())
@@ -309,7 +312,7 @@ class Forwarding:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies until one side ends."""
+    """Copies bytes until one side ends."""
     with contextlib.suppress(OSError):
         while taken := await reader.read(1 << 16):
             writer.write(taken)
