@@ -370,8 +370,10 @@ def _export_folders(template: str) -> re.Pattern[str]:
 
 def _in_use(args: Args) -> list[tuple[str, str]]:
     """(what it is, path) for everything that a run reads or writes."""
-    names = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load")
-    names += ("load", "save", "run_dir", "update_weight_disk_dir")
+    names = (
+        *("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"),
+        *("load", "save", "run_dir", "update_weight_disk_dir"),
+    )
     found = [(name, getattr(args, name)) for name in names if getattr(args, name, None)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]
