@@ -29,58 +29,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDatasetConfig:
-    """One dataset. A field that has no setting on the command line is None or empty there."""
+    """One dataset. Fields are named like the settings of evaluation or rollout that they are taken from; the others are
+    None or empty unless the file gives them.
+    """
 
     name: str
     """Unique; metrics are `eval/<name>`."""
     path: str
     """As `--prompt-data`: files or a scheme's data, with an optional `@[start:stop]`."""
     rm_type: str | None = None
-    """Grader of rows whose metadata names none, in place of --rm-type."""
+    """For rows whose metadata names no grader."""
     custom_rm_path: str | None = None
-    """Grader function in place of --custom-rm-path."""
     custom_generate_function_path: str | None = None
-    """Generate function in place of --custom-generate-function-path."""
     metadata_overrides: dict[str, Any] | None = None
     """Written over the metadata of each row."""
     input_key: str
-    """Column of the prompt."""
     label_key: str | None
-    """Column of the answer."""
     tool_key: str | None
-    """Column of the tools."""
     metadata_key: str | None
-    """Column of the metadata."""
     apply_chat_template: bool
-    """Render the prompt with the chat template."""
     apply_chat_template_kwargs: dict[str, Any] | None
-    """Arguments of the chat template."""
     max_prompt_len: int | None
     """In tokens; longer prompts are left out. A `max_context_len` in an entry or in `defaults` limits it to one less,
     unless a shorter limit is given."""
     n_samples_per_eval_prompt: int
     """Executions per prompt; pass@k is reported for the powers of two up to it."""
     temperature: float
-    """0 is greedy."""
     top_p: float
     top_k: int
-    """-1 is off."""
     max_response_len: int
-    """Most tokens of one answer."""
     max_total_response_len: int | None
-    """Most tokens sampled in one execution, over all its answers."""
     max_context_len: int | None
-    """Most tokens of a conversation."""
     min_new_tokens: int | None
-    """Fewest tokens of a response."""
     repetition_penalty: float | None = None
     """1.0 is off."""
     stop: tuple[str, ...] | None
-    """Strings that end a response."""
     stop_token_ids: tuple[int, ...] | None
-    """Token ids that end a response."""
     skip_special_tokens: bool
-    """Leave special tokens out of the response text."""
 
 
 _SETTINGS = {
@@ -97,7 +82,7 @@ _SETTINGS = {
 
 
 def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
-    """The datasets that the settings name; none without any. Raises `ConfigError` for a file that cannot be meant."""
+    """The datasets that the settings name; empty without any. Raises `ConfigError` for a wrong file."""
     common = {field: getattr(args, setting) for field, setting in _SETTINGS.items()}
     defaults: dict[str, Any] = {}
     if args.eval_config is None:
@@ -122,7 +107,7 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
 
 
 def _grader_of(path: str, args: Args) -> str | None:
-    """The grader that comes with a scheme's data. With prompts of the same kind it is the run's, or what was given."""
+    """The grader of a scheme's data; None if the prompts are of the same scheme, which leaves the run's grader."""
     grader = grader_of_data(path)
     return None if grader == grader_of_data(args.prompt_data) else grader
 
@@ -146,7 +131,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _entry(found: Any, where: str) -> Mapping[str, Any]:
-    """What stands below a data set's name. Raises `ConfigError` for what is not a mapping."""
+    """A dataset given by name. Raises `ConfigError` if it is not a mapping."""
     if found is not None and not isinstance(found, Mapping):
         raise ConfigError(f"{where}: got {found!r}, which is not a mapping; write path: FILE below it")
     return found or {}
@@ -154,7 +139,7 @@ def _entry(found: Any, where: str) -> Mapping[str, Any]:
 
 @cache
 def _flags() -> tuple[Flag, ...]:
-    """The fields as flags; a number may be what that setting may be whose place it takes."""
+    """The fields as flags; a number has the range of the setting that it replaces."""
     from slime.settings.flag_table import own_flags  # the groups, which ask for data sets
 
     limits = {field: flag.limits for flag in own_flags() for field, name in _SETTINGS.items() if name == flag.dest}
@@ -165,7 +150,7 @@ def _flags() -> tuple[Flag, ...]:
 
 
 def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
-    """A copy with values of the fields' types. Raises `ConfigError` on another shape, key or type."""
+    """A copy with values of the fields' types. Raises `ConfigError` for a wrong shape, key or type."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: got {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
     table = FlagTable(_flags())

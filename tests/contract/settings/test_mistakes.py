@@ -45,11 +45,12 @@ class Answer:
 
 
 def ask(script: str, flags: list[str], folder: Path) -> Answer:
-    """Runs the command in `folder`, and listens."""
+    """Runs a script, or the command `slime`, in `folder`, and listens."""
     output = folder / "output"
+    program = ["-m", "slime"] if script == "slime" else [str(ROOT / script)]
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / script), *flags],
+            [sys.executable, *program, *flags],
             cwd=folder,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -135,6 +136,16 @@ def test_a_wrong_command_line_ends_with_one_message(
     assert "Traceback" not in said and said.count("\n") <= 4, said
     assert [part for part in line[1:] if part.format(**files) not in said] == [], said
     assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["recipe demo --num-rollout -1", "convert nowhere out", "doctor --template nowhere", "report nowhere"],
+)
+def test_wrong_arguments_of_a_command_are_answered_before_heavy_imports(words: str, tmp_path: Path) -> None:
+    answer = ask("slime", words.split(), tmp_path)
+    assert answer.code == 2 and answer.said.startswith(f"slime {words.split()[0]}: "), answer.said
+    assert not answer.imported.intersection(HEAVY) and answer.modules < MOST_MODULES, f"{answer.modules} modules"
 
 
 def end_of(words: list[str]) -> int:
