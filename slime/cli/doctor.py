@@ -30,7 +30,6 @@ TESTED = {
     "transformers": "5.12.1",
 }
 """Versions that the tests run with."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MIN_MEMORY_BYTES = 6 << 30
 MIN_SHM_BYTES = 1 << 30
 IMPORT_LIMIT_S = 180
@@ -239,11 +238,14 @@ def report(folder: str) -> int:
 
     Raises `ConfigError` for a folder without a tokenizer or a chat template.
     """
-    path = Path(folder)
-    if not path.is_dir():
+    from slime.data.checkpoint_template import CheckpointTemplate
+
+    if not Path(folder).is_dir():
         raise ConfigError(f"got --template {folder}, which is not a folder; give that of a Hugging Face checkpoint")
-    if not any((path / name).is_file() for name in _TOKENIZERS):
-        raise ConfigError(f"got --template {folder}, which holds no tokenizer ({', '.join(_TOKENIZERS)}); give another")
+    files = CheckpointTemplate.of(Path(folder))
+    missing = "tokenizer" if not files.has_tokenizer else "chat template" if not files.has_template else ""
+    if missing:
+        raise ConfigError(f"got --template {folder}, which holds no {missing}; give the folder of a chat model")
     from transformers import AutoTokenizer
 
     from slime.agent.parsers import FORMATS, format_of

@@ -218,7 +218,7 @@ COMMANDS = (
     ("slime weights-agent --engine http://x --disk-dir d --local-dir l --limit-s nan", "--limit-s nan", "finite"),
     ("slime doctor --device tpu", "invalid choice: 'tpu'", "auto"),
     ("slime doctor --template nowhere", "nowhere, which is not a folder"),
-    ("slime doctor --template {folder}", "which holds no tokenizer", "give another"),
+    ("slime doctor --template {folder}", "which holds no tokenizer", "give the folder of a chat model"),
     ("slime samples nowhere --step 1 --step 2", "got 1 and 2", "keep one"),
     ("slime trian", "invalid choice: 'trian'", "'train'"),
     ("slime tokenizer nowhere", "got nowhere, which is not a folder", "give a released folder of Kimi-K2"),
