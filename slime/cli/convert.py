@@ -104,4 +104,4 @@ def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Pat
             )
     if to == "fp8" and is_hf and (found := quantisation_of(read_hf_config(str(source)))) is not None:
         method = str(found.get("quant_method")).upper()
-        raise ConfigError(f"got --to fp8 for {source}, which already is {method}; copy it, or choose another --to")
+        raise ConfigError(f"got --to fp8 for {source}, which is {method} already; copy it, or choose another --to")

@@ -66,8 +66,6 @@ def _worker_has_its_own_ways(args: Args) -> str | None:
 
 def _bounds_are_possible(args: Args) -> str | None:
     bound, most = args.max_weight_staleness, args.max_groups_in_flight
-    if bound is not None and bound < 0:
-        return f"got max_weight_staleness {bound}; give 0 to train only samples of the newest weights, or drop it"
     if most is not None and most < args.rollout_batch_size:
         return (
             f"max_groups_in_flight {most} is below rollout_batch_size {args.rollout_batch_size}, so no batch would "

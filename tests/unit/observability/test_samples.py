@@ -199,5 +199,6 @@ def test_the_command_says_what_there_is_instead(tmp_path: Path, capsys: pytest.C
     run = write(tmp_path / "run", of_step(0), of_step(4))
     assert main(["samples", str(run), "--step", "2"]) == 2
     assert "rollout of steps 0 to 4" in capsys.readouterr().err
+    (tmp_path / "run.json").touch()
     assert main(["samples", str(tmp_path)]) == 2
     assert "holds no samples" in capsys.readouterr().err

@@ -186,7 +186,7 @@ def test_the_public_name_is_a_function_that_says_what_it_stands_for() -> None:
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "no batch would ever be full"),
         (["--fully-async", "--update-weights-interval", "4"], False, "wait forever"),
-        (["--max-weight-staleness", "-1"], True, "or drop it"),
+        (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
         (["--pause-generation-mode", "retract", "--strict"], False, "which needs --fully-async"),
         (
