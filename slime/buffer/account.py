@@ -1,8 +1,8 @@
-"""The account of the Data Buffer: the ids that were given, what is in flight, and how each settled group ended.
+"""The account of the Data Buffer: the ids that were given, the groups in flight, and how each settled group ended.
 
 Invariants
-1. `group_index` and `index` increase over the whole run and are never used twice, resume included.
-2. A group is settled once, and only from in flight; anything else is a `LedgerError` that says in which state it is.
+1. `group_index` and `index` increase over the whole run and are never used twice, also after a resume.
+2. A group is settled once, and only while it is in flight; otherwise a `LedgerError` names its state.
 3. Every group is trained, filtered, failed, waiting or in flight:
    `issued == trained + sum(filtered) + sum(failed) + buffered + in_flight`.
 """
@@ -20,24 +20,24 @@ from slime.core.errors import LedgerError
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A snapshot of the account: numbers of groups since the start of the run, resumes included."""
+    """A snapshot of the account: numbers of groups since the start of the run, including resumed runs."""
 
     issued: int
     trained: int
     filtered: Mapping[str, int]
     """Reason -> groups dropped on purpose."""
     failed: Mapping[str, int]
-    """Reason -> groups given up."""
+    """Reason -> groups that failed."""
     buffered: int
     """Waiting to be issued again."""
     in_flight: int
-    """Issued and not settled: being generated, or generated and not yet trained."""
+    """Issued and not settled: in generation, or generated and not yet trained."""
     returned: Mapping[str, int]
-    """Reason -> times that a group was put back; no part of the equation."""
+    """Reason -> times that a group was put back; not part of the equation."""
 
     @property
     def accounted(self) -> int:
-        """Right side of the equation."""
+        """The right-hand side of the equation."""
         settled = self.trained + sum(self.filtered.values()) + sum(self.failed.values())
         return settled + self.buffered + self.in_flight
 
@@ -66,7 +66,7 @@ class Account:
     """Counts of groups since the start of the run, without those in the buffer."""
 
     def __init__(self, is_buffered: Callable[[int], bool]) -> None:
-        """`is_buffered`: whether the buffer has a group; for messages."""
+        """`is_buffered`: whether the buffer has a group; only for error messages."""
         self._is_buffered = is_buffered
         self.next_group_index = 0
         self.next_index = 0
@@ -78,7 +78,7 @@ class Account:
         self.in_flight: dict[int, Issued] = {}
         """In the order of issue."""
         self.origins: dict[int, Origin] = {}
-        """Of unsettled groups that were made from a prompt."""
+        """The origins of unsettled groups that were made from a prompt."""
 
     def add_group(self, num_executions: int) -> tuple[int, int]:
         """Counts a new group. Returns its `group_index` and the first `index` of its executions."""
@@ -89,7 +89,7 @@ class Account:
         return ids
 
     def add_foreign_group(self, group_index: int, last_index: int) -> None:
-        """Counts a new group with ids of its own, above all known ones."""
+        """Counts a new group that brings its own ids, which are above all known ones."""
         self.next_group_index, self.next_index = group_index + 1, last_index + 1
         self.num_issued += 1
 
@@ -100,7 +100,7 @@ class Account:
             self.filtered[reason] += 1
 
     def settle(self, group_indices: Iterable[int], verb: str) -> int:
-        """Takes groups out of flight. Returns their number. Raises `LedgerError` for one that is not in flight."""
+        """Removes groups from flight. Returns their number. Raises `LedgerError` for a group that is not in flight."""
         indices = list(group_indices)
         self.require_in_flight(indices, verb)
         for index in indices:
@@ -109,7 +109,7 @@ class Account:
         return len(indices)
 
     def require_in_flight(self, group_indices: Sequence[int], verb: str) -> None:
-        """Raises `LedgerError` unless each group is in flight and named once."""
+        """Raises `LedgerError` unless each group is in flight and listed once."""
         repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
         if repeated:
             raise LedgerError(f"got groups {repeated} more than once to be {verb}; each group is settled once")
@@ -151,7 +151,7 @@ class Account:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores saved `figures`; nothing is in flight."""
+        """Restores saved `figures`, with nothing in flight."""
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
         self.num_issued, self.num_trained = state["issued"], state["trained"]
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])

@@ -1,22 +1,22 @@
-"""The Data Buffer: issues prompt groups, takes them back with their partial work, accounts for each.
+"""The Data Buffer: issues prompt groups, takes them back with their partial work, and accounts for each.
 
 The rollout gets groups to work on (`get_groups`), returns them (`put_back`), drops them (`mark_filtered`,
 `mark_failed`) or finishes them ahead of a step (`put_finished`, `take_finished`). The driver confirms after the
 optimizer step (`mark_trained`), then saves. One lock, held briefly, guards the state, so that a user's rollout function
-may call from a thread of its own; no call waits for anything else.
+may call from its own thread; calls wait only for this lock.
 
-Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (to be worked on, or finished)
--> in flight again.
+Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (unfinished, or finished and waiting
+to be trained) -> in flight again.
 
 Invariants
 1. Each group is in exactly one of those states: `ledger().check()` holds after every call.
-2. `group_index` and `index` increase over the whole run and are never used twice, resume included.
+2. `group_index` and `index` increase over the whole run and are never used twice, also after a resume.
 3. Returned groups are served before new prompts, first in, first out.
-4. A resumed run goes on as if it had never stopped. Groups in flight at the save are issued again first, as they were
-   when last issued or noted. No prompt is skipped, and none is trained twice, because training is confirmed before
-   saving.
-5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than that many versions before
-   `weight_version`; an older one starts over from its prompt, counted as returned for the reason "stale".
+4. A resumed run continues as if it had never stopped. Groups in flight at the save are issued again first, in their
+   state when last issued or noted. No prompt is skipped, and none is trained twice, because training is confirmed
+   before saving.
+5. With `max_staleness`, no group that leaves the buffer has a token from weights more than that many versions before
+   `weight_version`; an older group starts over from its prompt and counts as returned for the reason "stale".
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DataBuffer:
         self._queue: list[GroupRecord] = []
         self._finished: list[GroupRecord] = []
         self._shown: dict[int, Group] = {}
-        """Groups of the queue that the user's filter has seen: it may have changed them, so their records are stale."""
+        """Queued groups that the user's filter has seen: it may have changed them, so their records are stale."""
         self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
@@ -102,11 +102,11 @@ class DataBuffer:
                 sample.started_version = self.weight_version
 
     def _issue(self, group: Group, record: GroupRecord | None = None) -> None:
-        """`record`: of the group as it is now, if it exists."""
+        """`record`: the record of the group in its current state, if there is one."""
         self._account.in_flight[group.group_index] = Issued(group.attempts, record or GroupRecord.of(group))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """`get_groups` under its public name, for users' rollout functions: a list of samples per prompt."""
+        """The public name of `get_groups`, for users' rollout functions: returns a list of samples per prompt."""
         return [list(group.samples) for group in self.get_groups(num_samples)]
 
     def _new_groups(self, n: int) -> list[Group]:
@@ -125,7 +125,7 @@ class DataBuffer:
         return make_group(row, group_index, origin, attempts)
 
     def _take_buffered(self, n: int) -> list[Group]:
-        """Issues up to `n` groups of the queue, chosen by the user's filter, if any."""
+        """Issues up to `n` queued groups; the user's filter, if any, chooses them."""
         if self._buffer_filter is None or not self._queue or n == 0:
             taken, self._queue = self._queue[:n], self._queue[n:]
             return [self._issue_again(record) for record in taken]
@@ -146,7 +146,7 @@ class DataBuffer:
         return group
 
     def start_over(self, group: Group) -> Group:
-        """Drops the work on a group in flight. Raises `LedgerError` for a group that is not in flight."""
+        """Discards the work on a group in flight. Raises `LedgerError` for a group that is not in flight."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "started over")
             fresh = self._fresh(group, self._account.in_flight[group.group_index].attempts)
@@ -155,7 +155,7 @@ class DataBuffer:
             return fresh
 
     def note(self, group: Held) -> None:
-        """After a resume, the group in flight is issued as it is now. Raises as `put_back` does."""
+        """Records the current state of a group in flight, for a resumed run. Raises like `put_back`."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "noted")
             self._account.in_flight[group.group_index] = Issued(group.attempts, record_of(group))
@@ -172,7 +172,7 @@ class DataBuffer:
         return self.start_over(group)
 
     def _fresh(self, group: Group, attempts: int) -> Group:
-        """Makes it again from its dataset row; a group made outside only loses its responses. Quarantines count on."""
+        """Makes the group again from its dataset row, or resets one without a row. Keeps its number of quarantines."""
         origin = self._account.origins.get(group.group_index)
         if origin is not None:
             return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
@@ -181,10 +181,10 @@ class DataBuffer:
     # ---- taking back and settling --------------------------------------------------------------------------------
 
     def put_back(self, groups: Sequence[Held], reason: str) -> None:
-        """Takes groups in flight back, with their work, to be issued before any new prompt; `attempts` is one higher.
+        """Takes back groups in flight, with their work, to be issued before new prompts; adds one to `attempts`.
 
-        Takes all groups or none: raises `LedgerError` for a group that is not in flight, and `DataError` for one that
-        is not JSON-serialisable and so could not be saved.
+        Takes all groups or none: raises `LedgerError` for a group that is not in flight, and `DataError` for a group
+        that is not JSON-serialisable and so could not be saved.
         """
         with self._lock:
             self._account.require_in_flight([g.group_index for g in groups], "put back")
@@ -199,16 +199,16 @@ class DataBuffer:
             self._keep(back)
 
     def put_finished(self, group: Held) -> None:
-        """Takes a finished group in flight, to be trained later. Raises as `put_back` does."""
+        """Takes a finished group that was in flight, to be trained later. Raises like `put_back`."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
             self._finished.append(record_of(group, finished=True))
             del self._account.in_flight[group.group_index]
 
     def take_finished(self, n: int) -> list[GroupRecord]:
-        """Records of `n` finished groups, now in flight, those of the oldest weights first; [] while there are fewer.
+        """Records of `n` finished groups, now in flight, oldest weights first; [] if there are fewer than `n`.
 
-        Stale finished groups go back to be worked on from their prompt.
+        Stale finished groups are queued again and start over from their prompt.
         """
         with self._lock:
             stale = [record.group() for record in self._finished if self._is_too_old(record.oldest)]
@@ -225,7 +225,7 @@ class DataBuffer:
             return taken
 
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
-        """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
+        """The public name of `put_back`: takes lists of samples per prompt, and flattens fan-out nests.
 
         Samples without a `group_index` are new work: they get ids and join the queue.
         """
@@ -239,13 +239,13 @@ class DataBuffer:
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
 
     def _adopt(self, nest: Sequence[Any]) -> tuple[Group, GroupRecord]:
-        """Gives ids to samples made outside, one per execution (a sample or a list of siblings)."""
+        """Gives ids to samples from outside, one per execution (a sample or a list of siblings)."""
         group_index, first_index = self._account.next_group_index, self._account.next_index
         for i, execution in enumerate(nest):
             for sample in flatten([execution]):
                 sample.group_index, sample.index = group_index, first_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        record = GroupRecord.of(group)  # may raise, so before the count
+        record = GroupRecord.of(group)  # may raise, so before the group is counted
         self._account.add_group(len(nest))
         return group, record
 
@@ -253,17 +253,19 @@ class DataBuffer:
         self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:
-        """Settles groups that an optimizer step used. Raises `LedgerError` for one not in flight (trained twice)."""
+        """Settles groups that an optimizer step used. Raises `LedgerError` for a group that is not in flight (trained
+        twice).
+        """
         with self._lock:
             self._account.num_trained += self._account.settle(group_indices, "trained")
 
     def mark_filtered(self, group_indices: Iterable[int], reason: str) -> None:
-        """Settles groups dropped on purpose. Raises `LedgerError` for one not in flight."""
+        """Settles groups dropped on purpose. Raises `LedgerError` for a group that is not in flight."""
         with self._lock:
             self._account.filtered[reason] += self._account.settle(group_indices, "filtered")
 
     def mark_failed(self, group_indices: Iterable[int], reason: str) -> None:
-        """Settles groups given up. Raises `LedgerError` for one not in flight."""
+        """Settles failed groups. Raises `LedgerError` for a group that is not in flight."""
         with self._lock:
             self._account.failed[reason] += self._account.settle(group_indices, "failed")
 
@@ -278,7 +280,7 @@ class DataBuffer:
 
     @property
     def epoch(self) -> int:
-        """Completed passes over the dataset, by issued prompts."""
+        """Completed passes over the dataset, counted by issued prompts."""
         return 0 if self._walk is None else self._walk.epoch
 
     @property
@@ -309,11 +311,11 @@ class DataBuffer:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
+        """The JSON-serialisable state; shares nothing with the live buffer. Raises `LedgerError` if unbalanced."""
         return self._snapshot().plain()
 
     def _snapshot(self) -> Snapshot:
-        """The current state. Raises `LedgerError`."""
+        """The current state. Raises `LedgerError` if unbalanced."""
         with self._lock:
             self.ledger().check()
             return Snapshot(
@@ -331,7 +333,7 @@ class DataBuffer:
         return {"walk": walk, "weight_version": self.weight_version, **self._account.figures()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned. Raises `CheckpointError` for other data or another order."""
+        """Restores a `state_dict`. Raises `CheckpointError` if the dataset or its order differs."""
         self._load(SavedState.of(state))
 
     def _load(self, saved: SavedState) -> None:
@@ -354,12 +356,12 @@ class DataBuffer:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes the current state; the result, called in any thread, writes it durably to `path` and beside it."""
+        """Takes the current state. Returns a function for any thread that writes it durably to `path` and beside it."""
         snapshot = self._snapshot()
         return lambda: snapshot.write(path)
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores a saved state. Raises `CheckpointError` if the file is missing, damaged or of other data."""
+        """Restores a save. Raises `CheckpointError` if the file is missing or damaged, or the dataset differs."""
         try:
             self._load(SavedState.of(read_checkpoint_json(path), path))
         except (KeyError, TypeError, ValueError) as error:

@@ -18,14 +18,14 @@ from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group
 
 METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
-"""What a user's class must have, as `SampleSource`; it need not derive from that."""
+"""The methods of `SampleSource` that a user's class must have; it need not derive from that."""
 
 
 class DataSourceBuffer(DataBuffer):
     """A `DataBuffer` whose new prompts and returned groups live in a user's source.
 
-    A group that the source serves is either new (its ids are None, or above all known ones) or was given back to it;
-    anything else is a `LedgerError`.
+    A group that the source serves is either new (its ids are None, or above all known ones) or was returned to the
+    source earlier; anything else raises a `LedgerError`.
     """
 
     def __init__(self, source: SampleSource) -> None:
@@ -71,7 +71,7 @@ class DataSourceBuffer(DataBuffer):
                 f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
-        record = GroupRecord.of(group)  # may raise, so before the count
+        record = GroupRecord.of(group)  # may raise, so before the group is counted
         self._account.add_foreign_group(index, max(executions))
         return group, record
 
@@ -117,7 +117,7 @@ class DataSourceBuffer(DataBuffer):
 
 
 def behind_buffer(source: SampleSource, buffer_filter: object = None) -> DataBuffer:
-    """The buffer over a source that serves samples. Raises `HookError` with `--buffer-filter-path`."""
+    """Returns the buffer over a source that serves samples. Raises `HookError` with `--buffer-filter-path`."""
     if buffer_filter is not None:
         raise HookError("got --buffer-filter-path beside your own data source, which chooses in its get_samples")
     return DataSourceBuffer(source)

@@ -1,7 +1,7 @@
 """Groups as the Data Buffer handles them: ids, starting over, age, the user's buffer filter, and `GroupRecord`.
 
 Invariants
-1. A record does not change, and shares no writable data with its group.
+1. A record does not change, and shares no mutable state with its group or with later users of the group.
 2. `GroupRecord.of(group).group()` equals the group.
 """
 
@@ -27,13 +27,13 @@ from slime.core.sample import PER_TOKEN, TURN_COUNTS, Group, PromptRow, Sample, 
 logger = logging.getLogger(__name__)
 
 MAX_SAVED_TEXT = 2**24
-"""Characters of a response's text in a checkpoint; a million tokens rarely have more."""
+"""The most characters of a response's text in a checkpoint; a million tokens rarely have more."""
 BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
-"""`(buffered groups, n) -> at most n groups to issue`; removes from the list what it takes or drops."""
+"""`(buffered groups, n) -> at most n groups to issue`; removes the groups that it takes or drops from the list."""
 
 
 def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) -> tuple[list[Group], list[Group]]:
-    """Runs a user's buffer filter. Returns the groups it chose and those it left; it dropped the others.
+    """Runs a user's buffer filter. Returns the groups that it chose and those that it left; it dropped the others.
 
     Raises `LedgerError` if it takes more than `n`, invents a group, or leaves a taken group in the list.
     """
@@ -94,20 +94,20 @@ def reset_group(group: Group) -> Group:
 
 
 def oldest_version(group: Group) -> int | None:
-    """The weight version of its oldest token; None without a sampled token."""
+    """The weight version of the group's oldest token; None without a sampled token."""
     return min((v for s in group.samples for v in s.weight_versions), default=None)
 
 
 def with_bounded_text(sample: Sample, finished: bool) -> Sample:
     """The sample for a checkpoint: text beyond `MAX_SAVED_TEXT` is truncated if no grader will read it again.
 
-    This holds for scored samples and for all of a `finished` group. Others start over after a resume, because they
-    would be graded, or continued, with a part of their text.
+    This applies to scored samples and to all samples of a `finished` group. Other samples with long texts start over
+    after a resume, because otherwise they would be graded, or continued, with only a part of their text.
     """
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
     logger.warning("checkpoint: truncated a text of %d characters of sample %s", len(sample.response), sample.index)
-    bounded = sample.copy()  # reading fields of the live one would turn its arrays into lists
+    bounded = sample.copy()  # reading the original's fields would turn its arrays into lists
     bounded.response = sample.response[:MAX_SAVED_TEXT]
     return bounded if finished or sample.reward is not None else reset(bounded)
 
@@ -120,7 +120,7 @@ EXPERTS = "rollout_routed_experts"
 
 
 class Body(Protocol):
-    """Where the text and arrays of a record are: in memory, or in a checkpoint."""
+    """The text and arrays of a record, in memory or in a checkpoint."""
 
     def read(self) -> Content: ...
 
@@ -128,7 +128,7 @@ class Body(Protocol):
 @dataclass(frozen=True, slots=True)
 class Content:
     text: bytes
-    """Compressed JSON of the group, with numbers of arrays in their places."""
+    """Compressed JSON of the group, in which indices stand for arrays."""
     arrays: tuple[Numbers, ...]
 
     def read(self) -> Content:
@@ -145,24 +145,24 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A waiting group as text and arrays, made once; checkpoints write it as it is.
+    """A waiting group as text and arrays, packed once; checkpoints write it unchanged.
 
-    A record of a checkpoint reads its part of the file when the group is wanted.
+    A record from a checkpoint reads its part of the file when the group is needed.
     """
 
     group_index: int
     attempts: int
     oldest: int | None
-    """As `oldest_version`."""
+    """See `oldest_version`."""
     body: Body
     saved: Body
     """For checkpoints; differs from `body` if a text is too long (`with_bounded_text`)."""
 
     @classmethod
     def of(cls, group: Group, *, finished: bool = False) -> GroupRecord:
-        """Packs the samples of a group and records it. `finished`: no grader will read its texts again.
+        """Packs and records a group. `finished`: no grader will read its texts again.
 
-        Raises `DataError` if it holds anything but JSON.
+        Raises `DataError` if the group is not JSON-serialisable.
         """
         group.pack()
         body = saved = _content(group, group.samples)
@@ -181,7 +181,7 @@ class GroupRecord:
         return self._of(self.body.read())
 
     def saved_group(self) -> Group:
-        """The group as in a checkpoint. Raises as `group`."""
+        """The group as a checkpoint stores it. Raises like `group`."""
         return self._of(self.saved.read())
 
     def _of(self, content: Content) -> Group:
@@ -190,16 +190,16 @@ class GroupRecord:
 
 
 Held = Group | GroupRecord
-"""A group or its record: many uses need not unpack it."""
+"""A group or its record, because many uses need not unpack a record."""
 
 
 def group_of(held: Held) -> Group:
-    """Raises as `GroupRecord.group`."""
+    """Raises like `GroupRecord.group`."""
     return held if isinstance(held, Group) else held.group()
 
 
 def record_of(held: Held, *, finished: bool = False) -> GroupRecord:
-    """Raises as `GroupRecord.of`."""
+    """Raises like `GroupRecord.of`."""
     return GroupRecord.of(held, finished=finished) if isinstance(held, Group) else held
 
 
@@ -211,7 +211,7 @@ def _read_json(text: bytes) -> Any:
 
 
 def _content(group: Group, samples: Sequence[Sample]) -> Content:
-    """A group with these samples. Raises as `GroupRecord.of`."""
+    """The group with these samples, packed. Raises like `GroupRecord.of`."""
     arrays: list[Numbers] = []
     try:
         texts = [fields_to_json(_parts(sample, arrays)) for sample in samples]
@@ -256,7 +256,7 @@ def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
     return sample
 
 
-# ---- what the buffer remembers of a group ------------------------------------------------------------------------
+# ---- the buffer's record of an unsettled group -------------------------------------------------------------------
 BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
 """The prompt of every group without a dataset: the rollout function makes its own."""
 
@@ -275,11 +275,11 @@ class Issued:
 
     attempts: int
     record: GroupRecord | None
-    """None if it was new: its origin is enough."""
+    """None if it was new: then its origin is enough."""
 
 
 def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:
-    """A new group; every sample owns its containers."""
+    """A new group; its samples share no containers."""
     samples = [
         Sample(
             group_index=group_index,
@@ -296,7 +296,6 @@ def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) 
 
 
 def num_quarantines(group: Group) -> int:
-    """How often the group was quarantined."""
     return max(s.num_quarantined for s in group.samples)
 
 

@@ -1,8 +1,8 @@
-"""The endless walk over a dataset: every row once per epoch, in an order that depends on seed and epoch only.
+"""The endless walk over a dataset: every row once per epoch, in an order that depends only on seed and epoch.
 
 Invariants
 1. Epoch `e` visits each row exactly once; with shuffling in the order of a generator seeded by `seed + e`.
-2. A walk restored to (`epoch`, `offset`) over the same dataset goes on identically.
+2. A walk restored to (`epoch`, `offset`) over the same dataset continues identically.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PromptWalk:
         self._order_of: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def next_row(self) -> int:
-        """Moves on and returns the row's number."""
+        """Advances, and returns the row's number."""
         row = int(self._order()[self.offset])
         self.offset += 1
         if self.offset == len(self.prompts):

@@ -1,10 +1,11 @@
-"""The saved state of the Data Buffer: the state of one moment, and the files written from it.
+"""The saved state of the Data Buffer: a snapshot, and the files written from it.
 
     data_buffer.json                     the account, and which groups wait, are finished or in flight
     data_buffer.<save>.1.safetensors     their records: texts and arrays, named after group and place; more such files
 
-Taking the state is quick, because groups are kept as records; any thread may write it. The records are on disk before
-the JSON that names their files; then the files of earlier saves are removed. A record is read when its group is wanted.
+Taking the snapshot is quick, because groups are kept as records; any thread may write it. The records are on disk
+before the JSON that names their files; then the files of earlier saves are removed. A record is read when its group is
+needed.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from slime.core.sample import Group
 FORMAT = 2
 """Version of the saved state. Format 1 had the groups in the JSON; it can still be read."""
 MOST_BYTES = 256 * 2**20
-"""Records per file, unless one alone is larger: writing needs this much memory."""
+"""The most bytes of records per file, unless a single record is larger: writing needs this much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one moment; shares nothing that changes with the live buffer."""
+    """The state at one moment; shares no mutable state with the live buffer."""
 
     figures: Mapping[str, Any]
     """The walk, the account and the weight version."""
     buffered: Sequence[GroupRecord]
     finished: Sequence[GroupRecord]
-    """Groups to be trained."""
+    """Groups waiting to be trained."""
     in_flight: Sequence[tuple[int, Issued]]
     """In the order of issue."""
 
@@ -50,7 +51,7 @@ class Snapshot:
         return {"format": 1, **self._state("group", lambda record: record.saved_group().to_dict())}
 
     def _state(self, entry: str, describe: Callable[[GroupRecord], Any]) -> dict[str, Any]:
-        """Figures, and groups as `describe` returns them. `entry`: the key of a group in flight."""
+        """Figures, and groups converted by `describe`. `entry`: the key of a group in flight."""
         in_flight = [
             {
                 "group_index": index,
@@ -79,7 +80,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved state of either format, with records for groups."""
+    """A saved state of either format, with its groups as records."""
 
     state: Mapping[str, Any]
     buffered: list[GroupRecord]
@@ -115,7 +116,7 @@ def _described(record: GroupRecord) -> dict[str, Any]:
 
 
 def _in_files(records: Sequence[GroupRecord]) -> Iterator[dict[str, Numbers]]:
-    """The tensors of each file."""
+    """Yields the tensors of each file."""
     tensors: dict[str, Numbers] = {}
     size = 0
     for record in records:
@@ -139,7 +140,7 @@ def _write(path: Path, tensors: dict[str, Numbers]) -> str:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a saved state, kept open because a checkpoint may be pruned while its records wait."""
+    """The files of a saved state, kept open because a checkpoint may be pruned while its records are still needed."""
 
     paths: Sequence[Path]
     handles: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What `slime convert` does: weights from one kind of folder to another, and a rollout of the public slime to ours.
+"""The work of `slime convert`: weights from one kind of folder to another, and rollouts of the public slime to ours.
 
 Weights are converted one tensor at a time (except to `torch_dist`), without model, ranks or engines. The target gets
 its name when it is complete.
@@ -37,7 +37,7 @@ from slime.weights.quantised import formats
 from slime.weights.quantised.formats import SCALE_SUFFIX
 
 PEFT, FP8, TORCH_DIST = "peft", "fp8", "torch_dist"
-"""Values of `--to` for only the adapters, for quantised weights, and for a folder of Megatron."""
+"""Values of `--to` for adapters only, for quantised weights, and for a Megatron folder."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The other values of `--to`."""
 
@@ -45,7 +45,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @dataclass(frozen=True, slots=True)
 class _Source:
     assets: Path
-    """Folder of config.json and tokenizer."""
+    """The folder with config.json and tokenizer."""
     table: FamilyTable
     names: tuple[str, ...]
     tensors: Iterable[tuple[str, Tensor]]
@@ -63,9 +63,9 @@ def convert(
 ) -> None:
     """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep types.
 
-    `hf_checkpoint`: the initial model of a checkpoint, for tensors that training does not hold; the model of a
-    `torch_dist` folder, for config and tokenizer; the model that adapters name as theirs. `model_family`: as the flag
-    of training. `trust_pickle`: open a `torch_dist` folder. Raises `CheckpointError` if `target` is not empty or
+    `hf_checkpoint`: for a checkpoint its initial model, which provides the tensors that training does not hold; for a
+    `torch_dist` folder the model with config and tokenizer; for adapters the base model to name. `model_family`: as the
+    flag of training. `trust_pickle`: open a `torch_dist` folder. Raises `CheckpointError` if `target` is not empty or
     `source` is damaged, `ConfigError` for an unknown model, a missing tensor, or pickles without trust.
     """
     check_folders(source, target, to, hf_checkpoint, trusted=trust_pickle)
@@ -155,7 +155,7 @@ def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
 
 def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
     opened = stack.enter_context(open_checkpoint(folder))
-    if hf_checkpoint is not None:  # only its files say how experts are stored
+    if hf_checkpoint is not None:  # only its files show how experts are stored
         config = read_hf_config(str(hf_checkpoint))
         if digest_of(config) != opened.reader.metas[0]["architecture"]:
             raise CheckpointError(
@@ -163,7 +163,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
                 "name the folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
-    # Master weights are what training has; the model in fewer bits is their rounding, which engines served.
+    # Training updates the master weights; the model in fewer bits is their rounding, which engines served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
     found = _Source(opened.assets, opened.table, opened.table.hf_names, tensors)
     return _with_carried(found, to, hf_checkpoint, stack)
@@ -231,9 +231,9 @@ def _kept(names: Iterable[str]) -> list[str]:
 
 
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
-    """Writes a rollout of the public slime as `--load-debug-rollout-data` replays it; returns a description.
+    """Writes a rollout of the public slime in the format of `--load-debug-rollout-data`; returns a description.
 
-    Raises as `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, `DataError` for samples
+    Raises like `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, `DataError` for samples
     that cannot be replayed.
     """
     check_rollout(source, target, trusted=trusted)

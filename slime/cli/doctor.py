@@ -1,6 +1,6 @@
 """`slime doctor`: can this machine run slime, and if not, what to do.
 
-A check that raises becomes a finding too. Engines are imported in a process of their own, so that a crash or a hang is
+A check that raises also becomes a finding. Engines are imported in a separate process, so that a crash or a hang is
 reported like any other fault.
 """
 
@@ -87,7 +87,7 @@ def check_device(device: str) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Free main memory for the demo: an engine and a trainer at the same time."""
+    """Free main memory for the demo, which runs an engine and a trainer at the same time."""
     available = {
         key: int(value.split()[0]) << 10
         for key, _, value in (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -100,7 +100,7 @@ def check_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """/dev/shm carries Ray's objects and the tensors between trainer and engine."""
+    """/dev/shm holds Ray's objects and the tensors that trainer and engine exchange."""
     free = shutil.disk_usage("/dev/shm").free
     text = f"{free / 2**30:.1f} GiB free in /dev/shm"
     if free < MIN_SHM_BYTES:
@@ -116,7 +116,7 @@ def check_disk() -> Finding:
 
 
 def check_temporary_folder() -> Finding:
-    """Its path must leave room for Unix sockets of Ray, torch and engines."""
+    """The folder's path must be short enough for Unix sockets of Ray, torch and engines."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         problem = too_long("TMPDIR", folder, OF_LIBRARIES)
@@ -143,7 +143,7 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """What confines model-written programs of graders that run code."""
+    """The confinement of model-written programs in code graders."""
     from slime.rewards.graders.sandbox import WHAT_FOR, missing_here
 
     missing = missing_here()
@@ -159,7 +159,7 @@ def check_sandbox() -> Finding:
 
 
 def check_pairs(device: str) -> Finding:
-    """What prefill and decode engines need to pass keys and values."""
+    """The requirements of prefill and decode engines for passing keys and values."""
     from slime.serving.server import DEFAULT, missing_here
 
     missing = missing_here(DEFAULT, device)
@@ -169,7 +169,7 @@ def check_pairs(device: str) -> Finding:
 
 
 def check_import(name: str, code: str) -> Finding:
-    """Runs `code` in a fresh interpreter; what it prints is the detail."""
+    """Runs `code` in a fresh interpreter; its output becomes the detail."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False

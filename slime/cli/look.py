@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _require_run(folder: Path) -> None:
-    """Raises `DataError` for a folder that no run wrote to."""
+    """Raises `DataError` for a folder that is not a run's."""
     if not folder.is_dir():
         raise DataError(f"got {folder}, which is not a folder; give the folder of a run")
     if any((folder / name).exists() for name in _FILES_OF_RUN):
@@ -88,7 +88,7 @@ def run_samples(options: argparse.Namespace) -> int:
             from rich.console import Console
 
             _show(chosen, Console(highlight=False, soft_wrap=True))
-    except BrokenPipeError:  # of `| head`; Python would complain again when it flushes at exit
+    except BrokenPipeError:  # from `| head`; Python would complain again in its flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

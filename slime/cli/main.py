@@ -1,7 +1,7 @@
 """`slime <command>`: the entry point.
 
 A command is a row of `COMMANDS` with `add_flags(parser)` and `run(options) -> int` from a file in this folder. `run`
-does the heavy imports, after it checked its arguments, so help and wrong arguments are answered at once.
+checks its arguments before heavy imports, so help and errors appear at once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     """Returns the exit code (0 done, 1 something is wrong, 2 wrong usage)."""
     words: Literal["own", "more", "all"] = "own"
-    """Accepted words. own: those that `add_flags` declares. more: also others, which arrive as `options.words`. all:
-    every word after the name is in `options.words`, including `--help`."""
+    """Which words are accepted. own: those that `add_flags` declares. more: others, too, which arrive in
+    `options.words`. all: every word after the name goes to `options.words`, including `--help`.
+    """
 
 
 COMMANDS = (
@@ -70,7 +71,7 @@ COMMANDS = (
 
 
 class _Once(argparse._StoreAction):
-    """Refuses a second value of a flag; argparse would ignore the first."""
+    """Refuses a second value of a flag, because argparse would silently drop the first."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"slime {command.name}: {visible(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        if command.words != "own":  # a run's error need not be a file that the user named
+        if command.words != "own":  # a loop's error may concern a file that the user did not name
             raise
         told = path_in_words(error) if error.filename else error.strerror or str(error)
         print(f"slime {command.name}: {visible(told)}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""`slime rerun RUN [flags]`: a run again in a new folder, with the settings that its folder recorded.
+"""`slime rerun RUN [flags]`: starts a run again in a new folder, with the settings that its folder recorded.
 
-The recorded command line is parsed in its working folder; further flags win over it. Outputs in the run's own folder
-move to the new folder. Everything that differs now is listed before anything starts.
+The recorded command line is parsed in its working folder; further flags override it. Outputs in the run's own folder
+move to the new folder. All differences from the recorded start are listed before anything starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what differs and becomes the run. Raises `DataError` without a run, `ConfigError` as the loop."""
+    """Prints the differences and starts the run. Raises `DataError` without a run, `ConfigError` like the loop."""
     again = prepare(options.run.resolve(), options.start, list(options.words))
     print(again.heading)
     print("\n".join(f"  {line}" for line in again.told or ("nothing that was recorded has changed",)))
@@ -67,11 +67,11 @@ class Again:
     """A key of `LOOPS`."""
     words: tuple[str, ...]
     told: tuple[str, ...]
-    """What differs from the recorded start."""
+    """The differences from the recorded start."""
 
 
 def prepare(folder: Path, number: int, given: list[str]) -> Again:
-    """The run again. Changes to its working folder, and sets recorded variables that this process lacks."""
+    """Prepares the rerun. Changes to its working folder, and sets recorded variables that this process lacks."""
     start = recorded_start(folder, number)
     _, loop, *recorded = start["command"]
     if not Path(start["cwd"]).is_dir():
@@ -98,7 +98,7 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
 
 
 def _become(again: Again) -> None:
-    """Starts a new interpreter, so that paths and threads follow the recorded environment."""
+    """Replaces this process by a new interpreter, so that paths and threads follow the recorded environment."""
     root = str(Path(__file__).parents[2])
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path if root in path else [*path, root])}
@@ -106,7 +106,7 @@ def _become(again: Again) -> None:
 
 
 def num_starts(folder: Path) -> int:
-    """Raises `DataError`."""
+    """Raises `DataError` for a folder that is not a run's."""
     return len(_starts(folder))
 
 
@@ -141,7 +141,7 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Raises `DataError`."""
+    """Raises `DataError` unless the file is a JSON object."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -174,7 +174,7 @@ def resumes_itself(words: list[str]) -> bool:
 
 
 def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
-    """The flags that load the run's own checkpoint that this start loaded; none if it began at step 0.
+    """The flags that load the same checkpoint of the run as this start did; empty if it began at step 0.
 
     Raises `DataError` if neither the record nor the words say which one.
     """
@@ -203,8 +203,8 @@ def _first_step(folder: Path, number: int) -> int | None:
 def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
     """The recorded words, with outputs in the run's folder moved to the new one.
 
-    Leaves out outputs that are `given` now; a `--load` of the run's own `--save` follows that. Raises `ConfigError` for
-    an output elsewhere that already exists.
+    Leaves out outputs that are `given` now. A `--load` of the run's own `--save` moves with it. Raises `ConfigError`
+    for an output elsewhere that already exists.
     """
     again = {name for name in OUTPUTS if flag_value(given, name) is not None}
     out: list[str] = []
@@ -223,7 +223,7 @@ def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]
 
 
 def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
-    """Where an output lies that only this run may write to; None if each start finds a new place."""
+    """The place of an output that only this run may write; None if each start uses a new place."""
     if name not in SHARED_OUTPUTS:
         return place
     experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
@@ -237,7 +237,7 @@ def moved_path(value: str, old: Path, new: Path) -> str:
 
 
 def _require_free(name: str, path: Path) -> None:
-    """Raises `ConfigError` for a place that holds something."""
+    """Raises `ConfigError` for a place that is not empty."""
     found = glob.glob(re.sub(r"\{\w+\}", "*", glob.escape(str(path))))
     if any(not Path(one).is_dir() or any(Path(one).iterdir()) for one in found):
         flag = "--" + name.replace("_", "-")
@@ -246,7 +246,7 @@ def _require_free(name: str, path: Path) -> None:
         )
 
 
-# --- What differs from the recorded start
+# --- differences from the recorded start
 
 OF_THE_START = OUTPUTS | {"run_id", "origins", "idle", "load"}
 """Settings that differ in every start, or follow the run's folder."""
@@ -257,8 +257,8 @@ def differences(
 ) -> list[str]:
     """One line per difference, most important first.
 
-    `start`: a record of `run.json`; `settings`: its `args.json`; `words`: the flags now. Raises `ConfigError` as the
-    loop.
+    `start`: a record of `run.json`; `settings`: its `args.json`; `words`: the current flags. Raises `ConfigError` like
+    the loop.
     """
     from slime.settings import check_hooks, parse_args
 
@@ -278,7 +278,7 @@ def differences(
 
 
 def _in_place_of(value: Any, old: Path, new: Path) -> Any:
-    """Settings as in the new run folder; a value without a slash is not a path."""
+    """Settings moved to the new run folder; a value without a slash is not a path."""
     if isinstance(value, Mapping):
         return {key: _in_place_of(inner, old, new) for key, inner in value.items()}
     return moved_path(value, old, new) if isinstance(value, str) and "/" in value else value
@@ -328,7 +328,7 @@ def _files(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) 
 
 
 def _variables(found: Mapping[str, str], start: Mapping[str, Any]) -> dict[str, str]:
-    """Without the parts of PYTHONPATH that the commands add."""
+    """Omits the parts of PYTHONPATH that the commands add."""
     own = {start["cwd"], str(Path(__file__).parents[2])}
     path = [part for part in found.get("PYTHONPATH", "").split(os.pathsep) if part and part not in own]
     return {**found, "PYTHONPATH": os.pathsep.join(path)}

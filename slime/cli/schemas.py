@@ -28,7 +28,7 @@ from slime.settings.schema import SCHEMA_DIR
 
 
 def build_all() -> dict[str, dict[str, Any]]:
-    """Owner -> schema of the installed package. Slow: imports all of them."""
+    """Owner -> schema of the installed package. Slow, because it imports all of them."""
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         from slime.compat.sglang_cpu import activate
 
@@ -221,7 +221,7 @@ def _entry(field: dataclasses.Field[Any], shape: dict[str, Any], doc: str) -> di
 
 
 def config_classes() -> dict[str, type]:
-    """The config classes with flags; a field of several is described by the first."""
+    """The config classes with flags; if several have a field, the first describes it."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -231,7 +231,7 @@ def config_classes() -> dict[str, type]:
 
 
 def build() -> dict[str, Any]:
-    """Schema of the installed Megatron-core, which is imported (seconds)."""
+    """Schema of the installed Megatron-core. Imports it, which takes seconds."""
     from importlib.metadata import version
 
     entries: dict[str, dict[str, Any]] = {}
@@ -271,7 +271,7 @@ def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
         if isinstance(action, argparse.BooleanOptionalAction):
             off_names, names = [n for n in names if n.startswith("no-")], [n for n in names if not n.startswith("no-")]
     else:
-        # A value with a parser of its own (JSON, graph descriptions) is passed on as written.
+        # A value with its own parser (JSON, graph descriptions) is passed on as text.
         kind = _KINDS.get(getattr(action.type, "__name__", "str"), "str")
     default = action.default if isinstance(action.default, (bool, int, float, str)) else None
     if default == argparse.SUPPRESS or deprecated:
@@ -288,7 +288,7 @@ def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
 
 
 def _choices(action: argparse.Action) -> list[Any] | None:
-    """In the parser's order; a set is sorted, so that every host writes the same file."""
+    """The choices in the parser's order; a set is sorted, so that every host writes the same file."""
     if not action.choices:
         return None
     words = list(action.choices)
@@ -301,7 +301,7 @@ def _entries(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
 
 
 def build_sglang() -> dict[str, Any]:
-    """Schema of the installed SGLang, which is imported (seconds); on a CPU its stand-ins must already be active."""
+    """Schema of the installed SGLang. Imports it, which takes seconds; on a CPU its stand-ins must be active."""
     from importlib.metadata import version
 
     from sglang.srt.server_args import ServerArgs

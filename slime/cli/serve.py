@@ -1,8 +1,8 @@
 """`slime serve` and `slime weights-agent`.
 
 `slime serve [TOPOLOGY.yaml] --hf-checkpoint DIR --port N [flags]` runs engines and routers without training, until
-Ctrl-C. It is the loop's own mode for that (`--debug-rollout-only --num-rollout 0`); other flags of the loop may follow.
-The file is that of `--sglang-config`; then the policy's checkpoint may be left out.
+Ctrl-C. It uses the loop's own mode for that (`--debug-rollout-only --num-rollout 0`) and accepts the loop's other
+flags. The file has the format of `--sglang-config`; with it, the policy's checkpoint is optional.
 
 `slime weights-agent` loads the weights that a trainer writes to a folder into one engine, until Ctrl-C. A run starts it
 next to its own engines; for engines that already run, start it by hand on the engine's host. It reads the engine's key
@@ -35,7 +35,7 @@ def _port(text: str) -> int:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The flags of the loop; those that make it only serve come last and win over a training run's flags."""
+    """The flags of the loop; the flags for serving only come last and so override those of a training run."""
     words: list[str] = options.words
     if words and not words[0].startswith("-"):
         words = [*_of_topology(words[0], words[1:]), *words[1:]]
@@ -46,7 +46,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def _of_topology(file: str, words: list[str]) -> list[str]:
-    """The flags that a file means. Without --hf-checkpoint, its first model is the policy."""
+    """The flags for a topology file. Without --hf-checkpoint, its first model is the policy."""
     from slime.settings.topology_yaml import first_path
 
     given = any(word == CHECKPOINT or word.startswith(f"{CHECKPOINT}=") for word in words)
@@ -54,7 +54,7 @@ def _of_topology(file: str, words: list[str]) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit codes are those of `run_or_exit`, raised as `SystemExit`."""
+    """Exits like `run_or_exit`, by `SystemExit`."""
     from slime.cli.loops.train import train
     from slime.cli.train import import_from_here
     from slime.settings import run_or_exit
@@ -114,7 +114,7 @@ def run_agent(options: argparse.Namespace) -> int:
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    # The agent's requests do not depend on the engine's layout, so any layout will do.
+    # The agent's requests do not depend on the engine's layout, so any layout works.
     key = os.environ.get(ADMIN_KEY_ENV) or os.environ.get(API_KEY_ENV)
     control = HttpEngineControl(options.engine, ONE_RANK, options.limit_s, key)
     hook = load_hook(options.pre_read_hook, "pre_read") if options.pre_read_hook else None

@@ -21,7 +21,8 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recipe(options: argparse.Namespace) -> int:
-    """Becomes the recipe's script, which prepares its model and data in the working folder and starts `slime train`.
+    """Replaces this process by the recipe's script, which prepares model and data in the working folder and starts
+    `slime train`.
 
     Raises `ConfigError` for an unknown recipe and for wrong flags, before anything is prepared.
     """
@@ -42,7 +43,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
-    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` for another tokenizer."""
+    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` for another kind."""
     from slime.core.files import FAST
     from slime.data.checkpoint_template import KEPT, write_fast
 

@@ -1,6 +1,6 @@
 """`slime train` and `slime train-async`: the loops `train.py` and `train_async.py`, with their own command line.
 
-Every word after the command belongs to the loop, including `--help` and `--explain`.
+All words after the command go to the loop, including `--help` and `--explain`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sync(options: argparse.Namespace) -> int:
-    """Generates and trains in turn. Exit codes are those of `run_or_exit`, raised as `SystemExit`."""
+    """Alternates generation and training. Exits like `run_or_exit`, by `SystemExit`."""
     from slime.cli.loops.train import train
 
     import_from_here()
@@ -28,7 +28,7 @@ def run_sync(options: argparse.Namespace) -> int:
 
 
 def run_async(options: argparse.Namespace) -> int:
-    """Generates while it trains. Exit codes are those of `run_or_exit`, raised as `SystemExit`."""
+    """Generates while it trains. Exits like `run_or_exit`, by `SystemExit`."""
     from slime.cli.loops.train_async import train_async
 
     import_from_here()

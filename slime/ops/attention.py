@@ -36,7 +36,8 @@ def per_sequence(
 ) -> Tensor:
     """query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v]: the reference.
 
-    `masks`: which keys a query of each sequence sees, bool [n, n], or None for causal. `scale`: None is 1 / sqrt(d).
+    `masks`: for each sequence, the keys that a query sees, bool [n, n], or None for causal. `scale`: None means 1 /
+    sqrt(d).
     """
     # Views in the layout of scaled_dot_product_attention, [1, heads, T, d].
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -69,10 +70,10 @@ def flash(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """As `per_sequence`, for equal head sizes in half precision on a GPU; `cu_*` [N + 1] int32 on the device.
+    """The same as `per_sequence`, for equal head sizes in half precision on a GPU; `cu_*` [N + 1] int32 on the device.
 
-    torch's operator has its gradient. It reads rows and heads by their strides and only needs the entries of a head to
-    be contiguous: keys and values may be views of a fused projection.
+    torch's operator provides the gradient. It reads rows and heads by their strides and needs only the entries of a
+    head to be contiguous: keys and values may be views of a fused projection.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -94,7 +95,7 @@ def varlen(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """As `flash`, through `torch.nn.attention.varlen`, for a torch whose operator takes other arguments."""
+    """The same as `flash`, through `torch.nn.attention.varlen`, for a torch with another signature of the operator."""
     attend, options, grouped = _varlen_call()
     if query.size(1) != key.size(1):
         if grouped:

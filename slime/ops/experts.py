@@ -1,17 +1,17 @@
-"""The ops of a layer of experts: rows of tokens in the order of their experts and back, products of groups of rows, and
-SwiGLU times the router's weight.
+"""The ops of a layer of experts: ordering token rows by expert and restoring their order, products of groups of rows,
+and SwiGLU times the router's weight.
 
 Each has two forms. "reference" runs on any device. "fused" is PyTorch's grouped product of bfloat16
 (`torch._grouped_mm`), one kernel for all groups, whose sizes stay on the device; the reference waits for the sizes once
 per layer, and multiplies one group at a time.
 
 Invariants
-1. Rows are ordered by expert, and those of one expert by token. Every row belongs to one group, and is multiplied by
-   the weight of that group only.
+1. Rows are ordered by expert, and the rows of one expert by token. Every row belongs to one group, and is multiplied
+   only by the weight of that group.
 2. The weight gradient of a group without rows is zero.
-3. "reference" is bit for bit what a linear layer per group computes: forward, gradient of rows, gradient of weights.
-4. `gather_rows` and `sum_rows` are each other's gradient. A token's rows are added in the order of its experts: in the
-   dtype of the rows by "reference", which is bit for bit Megatron's, in float32 by "fused".
+3. "reference" computes the same bits as one linear layer per group: forward, gradient of rows, gradient of weights.
+4. `gather_rows` and `sum_rows` are each other's gradient. A token's rows are added in the order of its experts:
+   "reference" adds in the dtype of the rows, bit for bit like Megatron, and "fused" adds in float32.
 5. In both forms SwiGLU (Shazeer 2020, arXiv:2002.05202) rounds each factor to the dtype of the rows: silu(gate), its
    product with `up`, and the product of that with the weight, which may be float32.
 """
@@ -37,14 +37,14 @@ _MULTIPLE = 8
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Which rows belong to which group: the rows of a group are adjacent, group after group."""
+    """The division of rows into groups; the rows of a group are adjacent, group after group."""
 
     ends: Tensor
-    """int32 [groups], on the device of the rows: where each group ends."""
+    """int32 [groups], on the device of the rows: the end of each group."""
 
     @classmethod
     def of(cls, sizes: Tensor, device: torch.device) -> RowGroups:
-        """From the number of rows of each group [groups], on any device."""
+        """Builds the groups from the number of rows in each [groups], on any device."""
         return cls(sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True))
 
     @cached_property
@@ -70,7 +70,7 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
     if found:
         return found
     try:
-        if torch.cuda.get_device_capability()[0] not in (9, 10):  # elsewhere it is a loop that waits for sizes
+        if torch.cuda.get_device_capability()[0] not in (9, 10):  # on other GPUs it is a loop that waits for sizes
             return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
@@ -184,18 +184,18 @@ class RowPlan:
 
 
 def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
-    """From bool [tokens, experts], true where a token goes to an expert: `topk` times for each token.
+    """The plan for a routing map, bool [tokens, experts], in which each token has exactly `topk` experts.
 
-    All tokens have equally many experts, so the host knows all sizes and nothing waits for the device. Raises an error,
-    on a GPU at some later wait, for a map with another number of choices.
+    All tokens have the same number of experts, so the host knows all sizes and nothing waits for the device. A map with
+    another number of choices raises an error; on a GPU the error appears at a later synchronisation.
     """
     num_tokens, num_experts = routing_map.shape
     device, num_rows = routing_map.device, num_tokens * topk
-    pairs = routing_map.t().reshape(-1)  # expert after expert
+    pairs = routing_map.t().reshape(-1)  # ordered by expert
     ranks = pairs.cumsum(0)
     if num_tokens:
         torch._assert_async(ranks[-1] == num_rows, "a token does not have topk experts")
-    # Pairs that were not chosen all go to one place after the rows.
+    # All pairs that were not chosen go to one slot after the rows.
     places = torch.where(pairs, ranks - 1, num_rows).clamp_(max=num_rows)
     chosen = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
     chosen = chosen.scatter_(0, places, torch.arange(pairs.numel(), device=device))[:num_rows]
@@ -213,7 +213,7 @@ def row_weights(weights: Tensor, plan: RowPlan) -> Tensor:
 
 
 def gather_rows(x: Tensor, plan: RowPlan, form: Form) -> Tensor:
-    """Tokens [tokens, H] -> rows [rows, H]; its gradient sums."""
+    """Tokens [tokens, H] -> rows [rows, H]. The gradient sums the rows."""
     match form:
         case "reference":
             return x.index_select(0, plan.tokens)
@@ -223,7 +223,7 @@ def gather_rows(x: Tensor, plan: RowPlan, form: Form) -> Tensor:
 
 
 def sum_rows(y: Tensor, plan: RowPlan, form: Form) -> Tensor:
-    """Rows [rows, H] -> the sum of each token's rows [tokens, H]; its gradient gathers."""
+    """Rows [rows, H] -> the sum of each token's rows [tokens, H]. The gradient gathers them."""
     match form:
         case "reference":
             out = y.new_zeros(plan.slots.size(0), y.size(1))
@@ -243,7 +243,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from slime.ops.kernels.experts import sum_slots  # Triton, which a CPU may lack
+        from slime.ops.kernels.experts import sum_slots  # imports Triton, which a CPU may lack
 
         (slots,) = ctx.saved_tensors
         return sum_slots(grads[0].contiguous(), slots), None, None
@@ -278,7 +278,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
-        from slime.ops.kernels.experts import swiglu_forward  # Triton, which a CPU may lack
+        from slime.ops.kernels.experts import swiglu_forward  # imports Triton, which a CPU may lack
 
         x, weights = x.contiguous(), weights.contiguous()
         ctx.save_for_backward(x, weights)

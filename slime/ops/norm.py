@@ -17,7 +17,7 @@ from slime.ops.select import FUSED, name_of, num_processors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """x [..., H], weight [H] -> [..., H]; the chosen implementation. The fused one needs both in one dtype."""
+    """x [..., H], weight [H] -> [..., H], by the chosen implementation. The fused one needs both in the same dtype."""
     if name_of("norm", x) == FUSED:
         out: Tensor = FusedNorm.apply(x, weight, eps, zero_centered)
         return out

@@ -39,7 +39,7 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mixed [T, groups * (n + 2) * d] -> query [T, groups * n, d], key and value [T, groups, d].
 
-    `q_weight`, `k_weight` [d]: of the norms; both None without norms. cos, sin [T, r / 2] float32.
+    `q_weight`, `k_weight` [d]: the weights of the norms, or both None. cos, sin [T, r / 2] float32.
     """
     assert (q_weight is None) == (k_weight is None), "queries and keys are both normed, or neither"
     if name_of("qk_rotary", mixed) == FUSED:
@@ -62,7 +62,7 @@ def reference(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """x [T, heads, d], cos and sin [T, r / 2] -> x with the first r entries of each head rotated, in their places."""
+    """x [T, heads, d], cos and sin [T, r / 2] -> x with the first r entries of each head rotated in place."""
     rotated, passed = x.split([2 * cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
     first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     c, s = (t.unsqueeze(1).to(x.dtype) for t in (cos, sin))
@@ -74,8 +74,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 class FusedHeads(torch.autograd.Function):
     """One kernel forward and one backward, and one that sums the gradients of the norms' weights.
 
-    With norms the projection is kept for the backward pass, and the values are a view of it. Without norms nothing of
-    it is kept, and the values are written out.
+    With norms the projection is kept for the backward pass, and the values are a view of it. Without norms it is not
+    kept, and the values are copied.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Copies of rows, and the sum of their gradients: how all samples with a shared prefix get its keys and values.
+"""Copies of rows, and the sum of their gradients: this gives all samples with a shared prefix its keys and values.
 
-A row may be copied any number of times. The reference is `index_select`; its gradient is added in the dtype of the
-rows, on a GPU in any order. The fused form adds in float32, in the order of the copies.
+A row may be copied any number of times. The reference is `index_select`, whose gradient is added in the dtype of the
+rows; on a GPU in an arbitrary order. The fused form adds in float32, in the order of the copies.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class Repeats:
     """K copies of T rows."""
 
     rows: Tensor
-    """[K] int64 the row of each copy."""
+    """[K] int64: the row of each copy."""
     order: Tensor
-    """[K] int32 the copies, those of the first row first."""
+    """[K] int32: the copies, sorted by row."""
     starts: Tensor
-    """[T + 1] int32 where in `order` the copies of each row begin."""
+    """[T + 1] int32: the start of each row's copies in `order`."""
 
     @staticmethod
     def arrays(rows: npt.NDArray[np.int64], num_rows: int) -> dict[str, npt.NDArray[Any]]:
-        """The fields on the host."""
+        """The fields as arrays on the host."""
         starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))])
         order = np.argsort(rows, kind="stable")
         return {"rows": rows, "order": order.astype(np.int32), "starts": starts.astype(np.int32)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Repeats:
-        """From the tensors of `arrays`, whose names begin with `prefix`."""
+        """Builds it from the tensors of `arrays`, whose names begin with `prefix`."""
         return cls(*(tensors[prefix + name] for name in ("rows", "order", "starts")))
 
 
 def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
-    """x [T, ...] -> [K, ...]; the gradient of a row is the sum of those of its copies."""
+    """x [T, ...] -> [K, ...]. The gradient of a row is the sum over its copies."""
     if name_of("repeats", x) == FUSED:
         out: Tensor = _Repeated.apply(x, repeats)
         return out
@@ -54,7 +54,7 @@ def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
 
 @contextmanager
 def repeated(rows: Sequence[Tensor], repeats: Repeats) -> Iterator[tuple[Tensor, ...]]:
-    """Copies of each of `rows` for the block; its backward pass makes them again instead of keeping them."""
+    """Copies of each of `rows` for the block; the backward pass recomputes them instead of keeping them."""
     made = tuple(repeat_rows(x, repeats) for x in rows)
     sources = [x.detach() for x in rows]
     places = [(x.data_ptr(), x.shape, x.stride()) for x in made]

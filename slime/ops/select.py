@@ -1,7 +1,7 @@
 """The implementation of each op on a device: chosen once when a trainer starts, printed by `slime doctor`.
 
-`--kernels auto` takes the fused form of an op where it can run, "reference" never, and "fused" is refused if one cannot
-run. The choice includes its reasons, so that nothing falls back silently.
+`--kernels auto` takes the fused form of an op if it can run, "reference" never does, and "fused" raises an error if a
+form cannot run. The choice includes its reasons, so that nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.core.errors import ConfigError
 from slime.ops.attention import flash_problems, varlen_problems
 
 Problems = Callable[[torch.device, torch.dtype], tuple[str, ...]]
-"""Why an implementation cannot run for a device and a training dtype; empty if it can."""
+"""Reasons why an implementation cannot run for a device and a training dtype; empty if it can."""
 REFERENCE, FUSED = "reference", "fused"
 
 
@@ -28,7 +28,7 @@ class Choice:
     name: str
     """"reference", or the name of a fused form."""
     why: str
-    """Reasons for it, or against the fused form."""
+    """The reasons for this choice, or against the fused form."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} ({self.why})"
@@ -38,7 +38,7 @@ class Choice:
 class Fused:
     name: str
     what: str
-    """What computes it."""
+    """A description of the implementation."""
     problems: Problems
 
 
@@ -68,16 +68,16 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
     "repeats": (Fused(FUSED, "one Triton kernel sums the gradients of copied rows", triton_problems),),
     "experts": (Fused(FUSED, "one grouped product of PyTorch, rows in Triton kernels", expert_problems),),
 }
-"""Op -> its fused forms, the best first."""
+"""Op -> its fused forms, best first."""
 
 _chosen: dict[str, Choice] = {}
-"""Of this process; the reference computes an op that is not in it."""
+"""The choices of this process; an op without one uses the reference."""
 
 
 def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """The implementation of every op on `device` in the training dtype `dtype`; `kernels` is `--kernels`.
+    """Chooses the implementation of every op on `device` for the training dtype `dtype`; `kernels` is `--kernels`.
 
-    Raises `ConfigError` if "fused" is given and an op has no form that can run.
+    Raises `ConfigError` for "fused" if no form of an op can run.
     """
     assert kernels in ("auto", REFERENCE, FUSED), f"--kernels {kernels}"
     return tuple(_choose(op, device, dtype, kernels) for op in OPS)
@@ -98,7 +98,7 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> 
 
 
 def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """Chooses, and uses the choice for every op of this process from now on. Raises `ConfigError` as `choose` does."""
+    """Chooses, and applies the choice to every op of this process. Raises `ConfigError` like `choose`."""
     choices = choose(device, dtype, kernels)
     _chosen.clear()
     _chosen.update((choice.op, choice) for choice in choices)

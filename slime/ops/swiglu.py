@@ -12,7 +12,7 @@ from slime.ops.select import FUSED, name_of
 
 
 def swiglu(mixed: Tensor) -> Tensor:
-    """mixed [..., 2 F], gates before values -> [..., F]; the chosen implementation."""
+    """mixed [..., 2 F], gates before values -> [..., F], by the chosen implementation."""
     if name_of("swiglu", mixed) == FUSED:
         out: Tensor = FusedSwiGLU.apply(mixed)
         return out

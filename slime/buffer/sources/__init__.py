@@ -1,4 +1,4 @@
-"""Data sources: where prompts come from, behind the Data Buffer.
+"""Data sources: the sources of prompts behind the Data Buffer.
 
     @SOURCES.register("my_source")
     @dataclass(kw_only=True)
@@ -8,11 +8,11 @@
         "Its help text; the flag is --some-setting."
         def get_samples(self, num_samples): ...
 
-`--data-source` names one, or the import path of a user's: `prompt_data` (the file of `--prompt-data`) and `user_class`
-(any class at `--data-source-path`) are here, another one is a module of this package. A run opens its source once, as a
-`DataBuffer`, which gives ids, keeps the ledger and remembers what is in flight. Most sources need only `SampleSource`,
-with the methods of a class at `--data-source-path` and settings of their own. The settings import this package, so what
-reads data is imported inside functions only.
+`--data-source` names one, or gives the import path of a user's source. This module defines `prompt_data` (the file of
+`--prompt-data`) and `user_class` (any class at `--data-source-path`); others are modules of this package. A run opens
+its source once, as a `DataBuffer`, which gives ids, keeps the ledger and remembers the groups in flight. Most sources
+need only `SampleSource`, with the methods of a class at `--data-source-path` and their own settings. The settings
+import this package, so code that reads data is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SourceContext:
 
     args: Args
     tokenizer: Any
-    """Of `--hf-checkpoint`; None without one."""
+    """The tokenizer of `--hf-checkpoint`; None without one."""
     buffer_filter: Callable[..., list[list[Sample]]] | None = None
     """The function of `--buffer-filter-path`: fn(args, rollout_id, buffer, num_samples)."""
 
@@ -50,10 +50,10 @@ class DataSource(ABC):
 
     @abstractmethod
     def open(self, context: SourceContext) -> DataBuffer:
-        """The buffer over this source. Called once per run."""
+        """Returns the buffer over this source. Called once per run."""
 
     def check(self, args: Args) -> str | None:
-        """A message (got / because / do) for settings that cannot work with it; None if they can. Asked at start."""
+        """A message (got / because / do) if the settings cannot work with this source, else None. Called at start."""
         return None
 
 
@@ -66,7 +66,7 @@ class SampleSource(DataSource):
 
     @abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back, partial work included; `get_samples` serves them again with the same ids."""
+        """Takes groups back with their partial work; `get_samples` serves them again with the same ids."""
 
     @abstractmethod
     def save(self, rollout_id: int) -> None:

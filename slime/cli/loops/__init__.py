@@ -1,1 +1,1 @@
-"""The two loops of the repository's root, where an installed package finds them: links, so there is one of each."""
+"""The two loops of the repository's root, as links, so that an installed package contains them, too."""

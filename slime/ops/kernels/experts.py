@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WIDEST = 1024
-"""Numbers of a row that one pass of a program works on."""
+"""The most numbers of a row that one pass of a program handles."""
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Kernels for the heads of one token: norm, rotation, copy, and the gradient. Called by `kernels.qk_rotary`.
 
-A head is held as the first members of its rotated pairs, the second members, and the rest (`places`), `HEADS` heads at
-a time, in float32. The heads of a projection are in groups of WIDTH heads: head h of COUNT is number h % PER of group h
-// PER. NORM: 0 without norms, 1 with norms, 2 with zero-centered weights.
+Programs handle `HEADS` heads at a time, in float32, each split into the first members of its rotated pairs, the second
+members, and the rest (`places`). The heads of a projection are in groups of WIDTH heads: head h of COUNT is head h %
+PER of group h // PER. NORM: 0 without norms, 1 with norms, 2 with zero-centered weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def places(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, PAIRS)
     first = 2 * pair if INTERLEAVED else pair
     second = first + 1 if INTERLEAVED else first + HALF
-    if PAIRS > HALF:  # else unchanged, so that the compiler sees adjacent entries
+    if PAIRS > HALF:  # otherwise unchanged, so that the compiler sees adjacent entries
         first = tl.where(pair < HALF, first, SIZE)
         second = tl.where(pair < HALF, second, SIZE)
     return first, second, 2 * HALF + tl.arange(0, REST)
@@ -39,7 +39,7 @@ def angles(cos, sin, token, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: i
 
 @triton.jit
 def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The parts of the heads at `start` + `place` [HEADS], zero where not `kept` [HEADS]."""
+    """Loads the parts of the heads at `start` + `place` [HEADS], zero where not `kept` [HEADS]."""
     head = start + place[:, None]
     kept = kept[:, None]
     a = tl.load(head + first[None, :], mask=kept & (first < SIZE)[None, :], other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.con
 
 @triton.jit
 def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The factors of the parts of a normed head, [1, ...] each."""
+    """The norm's weights for the three parts of a head, [1, ...] each."""
     a = tl.load(weight + first, mask=first < SIZE, other=0.0).to(tl.float32)
     b = tl.load(weight + second, mask=second < SIZE, other=0.0).to(tl.float32)
     c = tl.load(weight + others, mask=others < SIZE, other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def heads_forward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The COUNT query or key heads of one token, from its projection at `row` to `out`."""
+    """Computes COUNT query or key heads of one token, from its projection at `row` to `out`."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         kept = head < COUNT
@@ -131,7 +131,7 @@ def heads_backward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The gradient of COUNT heads of one token; returns the sums of the weight's gradient including this token."""
+    """Computes the gradient of COUNT heads of one token. Returns the running sums of the weight's gradient."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         kept = head < COUNT
@@ -184,7 +184,7 @@ def copy_heads(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """COUNT heads of one token, from steps of SOURCE_STEP entries to steps of TARGET_STEP."""
+    """Copies COUNT heads of one token, which are SOURCE_STEP entries apart, to places TARGET_STEP entries apart."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         for left in range(0, SIZE, BLOCK):

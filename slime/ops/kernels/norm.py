@@ -14,9 +14,9 @@ from torch import Tensor
 from slime.ops.kernels.sums import column_sums
 
 _TILE = 2048
-"""Entries of a tile of shorter rows."""
+"""The number of entries of a tile, for rows that are shorter."""
 _LONGEST = 32768
-"""Entries of the longest row."""
+"""The longest supported row, in entries."""
 
 
 def _tile(size: int) -> tuple[int, int, int]:
@@ -60,7 +60,7 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    # The programs that can run at the same time share the rows.
+    # The rows are divided among as many programs as can run at the same time.
     programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](

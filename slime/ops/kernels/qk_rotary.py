@@ -38,7 +38,7 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
 def forward(
     mixed: Tensor, heads: Any, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `qk_rotary.reference`. With norms the values are a view of `mixed` [T, W], contiguous."""
+    """The same as `qk_rotary.reference`. `mixed` [T, W] is contiguous; with norms the values are a view of it."""
     num_tokens, width = mixed.shape
     normed = q_weight is not None
     sizes = _sizes(heads, width, cos.size(-1), normed=normed)
@@ -65,9 +65,9 @@ def backward(
     *,
     num_programs: int = 0,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Gradients of query, key and value, contiguous -> those of the projection [T, W] and of the two weights.
+    """Gradients of query, key and value, contiguous -> the gradients of the projection [T, W] and of the two weights.
 
-    `num_programs`: how many programs share the tokens for the weights' gradients; 0: no such gradients.
+    `num_programs`: the number of programs that share the tokens for the weights' gradients; 0: no such gradients.
     """
     query, num_tokens = grads[0], grads[0].size(0)
     out = query.new_empty(num_tokens, width)

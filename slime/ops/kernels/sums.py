@@ -1,4 +1,4 @@
-"""Kernels that sum rows in float32, in a fixed order: of a matrix, and of the copies of each row."""
+"""Kernels that sum rows in float32, in a fixed order: the rows of a matrix, or the copies of each row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _column_sums(partial, out, num_rows, size, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 _WIDEST = 1024
-"""Numbers of a row that one program works on."""
+"""The most numbers of a row that one program handles."""
 
 
 @triton.jit
