@@ -1,4 +1,4 @@
-"""`Algorithm`: what the settings choose from each registry, built once."""
+"""`Algorithm`: the entries that the settings select from each registry, built once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """From rewards to the gradient, one entry of each registry; of the corrections as many as are asked for."""
+    """All steps from rewards to the gradient: one entry of each registry, but any number of corrections."""
 
     estimator: AdvantageEstimator
     policy_loss: PolicyLoss
     kl: KLEstimator
     corrections: tuple[Correction, ...]
-    """In the order in which they act."""
+    """In the order of application."""
     aggregation: Aggregation
 
     @classmethod
     def of(cls, args: Args) -> Algorithm:
-        """Of these settings. Raises `ConfigError` for a name that nothing is registered under."""
+        """Builds the algorithm that `args` selects. Raises `ConfigError` for an unknown name."""
         return cls(
             estimator=ESTIMATORS.build(args.advantage_estimator, args),
             policy_loss=POLICY_LOSSES.build(args.policy_loss, args),
@@ -40,10 +40,10 @@ class Algorithm:
 
     @property
     def needs_rollout_log_probs(self) -> bool:
-        """Whether a correction compares the trainer with the engine."""
+        """Whether a correction compares the trainer's log-probs with the engine's."""
         return any(correction.needs_rollout_log_probs for correction in self.corrections)
 
 
 def samples_top_p_set(args: Args) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary only (`--rollout-top-p`, `--rollout-top-k`)."""
+    """Whether tokens are sampled from only a part of the vocabulary (`--rollout-top-p`, `--rollout-top-k`)."""
     return not fine_tunes(args) and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0)

@@ -1,8 +1,8 @@
-"""Host arithmetic of a whole batch: token weights of each optimizer step, then advantages and returns.
+"""Computations on the whole batch, on the host: token weights of each optimizer step, then advantages and returns.
 
-Float64 on all samples, the same on every rank: groups, denominators, whitening and recursions cannot depend on how the
-batch is split afterwards. The formulas stand in the entries of `advantages` and `aggregation`; here they are put
-together with what acts on any of them: the KL in the reward, the teacher, whitening, the users' functions.
+They use float64 and all samples, and are the same on every rank, so groups, denominators, whitening and recursions
+cannot depend on how the batch is split afterwards. The formulas are in `advantages` and `aggregation`. This module
+combines them with the KL in the reward, the teacher, whitening and the users' functions.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 # Users' functions on advantages: `--custom-advantage-function-path` and `--rollout-data-postprocess-path`.
 #
-# They see the batch as a dict of lists with one entry per sample, CPU tensors for what is per token, and set
-# `advantages` (and, with a critic, `returns`) in it.
+# They get the batch as a dict of lists with one entry per sample (CPU tensors for per-token data), and set `advantages`
+# (and `returns`, with a critic) in it.
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """What the functions see of a batch; per sample, arrays [R]."""
+    """The batch as users' functions get it, with arrays [R] per sample."""
 
     batch: TrainBatch
     masks: Arrays
-    """Trained tokens."""
+    """1.0 where the token is trained."""
     log_probs: BatchLogProbs
     values: Arrays | None
-    """The critic's; None without one."""
+    """The critic's values; None without a critic."""
     kl: Arrays | None
-    """To the reference; None without --kl-coef."""
+    """KL to the reference; None without --kl-coef."""
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy, which a function may change."""
+        """A copy of the data, which a function may change."""
         samples = self.batch.samples
         return {
             "tokens": _tensors([s.tokens.astype(np.int64) for s in samples]),
@@ -70,7 +70,7 @@ class RolloutView:
         }
 
     def estimate_in(self, data: dict[str, Any], flag: str) -> Estimate:
-        """Advantages and, with a critic, returns that the function of `flag` left in `data`."""
+        """The advantages (and returns, with a critic) that the function of `flag` wrote into `data`."""
         advantages = _checked(data.get("advantages"), "advantages", self.masks, flag)
         return Estimate(
             advantages, None if self.values is None else _checked(data.get("returns"), "returns", self.masks, flag)
@@ -78,7 +78,7 @@ class RolloutView:
 
 
 def custom_advantages(args: Args, view: RolloutView) -> Estimate:
-    """The advantages of `--custom-advantage-function-path`. Raises `HookError` if it breaks its contract."""
+    """Calls the function of `--custom-advantage-function-path`. Raises `HookError` if it breaks its contract."""
     assert args.custom_advantage_function_path is not None, "the caller has looked"
     data = view.as_dict()
     load_hook(args.custom_advantage_function_path, "advantage")(args, data)
@@ -86,7 +86,7 @@ def custom_advantages(args: Args, view: RolloutView) -> Estimate:
 
 
 def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
-    """What `--rollout-data-postprocess-path` makes of advantages and returns. Raises `HookError` likewise."""
+    """Calls the function of `--rollout-data-postprocess-path`. Raises `HookError` if it breaks its contract."""
     assert args.rollout_data_postprocess_path is not None, "the caller has looked"
     data = view.as_dict() | {"advantages": _tensors(made.advantages), "returns": _tensors(made.returns)}
     load_hook(args.rollout_data_postprocess_path, "data_postprocess")(args, view.batch.rollout_id, data)
@@ -94,7 +94,7 @@ def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
 
 
 def _tensors(arrays: Sequence[Any] | None) -> list[Tensor] | None:
-    """Copies, one CPU tensor per sample."""
+    """Copies the arrays into CPU tensors, one per sample."""
     import torch
 
     return None if arrays is None else [torch.from_numpy(np.array(x)) for x in arrays]
@@ -117,45 +117,45 @@ class BatchLogProbs:
     """Log-probs [R] of each sample before the update, whole on every rank; None where not needed."""
 
     old: Arrays | None = None
-    """Of the policy, of the distribution that tokens were sampled from."""
+    """The policy's, under the distribution from which tokens were sampled."""
     ref: Arrays | None = None
-    """Of the reference, of the whole distribution."""
+    """The reference's, under the whole distribution."""
     teacher: Arrays | None = None
-    """Of the teacher of on-policy distillation, of the whole distribution."""
+    """Those of the teacher of on-policy distillation, under the whole distribution."""
     old_full: Arrays | None = None
-    """As `old`, of the whole distribution, where tokens were sampled from a top-p set."""
+    """The policy's, under the whole distribution; set if tokens were sampled from a top-p set."""
 
     @property
     def student(self) -> Arrays | None:
-        """What reference and teacher are compared with: old log-probs of the whole distribution."""
+        """The policy's old log-probs under the whole distribution, for comparison with reference and teacher."""
         return self.old if self.old_full is None else self.old_full
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantagesAndReturns:
-    """What the update aims at, per sample [R] float64; zero where masked."""
+    """Float64 arrays [R] per sample, zero where masked."""
 
     advantages: Arrays
     returns: Arrays | None
-    """What the critic learns to predict; None without a critic."""
+    """The returns that the critic learns to predict; None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """The denominators of one optimizer step, on its tokens."""
+    """The weights of the tokens of one optimizer step."""
 
     weights: Mapping[int, npt.NDArray[np.float32]]
-    """Sample position -> weight [R] of each response token in the loss; of scored samples."""
+    """Position of a scored sample -> weight [R] of each response token in the loss."""
     token_share: float
-    """Weight of a trained token in a mean over those of the step: diagnostics are such means, however losses add."""
+    """1 / number of trained tokens of the step. Diagnostics are means with this weight, whatever the aggregation."""
     unit: float
-    """One over the executions of the step (over its trained tokens where these are counted): what the sum of a user's
-    reducer lacks."""
+    """1 / number of executions of the step, or of its trained tokens, depending on the aggregation. The sum that a
+    user's reducer returns is multiplied by it."""
 
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
-    """Raises `DataError` for a batch that the policy loss of these settings cannot be computed for."""
+    """Raises `DataError` if the policy loss of these settings cannot be computed for these samples."""
     if not minimises_policy_loss(args):
         return
     for s in samples:
@@ -167,7 +167,7 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
         return
     for s in samples:
         lacks = s.loss_mask > 0
-        if s.rollout_log_probs is not None:  # elsewhere the corrections leave such tokens alone
+        if s.rollout_log_probs is not None:  # without the flag, corrections skip unsampled tokens
             lacks = lacks & (s.token_versions == NOT_SAMPLED) & args.use_rollout_logprobs
         if lacks.any():
             raise DataError(
@@ -181,9 +181,9 @@ def step_weights(
 ) -> StepWeights:
     """Weights of the step that trains the samples at `positions`; `count_masked` as in `Aggregation.token_weights`.
 
-    Raises `DataError` if none of them has a reward.
+    Raises `DataError` if none of the samples has a reward.
     """
-    # An unscored execution says nothing: it leaves the denominator, too.
+    # An unscored execution carries no information, so it does not count in the denominator either.
     samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
@@ -204,9 +204,10 @@ def step_weights(
 def advantages_and_returns(
     batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
 ) -> AdvantagesAndReturns:
-    """Advantages of the estimator, or of the user's functions. `values` [R]: the critic's, before its update.
+    """Computes advantages and returns with the estimator or the user's functions.
 
-    Raises `HookError` if a function breaks its contract, `DataError` if a needed teacher is missing.
+    `values` [R]: the critic's values before its update. Raises `HookError` if a function breaks its contract, and
+    `DataError` if a sample lacks the teacher's log-probs.
     """
     masks = tuple(s.loss_mask for s in batch.samples)
     zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
@@ -256,7 +257,7 @@ def _rewarded(
 
 
 def _mean(values: Arrays, masks: Arrays) -> float:
-    """Over all trained tokens; values are zero elsewhere."""
+    """Mean over all trained tokens. Values must be zero elsewhere."""
     return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
 
 
@@ -273,7 +274,7 @@ def _kl_to_reference(masks: Arrays, args: Args, estimator: KLEstimator, log_prob
 
 
 def _teacher(samples: Sequence[TrainSample], args: Args, log_probs: BatchLogProbs) -> Arrays | None:
-    """The teacher's log-probs, from where --opd-type says."""
+    """The teacher's log-probs from the source that --opd-type names."""
     match args.opd_type:
         case "megatron":
             return log_probs.teacher

@@ -1,5 +1,5 @@
-"""Estimators that compare the rewards of one prompt's executions: GRPO and its form without the standard deviation,
-RLOO, and GSPO, CISPO and SAPO, whose advantages are GRPO's.
+"""Estimators that compare the rewards of one prompt's executions: GRPO with or without the standard deviation, RLOO,
+and GSPO, CISPO and SAPO, which use GRPO's advantages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.settings.fields import Need, always, derived, opt
 if TYPE_CHECKING:
     from slime.settings import Args
 
-# Rewards of a whole batch, compared within the samples of one prompt: what those estimators share.
+# Shared by these estimators: comparing rewards within the samples of each prompt of the batch.
 #
 # Invariants
 # 1. Groups are formed by `group_index`, never by position.
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 # 4. A reward of NaN means unscored: it enters no statistics, and its sample has advantage 0.
 
 EQUAL_TOLERANCE = 1e-12
-"""Rewards this close, relative to the largest, are equal: the mean of siblings rounds, and 1e-17 / 1e-6 is noise."""
+"""Relative tolerance for equal rewards. The mean over siblings has rounding errors, and dividing them by a tiny
+standard deviation would amplify noise."""
 
 
 def _hook_of_rewards(s: Any) -> str | None:
-    """The hook whose rewards are trained as they are."""
+    """The flag of the user's hook, if any, that returns rewards to train on without normalisation."""
     names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(AdvantageEstimator):
-    """One advantage per sample, from the rewards of its group; the KL to the reference is subtracted at each token."""
+    """Gives each sample one advantage from the rewards of its group, and subtracts the KL to the reference per token."""
 
     compares_within_group: ClassVar[bool] = True
 
@@ -60,10 +61,10 @@ class GroupEstimator(AdvantageEstimator):
 
     @abstractmethod
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
-        """Rewards [S] less what they are compared with; 0 where there is nothing to compare."""
+        """[S] rewards minus their baseline, possibly scaled; 0 where there is nothing to compare."""
 
     def check(self, args: Args) -> str | None:
-        """What the reward hook returns is what is trained on."""
+        """Refuses to normalise the rewards of a user's hook again."""
         if not (args.custom_reward_post_process_path and self.rewards_normalization):
             return None
         return (
@@ -72,7 +73,6 @@ class GroupEstimator(AdvantageEstimator):
         )
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
-        """See `AdvantageEstimator`."""
         if self.rewards_normalization:
             scores = self.compared(batch.rewards, batch.groups, batch.executions)
         else:
@@ -86,7 +86,7 @@ def iter_groups(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
-    """For each group: its scored samples, the execution of each (position in the next), reward of each execution."""
+    """Yields for each group: (positions of its scored samples, index of each one's execution, reward per execution)."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
     scored = ~np.isnan(rewards)
@@ -97,18 +97,18 @@ def iter_groups(
 
 
 def nothing_to_compare(own: Array) -> bool:
-    """Whether a group is of one execution, or all of its executions have the same reward."""
+    """Whether a group has only one execution, or the same reward for all. `own`: the reward of each execution."""
     return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())
 
 
 # GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
 #
-# Without the division by the standard deviation it is the form of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+# Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) omits the division by the standard deviation.
 
 STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
 Scale = Literal["group", "batch", "none"]
-"""Whose standard deviation divides."""
+"""The samples over which the standard deviation is computed."""
 
 _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_normalization"))
 
@@ -116,7 +116,7 @@ _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_no
 @ESTIMATORS.register("grpo")
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(GroupEstimator):
-    """Rewards of a group, centred and scaled."""
+    """GRPO: rewards, centred and scaled within the group."""
 
     grpo_std_normalization: bool = derived(
         lambda s: s.n_samples_per_prompt != 1,
@@ -146,11 +146,10 @@ class GroupRelative(GroupEstimator):
     """Added to that standard deviation."""
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
-        """See `GroupEstimator`."""
         return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
 
     def check(self, args: Args) -> str | None:
-        """Two settings say whether rewards are divided; where both are given they say the same."""
+        """Refuses contradicting values of the two settings for the division."""
         both = args.was_given("grpo_std_normalization") and args.was_given("advantage_scale")
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
             return (
@@ -168,9 +167,10 @@ def group_advantages(
     scale: Scale = "group",
     epsilon: float = STD_EPSILON,
 ) -> Array:
-    """Reward minus the mean of its group, for each sample [S], divided as `scale` says.
+    """[S] reward of each sample minus the mean of its group, divided according to `scale`.
 
-    group: by the group's standard deviation + epsilon; batch: by that of all executions of the batch; none: not.
+    group: divide by the group's standard deviation + epsilon. batch: divide by the standard deviation over all
+    executions of the batch + epsilon. none: do not divide.
     """
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
@@ -191,13 +191,13 @@ def group_advantages(
             assert_never(never)
 
 
-# GSPO (Zheng et al. 2025, arXiv:2507.18071): the advantages of GRPO, with the policy loss of sequences.
+# GSPO (Zheng et al. 2025, arXiv:2507.18071): the advantages of GRPO, with a sequence-level policy loss.
 
 
 @ESTIMATORS.register("gspo")
 @dataclass(frozen=True, kw_only=True)
 class GspoAdvantages(GroupRelative):
-    """`GroupRelative`; the policy loss is what differs."""
+    """GRPO's advantages, with the policy loss of GSPO."""
 
     default_policy_loss: ClassVar[str] = "gspo"
 
@@ -208,7 +208,7 @@ class GspoAdvantages(GroupRelative):
 @ESTIMATORS.register("cispo")
 @dataclass(frozen=True, kw_only=True)
 class CispoAdvantages(GroupRelative):
-    """`GroupRelative`; the policy loss is what differs."""
+    """GRPO's advantages, with the policy loss of CISPO."""
 
     default_policy_loss: ClassVar[str] = "cispo"
 
@@ -219,7 +219,7 @@ class CispoAdvantages(GroupRelative):
 @ESTIMATORS.register("sapo")
 @dataclass(frozen=True, kw_only=True)
 class SapoAdvantages(GroupRelative):
-    """`GroupRelative`; the policy loss is what differs."""
+    """GRPO's advantages, with the policy loss of SAPO."""
 
     default_policy_loss: ClassVar[str] = "sapo"
 
@@ -230,10 +230,9 @@ class SapoAdvantages(GroupRelative):
 @ESTIMATORS.register("rloo")
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(GroupEstimator):
-    """A baseline that does not contain the reward itself, so it adds no bias."""
+    """RLOO: the baseline excludes the execution's own reward, so it adds no bias."""
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
-        """See `GroupEstimator`."""
         return leave_one_out(rewards, groups, executions)
 
 
@@ -242,7 +241,7 @@ def leave_one_out(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Array:
-    """Reward minus the mean of the other executions of its group, for each sample [S]; 0 if there are none."""
+    """[S] reward of each sample minus the mean reward of the group's other executions; 0 if there are none."""
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
     for members, which, own in iter_groups(rewards, group_index_S, execution_S):

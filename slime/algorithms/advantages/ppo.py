@@ -1,7 +1,7 @@
-"""PPO's advantages: generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438), an exact chunked scan.
+"""PPO's advantages: generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438) as an exact chunked scan.
 
-delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lambd * A_{t+1}; the return is A + V. After the last
-token V and A are 0.
+delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lambd * A_{t+1}; the return is A + V. V and A are 0 after
+the last token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 @ESTIMATORS.register("ppo")
 @dataclass(frozen=True, kw_only=True)
 class ProximalAdvantages(ReturnSettings, CriticEstimator):
-    """The critic's values are the baseline of every token."""
+    """PPO's advantages: the critic's values are the baseline of every token."""
 
     lambd: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Lambda of generalized advantage estimation (ppo, arXiv:1506.02438)."""
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
-        """See `AdvantageEstimator`."""
         assert batch.values is not None, "ppo needs the critic's values"
         assert self.observation_returns != "reset", "`check` refuses it"
         pairs = [
@@ -41,7 +40,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
         return Estimate(where_trained(advantages, batch.masks), where_trained(returns, batch.masks))
 
     def check(self, args: Args) -> str | None:
-        """GAE bootstraps over observations or through them; there is no reset."""
+        """Refuses `reset`, which generalized advantage estimation does not have."""
         if self.observation_returns == "reset":
             return "got observation_returns reset with ppo, which bootstraps; give skip or through"
         return None
@@ -58,8 +57,8 @@ def generalized_advantages(
 ) -> tuple[Array, Array]:
     """(advantages [R], returns [R]) of one sample; all inputs [R].
 
-    skip: observation tokens take no time and their values do not matter, V_{t+1} is that of the next trained token;
-    both results are 0 there. through: every token is a step with its own value.
+    skip: observation tokens are not steps; V_{t+1} is the value at the next trained token, and both results are 0 at
+    observation tokens. through: every token is a step with its own value.
     """
     trained = np.asarray(mask) > 0
     if observations == "through":

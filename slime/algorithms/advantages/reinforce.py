@@ -1,4 +1,4 @@
-"""REINFORCE++ (Hu 2025, arXiv:2501.03262): A_t = u_t + gamma * A_{t+1} with u_t the token rewards; then whitened."""
+"""REINFORCE++ (Hu 2025, arXiv:2501.03262): A_t = r_t + gamma * A_{t+1} with token rewards r_t, then whitened."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from slime.algorithms.advantages.returns import Observations, ReturnSettings, re
 @ESTIMATORS.register("reinforce_plus_plus")
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
-    """Discounted returns without a baseline of their own."""
+    """REINFORCE++: discounted returns without a baseline, then whitened."""
 
     whitens: ClassVar[bool] = True
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
-        """See `AdvantageEstimator`."""
         returns = [
             discounted_returns(r, m, self.gamma, self.observation_returns)
             for r, m in zip(rewards_of_tokens(batch), batch.masks, strict=True)
@@ -32,7 +31,7 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
 def discounted_returns(
     token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
 ) -> Array:
-    """R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]; what stands at masked positions is not trained."""
+    """[R] R_t = r_t + gamma * R_{t+1} over the tokens of one sample; values at masked positions are not trained."""
     trained = np.asarray(mask) > 0
     rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
     if observations == "through":
@@ -47,16 +46,15 @@ def discounted_returns(
     assert_never(observations)
 
 
-# The REINFORCE++ baseline (Hu 2025, arXiv:2501.03262): A = R - mean of the group, at every token; then whitened.
+# The REINFORCE++ baseline (Hu 2025, arXiv:2501.03262): A = R - mean of the group, at every token, then whitened.
 
 
 @ESTIMATORS.register("reinforce_plus_plus_baseline")
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaseline(GroupEstimator):
-    """Centred within the group, scaled over the batch."""
+    """Rewards, centred within the group and scaled over the batch."""
 
     whitens: ClassVar[bool] = True
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
-        """See `GroupEstimator`."""
         return group_advantages(rewards, groups, executions, scale="none")

@@ -1,8 +1,8 @@
-"""Rewards of tokens, and what those estimators share that sum them.
+"""Token rewards, returns and whitening, shared by several estimators.
 
-Observation tokens (masked, inside a response) take no step of the policy. `observation_returns` says what a return does
-there: skip: they take no time, the next trained token counts as the next step (default); through: they discount like
-any token; reset: nothing flows back across them.
+Observation tokens (masked, inside a response) are not actions of the policy. `observation_returns` says how returns
+treat them. skip (default): they are not steps; the next trained token is the next step. through: they discount like any
+other token. reset: no reward flows back across them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Observations = Literal["skip", "through", "reset"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnSettings:
-    """How the rewards of later tokens count."""
+    """Settings of estimators that sum up the rewards of later tokens."""
 
     gamma: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Discount of later tokens' rewards (ppo, reinforce_plus_plus)."""
@@ -36,7 +36,7 @@ class ReturnSettings:
 
 
 def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
-    """Token rewards [R] of each sample, the KL to the reference in them; an unscored sample has none."""
+    """Token rewards [R] of each sample, including the KL penalty. An unscored sample counts as reward 0."""
     return [
         token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
         for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
@@ -46,9 +46,9 @@ def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
 def token_rewards(
     reward: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
 ) -> Array:
-    """-kl_coef * kl at each trained token [R], plus `reward` at the last one; zero elsewhere.
+    """[R] -kl_coef * kl at each trained token, plus `reward` at the last one; zero elsewhere.
 
-    Raises `DataError` if the reward is not finite: an unscored sample has no returns and must be masked before.
+    Raises `DataError` if the reward is not finite, because an unscored sample must be masked before.
     """
     if not math.isfinite(reward):
         raise DataError(f"got reward {reward}, because the sample is unscored; mask it before its returns are computed")
@@ -62,9 +62,9 @@ def token_rewards(
 def spread_advantage(
     advantage: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
 ) -> Array:
-    """The advantage of a sample at each trained token, minus kl_coef * kl there [R]; zero where masked.
+    """[R] the advantage of a sample minus kl_coef * kl at each trained token; zero where masked.
 
-    This is how the KL penalty acts in the estimators that compare rewards within a group: after the baseline.
+    Estimators that compare rewards within a group apply the KL penalty in this way, after the baseline.
     """
     values = np.full(np.shape(mask), float(advantage))
     if kl is not None and kl_coef:
@@ -72,21 +72,21 @@ def spread_advantage(
     return np.where(np.asarray(mask) > 0, values, 0.0)
 
 
-# y_t = x_t + decay * y_{t+1} from the end, exact, in chunks.
+# y_t = x_t + decay * y_{t+1}, computed exactly from the end, in chunks.
 #
-# Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, all chunks at
-# once; only the value that a chunk hands to the one before it is serial.
+# Within a chunk the recursion is a product with the upper triangular matrix of powers of `decay`, for all chunks at
+# once. Only the carry from each chunk to the one before it is serial.
 
 Floats = npt.NDArray[np.float64]
 CHUNK_TOKENS = 128
 
 
 def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
-    """y [R] of x [R], in float64."""
+    """y_t = x_t + decay * y_{t+1} for x [R], in float64."""
     assert chunk > 0, f"got chunk {chunk}"
     num = -(-len(x) // chunk)
     padded = np.zeros(num * chunk, np.float64)
-    padded[: len(x)] = x  # zeros after the end leave the recursion as it is
+    padded[: len(x)] = x  # zeros at the end do not change the recursion
     powers = _powers(float(decay), chunk)
     out: Floats = padded.reshape(num, chunk) @ powers.T
     to_next = decay * powers[:, -1]
@@ -97,7 +97,7 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
 
 @lru_cache(maxsize=8)
 def _powers(decay: float, chunk: int) -> Floats:
-    """decay^(j - i) at row i, column j >= i; zero below. [chunk, chunk]"""
+    """[chunk, chunk] decay^(j - i) at row i and column j >= i; zero below the diagonal."""
     index = np.arange(chunk)
     exponent = index[None, :] - index[:, None]
     return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
@@ -105,18 +105,18 @@ def _powers(decay: float, chunk: int) -> Floats:
 
 # Zero mean and unit variance over all trained tokens of a batch (REINFORCE++, arXiv:2501.03262).
 #
-# Two passes with exact sums (Shewchuk 1997, `math.fsum`): the difference of two large moments, which fails at an offset
-# of 1000 in float32, is never taken, and the order of the samples cannot matter. The variance divides by N - 1.
+# Uses two passes with exact sums (Shewchuk 1997, `math.fsum`), so the order of the samples cannot matter. It avoids the
+# difference of two large moments, which fails in float32 at an offset of 1000. The variance divides by N - 1.
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance."""
 
 
 def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[Floats]:
-    """Whitened advantages of each sample [R], zero where masked.
+    """Whitened advantages [R] of each sample, zero where masked.
 
-    All zeros if there are fewer than two trained tokens or all have the same advantage. Tokens count, so long
-    responses weigh more; a sample that is not to count (an unscored one) is passed with a mask of zeros.
+    All zeros if there are fewer than two trained tokens, or all have the same advantage. Statistics are over tokens, so
+    long responses weigh more. Pass an unscored sample with a mask of zeros.
     """
     assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
     keep = [np.asarray(m) > 0 for m in mask_S]

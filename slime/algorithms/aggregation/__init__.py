@@ -1,10 +1,10 @@
-"""From per-token losses to one number: a weight per token, computed from the whole step before it is split.
+"""Aggregates per-token losses into one number, with a weight per token computed from the whole step before it is split.
 
-The loss of a step is sum(weight * token_loss). Because the weights carry the denominators of the whole step, the sum
-over any partition into ranks, micro-batches and packed rows is the same, and so is its gradient.
+The loss of a step is sum(weight * token_loss). The weights contain the denominators of the whole step, so the sum and
+its gradient are the same for any partition into ranks, micro-batches and packed rows.
 
-One file per aggregation: derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it.
-A user's own is named by its path: `--loss-aggregation my_pkg.mine`.
+To add an aggregation, derive a frozen dataclass from `Aggregation` and register it; its fields are its settings. A
+user's own is selected by its path: `--loss-aggregation my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Array = npt.NDArray[np.float64]
 
 
 class Aggregation(ABC):
-    """How the losses of the tokens of one optimizer step are added up."""
+    """How the token losses of one optimizer step add up."""
 
     name: ClassVar[str]
     counts_executions: ClassVar[bool] = True
-    """Whether the number of executions is a denominator; otherwise that of trained tokens is."""
+    """Whether the loss is divided by the number of executions; if not, by the number of trained tokens."""
 
     @abstractmethod
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """Weight of every response token of one optimizer step, for each sample [R] float64; zero where masked.
+        """The weights of the response tokens of one optimizer step: [R] float64 per sample, zero where masked.
 
-        `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: its execution id. An
-        execution without trained tokens contributes zero but counts in N, as a filtered answer does, unless
-        `count_masked` is false. Samples that are not to count at all (unscored ones) are not passed.
+        `mask_S`: trained tokens [R] of each sample, 0 or 1 (or any weight >= 0). `execution_S`: execution id of each
+        sample. With `count_masked`, an execution without trained tokens still counts in N, as a filtered answer does.
+        Do not pass unscored samples.
         """
 
     def check(self, args: Args) -> str | None:
-        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        """Why the settings cannot work together, checked before the start; None if they can."""
         return None
 
 
@@ -57,12 +57,12 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 
 
 def trained_tokens(mask_S: Sequence[npt.NDArray[Any]]) -> list[float]:
-    """Trained tokens (or the sum of their weights) of each sample."""
+    """[S] number of trained tokens of each sample, or the sum of their weights."""
     return [math.fsum(np.asarray(m, np.float64).tolist()) for m in mask_S]
 
 
 def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int]) -> dict[int, float]:
-    """Execution id -> trained tokens of all its samples."""
+    """Execution id -> number of trained tokens in all its samples."""
     assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
     per_execution: dict[int, float] = {}
     for execution, total in zip(execution_S, trained_tokens(mask_S), strict=True):
@@ -71,12 +71,12 @@ def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequen
 
 
 def num_counted(per_execution: dict[int, float], count_masked: bool) -> int:
-    """N: the executions of the step, those without a trained token only if `count_masked`."""
+    """N, the number of executions of the step. Executions without trained tokens count only with `count_masked`."""
     return sum(count_masked or total > 0 for total in per_execution.values())
 
 
 def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
-    """The mask over a denominator; zeros if that is zero."""
+    """The mask divided by `denominator`; zeros if it is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
     weights: Array = np.asarray(mask, np.float64) / denominator
@@ -85,18 +85,17 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
 
 # m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
 #
-# Siblings share the mean of their execution, weighted by tokens.
+# Fan-out siblings share the mean of their execution, weighted by tokens.
 
 
 @AGGREGATIONS.register("sequence_mean")
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean(Aggregation):
-    """Every execution weighs the same."""
+    """All executions have the same weight."""
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """See `Aggregation`."""
         per_execution = tokens_per_execution(mask_S, execution_S)
         num = num_counted(per_execution, count_masked)
         return [divided(m, per_execution[e] * num) for m, e in zip(mask_S, execution_S, strict=True)]
@@ -108,31 +107,29 @@ class SequenceMean(Aggregation):
 @AGGREGATIONS.register("token_mean")
 @dataclass(frozen=True, kw_only=True)
 class TokenMean(Aggregation):
-    """Every token of the step weighs the same; executions are not counted."""
+    """All tokens of the step have the same weight, regardless of executions."""
 
     counts_executions: ClassVar[bool] = False
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """See `Aggregation`."""
         assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
         denominator = math.fsum(trained_tokens(mask_S))
         return [divided(m, denominator) for m in mask_S]
 
 
-# m / N: the mean over executions of the sums of their tokens, so that long answers weigh more.
+# m / N: the mean over executions of the sum over their tokens, so long answers weigh more.
 
 
 @AGGREGATIONS.register("sequence_sum")
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum(Aggregation):
-    """Every token weighs the same, whatever the length of the step's other answers."""
+    """All tokens have the same weight, independent of the lengths of the step's answers."""
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """See `Aggregation`."""
         num = num_counted(tokens_per_execution(mask_S, execution_S), count_masked)
         return [divided(m, num) for m in mask_S]
 
@@ -143,7 +140,7 @@ class SequenceSum(Aggregation):
 @AGGREGATIONS.register("constant_length")
 @dataclass(frozen=True, kw_only=True)
 class ConstantLength(Aggregation):
-    """The sum over tokens with one divisor for all, which no length can bias."""
+    """The sum over tokens, divided by a constant, so that response length introduces no bias."""
 
     loss_constant_length: int = derived(
         lambda s: s.rollout_max_total_response_len or s.rollout_max_response_len,
@@ -165,6 +162,5 @@ class ConstantLength(Aggregation):
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """See `Aggregation`."""
         num = num_counted(tokens_per_execution(mask_S, execution_S), count_masked)
         return [divided(m, num * self.loss_constant_length) for m in mask_S]

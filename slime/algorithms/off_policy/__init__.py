@@ -1,10 +1,10 @@
-"""Corrections for tokens that another policy sampled: weights and masks without a gradient of their own.
+"""Corrections for tokens that another policy sampled: weights and masks, through which no gradient flows.
 
-Several may act at once: each gets the policy loss that the one before left, in the order of --off-policy-corrections.
-They multiply token losses; the denominators stay those of the step, whatever is left out.
+Several corrections may be combined. Each takes the policy loss from the previous one, in the order of
+--off-policy-corrections. They multiply token losses and never change the denominators of the step.
 
-One file per correction: derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. A
-user's own is named by its path: `--off-policy-corrections tis my_pkg.mine`.
+To add a correction, derive a frozen dataclass from `Correction` and register it; its fields are its settings. A user's
+own is selected by its path: `--off-policy-corrections tis my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -25,70 +25,71 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyTokens:
-    """All that a correction reads of a micro-batch with R response tokens; nothing of it carries a gradient."""
+    """The input of a correction: a micro-batch with R response tokens. No tensor carries a gradient."""
 
     log_probs: Tensor
-    """[R] of the current policy."""
+    """[R] log-probs under the current policy."""
     old_log_probs: Tensor
-    """[R] of the old policy of the update: the trainer's before it, or the engine's with --use-rollout-logprobs."""
+    """[R] log-probs under the old policy: the trainer's before the update, or the engine's with
+    --use-rollout-logprobs."""
     trainer_log_probs: Tensor
-    """[R] the trainer's before the update, of the whole distribution, as engines report theirs."""
+    """[R] the trainer's log-probs before the update, under the whole distribution, like those that engines report."""
     rollout_log_probs: Tensor
-    """[R] the engine's; meaningless where `sampled` is 0."""
+    """[R] the engine's log-probs; meaningless where `sampled` is 0."""
     sampled: Tensor
-    """[R] 1.0 where an engine's log-prob is there and the token is trained."""
+    """[R] 1.0 where the token is trained and has an engine's log-prob."""
     mask: Tensor
-    """[R] trained tokens."""
+    """[R] 1.0 where the token is trained."""
     advantages: Tensor
-    """[R]"""
+    """[R] advantage of each token."""
     sequences: Sequences
-    """Which sample each token belongs to."""
+    """Maps tokens to samples."""
     lengths: tuple[int, ...]
-    """Response tokens of each sample."""
+    """Number of response tokens of each sample."""
     total_lengths: tuple[int, ...]
-    """Tokens of each sample, prompt included."""
+    """Number of tokens of each sample, prompt included."""
     args: Args
-    """All settings, for functions of the user."""
+    """All settings, for users' functions."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this; 0 switches it off."""
+    """Log-ratios are clamped to +- this value; 0 means no clamp."""
 
 
 class Correction(ABC):
-    """Something that acts on the policy loss of tokens, by how they were sampled."""
+    """Changes the policy loss of tokens according to how they were sampled."""
 
     name: ClassVar[str]
     switch: ClassVar[str] = ""
-    """The flag that asks for it, for messages."""
+    """The flag that enables it, for messages."""
     asked_by: ClassVar[str] = ""
-    """The setting of that flag; corrections of one setting stand in for each other."""
+    """The setting of that flag. Corrections with the same setting are alternatives."""
     place: ClassVar[int] = 0
-    """Where it acts among those that switches ask for, the smallest first; --off-policy-corrections has its own order.
+    """Position among the corrections that flags enable, smallest first. --off-policy-corrections gives its own order.
     """
     needs_rollout_log_probs: ClassVar[bool] = True
     """Whether trained tokens must come with the engine's log-probs."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Whether the switches ask for it, where --off-policy-corrections is not given."""
+        """Whether flags enable it; used if --off-policy-corrections is not given."""
         return False
 
     @abstractmethod
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the policy loss [R] after this correction, metric name -> values [R], averaged over trained tokens).
+        """(policy loss [R] after this correction, metric name -> values [R]).
 
-        A name that ends in `_clamped` is counted instead.
+        Metrics are averaged over trained tokens; those with a name that ends in `_clamped` are counted.
         """
 
     def check(self, args: Args) -> str | None:
-        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        """Why the settings cannot work together, checked before the start; None if they can."""
         return None
 
 
 class MismatchCorrection(Correction):
-    """A correction by w = p(trainer, before the update) / p(engine)."""
+    """A correction based on w = p(trainer, before the update) / p(engine)."""
 
     def check(self, args: Args) -> str | None:
-        """With the engine's log-probs as old policy every w is one."""
+        """Refuses the engine's log-probs as the old policy, because then every w is 1."""
         if not args.use_rollout_logprobs:
             return None
         return (

@@ -1,4 +1,4 @@
-"""Off-policy corrections that leave tokens or sequences out: rejection by the mismatch ratio, and DeepSeek-V3.2's
+"""Off-policy corrections that exclude tokens or sequences: rejection by the mismatch ratio, and DeepSeek-V3.2's
 sequence masking.
 """
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from slime.algorithms.token_losses import Sequences
     from slime.settings import Args
 
-# Rejection of tokens or sequences whose mismatch ratio leaves a band (Liu et al. 2025, "When speed kills stability").
+# Rejects tokens or sequences with a mismatch ratio outside a band (Liu et al. 2025, "When speed kills stability").
 #
-# Unlike the mode "mask" of the importance weights it decides only who takes part, so weights of one level and rejection
-# of another can be combined. Rejected tokens stay in the denominators of the loss.
+# Unlike the mode "mask" of the importance weights, it applies no weights itself. So weights at one level can be
+# combined with rejection at another. Rejected tokens stay in the denominators of the loss.
 
 
 @CORRECTIONS.register("rejection")
 @dataclass(frozen=True, kw_only=True)
 class Rejection(MismatchCorrection):
-    """Leaves out what is out of the band (`--rejection-level`)."""
+    """Excludes tokens or sequences with a ratio outside the band (`--rejection-level`)."""
 
     switch: ClassVar[str] = "--rejection-level"
     asked_by: ClassVar[str] = "rejection_level"
@@ -44,11 +44,9 @@ class Rejection(MismatchCorrection):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """See `Correction`."""
         return settings.rejection_level is not None
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Correction`."""
         level = tokens.args.rejection_level
         assert level is not None, "`check` refuses it"
         keep = rejection_mask(
@@ -65,7 +63,6 @@ class Rejection(MismatchCorrection):
         return loss * keep, {"rejected": 1.0 - keep}
 
     def check(self, args: Args) -> str | None:
-        """See `Correction`."""
         if args.rejection_level is None:
             return (
                 "got --off-policy-corrections rejection without --rejection-level, which says whose ratio is compared; "
@@ -91,9 +88,9 @@ def rejection_mask(
     veto: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """1.0 where low <= ratio <= high at `level` (None: no bound), else 0.0; [R], 1 where masked.
+    """[R] 1.0 where low <= ratio <= high at `level` (None: no bound) or masked, else 0.0.
 
-    One unmasked token with a ratio below `veto` rejects its whole sequence.
+    A single unmasked token with a ratio below `veto` rejects its whole sequence.
     """
     ratio = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)[0].exp()
     trained = mask > 0
@@ -111,14 +108,15 @@ def rejection_mask(
 
 # Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 #
-# A sequence with a negative advantage that the policy has moved away from, mean(log old - log policy) > delta, is left
-# out: pushing its tokens down further would be learning from what the policy no longer says.
+# Excludes a sequence with a negative advantage if the policy has moved away from it, that is, if
+# mean(log old - log policy) > delta. Pushing its tokens down further would mean learning from text that the policy no
+# longer writes.
 
 
 @CORRECTIONS.register("opsm")
 @dataclass(frozen=True, kw_only=True)
 class OffPolicySequenceMasking(Correction):
-    """Leaves out drifted sequences with a negative advantage (`--use-opsm`)."""
+    """Excludes sequences with a negative advantage that the policy has moved away from (`--use-opsm`)."""
 
     switch: ClassVar[str] = "--use-opsm"
     asked_by: ClassVar[str] = "use_opsm"
@@ -130,11 +128,9 @@ class OffPolicySequenceMasking(Correction):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """See `Correction`."""
         return bool(settings.use_opsm)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Correction`."""
         keep = opsm_mask(
             tokens.log_probs,
             tokens.old_log_probs,
@@ -157,9 +153,9 @@ def opsm_mask(
     delta: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """0.0 where the token's advantage is negative and its sequence's mean of old - new exceeds `delta`, else 1.0; [R].
+    """[R] 0.0 where the advantage is negative and the sequence's mean of old - new log-probs exceeds `delta`; else 1.0.
 
-    Pass the engine's log-probs as `old_log_probs` to measure the distance from the sampler instead.
+    To measure the distance from the sampler instead, pass the engine's log-probs as `old_log_probs`.
     """
     log_ratio, _ = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     far = sequences.spread(sequences.mean(-log_ratio, mask)) > delta

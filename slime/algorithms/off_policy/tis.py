@@ -1,9 +1,9 @@
 """Importance weights between engine and trainer: truncated (TIS; Yao et al. 2025, "Your efficient RL framework secretly
 brings you off-policy RL training") or masked (icepop, MIS; Ling team 2025, arXiv:2510.18855).
 
-Tokens are sampled by an inference engine whose probabilities differ from the trainer's by rounding, precision or age.
-The policy gradient is multiplied by w = p_trainer_old / p_engine, held in [low, high] ("truncate") or replaced by 0
-outside of it ("mask"), without a gradient of its own.
+The engine that samples the tokens has slightly different probabilities than the trainer, because of rounding, precision
+or older weights. The policy gradient is multiplied by w = p_trainer_old / p_engine. Outside of [low, high], w is
+clamped ("truncate") or replaced by 0 ("mask"). No gradient flows through w.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slime.algorithms.token_losses import Sequences
     from slime.settings import Args
 
-# The user's function in place of the importance weights: `--custom-tis-function-path`.
+# A user's function that replaces the importance weights: `--custom-tis-function-path`.
 
 FLAG = "--custom-tis-function-path"
 
@@ -33,7 +33,7 @@ FLAG = "--custom-tis-function-path"
 @CORRECTIONS.register("custom_tis")
 @dataclass(frozen=True, kw_only=True)
 class CustomWeights(MismatchCorrection):
-    """Lists per sample in; the changed loss, masks per sample and metrics [R] out."""
+    """Calls the user's function with lists per sample; it returns (loss [R], masks per sample, metrics [R])."""
 
     switch: ClassVar[str] = FLAG
     asked_by: ClassVar[str] = "use_tis"
@@ -41,17 +41,17 @@ class CustomWeights(MismatchCorrection):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """It takes the place of `tis`."""
+        """Replaces `tis` if the user names a function."""
         return bool(settings.use_tis and settings.custom_tis_function_path)
 
     def check(self, args: Args) -> str | None:
-        """There is a function to call."""
+        """Refuses to start without a function to call."""
         if not args.custom_tis_function_path:
             return f"got --off-policy-corrections custom_tis without {FLAG}, which names its function; give both"
         return super().check(args)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Correction`. Raises `HookError` if the function breaks its contract."""
+        """Raises `HookError` if the function breaks its contract."""
         import torch
 
         assert tokens.args.custom_tis_function_path is not None, "`check` refuses it"
@@ -75,18 +75,18 @@ class CustomWeights(MismatchCorrection):
         return changed, {str(name): torch.as_tensor(value).float() for name, value in metrics.items()}
 
 
-# The mismatch ratio p_trainer_old / p_engine of a token, or of the sequence that it belongs to.
+# The mismatch ratio p_trainer_old / p_engine of a token, or of its sequence.
 #
-# token: its own ratio. sequence: the product over the sequence's unmasked tokens (the exact importance weight; its
-# variance grows with the length). geometric: the geometric mean of the same tokens.
+# token: the token's own ratio. sequence: the product over the sequence's unmasked tokens (the exact importance weight,
+# with a variance that grows with the length). geometric: the geometric mean over the same tokens.
 
 
 def mismatch_log_ratio(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, level: Level, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """(log ratio [R] at `level`, detached, zero where masked; where a clamp acted [R] bool).
+    """(log ratio [R] at `level`, detached, zero where masked; [R] bool: where a clamp acted).
 
-    The clamp of +-`limit` holds for each token and for the sum of a sequence.
+    The clamp to +-`limit` applies to each token and to the sum of a sequence.
     """
     log_ratio, limited = clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), mask, limit)
     if level == "token":
@@ -104,7 +104,7 @@ Mode = Literal["truncate", "mask"]
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing(MismatchCorrection):
-    """How the weights are made; of those that act and of those that are only reported."""
+    """Computes importance weights, for corrections that apply them and for those that only report them."""
 
     tis_clip: float = opt(2.0, within=BOUND)
     """Upper bound of the weight."""
@@ -116,7 +116,6 @@ class Weighing(MismatchCorrection):
     """A weight out of bounds becomes the bound (TIS), or zero (icepop, MIS)."""
 
     def check(self, args: Args) -> str | None:
-        """See `Correction`."""
         if self.tis_clip_low > self.tis_clip:
             return (
                 f"got tis_clip_low {self.tis_clip_low} and tis_clip {self.tis_clip}, because no weight lies between "
@@ -125,7 +124,7 @@ class Weighing(MismatchCorrection):
         return super().check(args)
 
     def weights(self, tokens: OffPolicyTokens) -> ImportanceWeights:
-        """Of the tokens that an engine sampled; 1 elsewhere."""
+        """The weights of tokens that an engine sampled; 1 for all others."""
         return importance_weights(
             tokens.trainer_log_probs,
             tokens.rollout_log_probs,
@@ -142,7 +141,7 @@ class Weighing(MismatchCorrection):
 @CORRECTIONS.register("tis")
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling(Weighing):
-    """Multiplies the policy loss by the weights."""
+    """Multiplies the policy loss by the importance weights."""
 
     switch: ClassVar[str] = "--use-tis without --custom-tis-function-path"
     asked_by: ClassVar[str] = "use_tis"
@@ -150,16 +149,15 @@ class ImportanceSampling(Weighing):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Unless `custom_tis` takes its place."""
+        """Enabled by --use-tis, unless `custom_tis` replaces it."""
         return bool(settings.use_tis and not settings.custom_tis_function_path)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Correction`."""
         weights = self.weights(tokens)
         return loss * weights.weight, weights.metrics()
 
     def check(self, args: Args) -> str | None:
-        """A function of the user's is called by `custom_tis` alone."""
+        """Refuses a user's function, which only `custom_tis` calls."""
         if args.custom_tis_function_path and "custom_tis" not in args.off_policy_corrections:
             return (
                 "got --off-policy-corrections tis with --custom-tis-function-path, which only custom_tis calls; name "
@@ -171,7 +169,7 @@ class ImportanceSampling(Weighing):
 @CORRECTIONS.register("tis_metrics")
 @dataclass(frozen=True, kw_only=True)
 class ReportedWeights(Weighing):
-    """Reports the weights without applying them (`--get-mismatch-metrics`)."""
+    """Reports the importance weights without applying them (`--get-mismatch-metrics`)."""
 
     switch: ClassVar[str] = "--get-mismatch-metrics"
     asked_by: ClassVar[str] = "get_mismatch_metrics"
@@ -179,11 +177,10 @@ class ReportedWeights(Weighing):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Weights that act are reported anyway."""
+        """Not needed with --use-tis, which reports the weights as well."""
         return bool(settings.get_mismatch_metrics and not settings.use_tis)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Correction`."""
         return loss, self.weights(tokens).metrics()
 
 
@@ -192,13 +189,13 @@ class ImportanceWeights:
     """Per-token results [R], detached."""
 
     weight: Tensor
-    """What multiplies the policy loss; 1 where masked."""
+    """Factor of the policy loss; 1 where masked."""
     raw: Tensor
-    """The ratio at its level before truncation or masking; 1 where masked."""
+    """The ratio at the chosen level before truncation or masking; 1 where masked."""
     truncated: Tensor
     """1.0 where the bounds changed the weight."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio of the token or the sum of its sequence hit its clamp."""
+    """1.0 where the log-ratio of the token, or the sum over its sequence, was clamped."""
 
     def metrics(self) -> dict[str, Tensor]:
         """Metric name -> values [R]."""
@@ -222,9 +219,9 @@ def importance_weights(
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
-    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values cannot matter.
+    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs are [R].
 
-    What is masked does not enter the product or the mean of its sequence.
+    Masked values cannot matter; in particular, they do not enter the product or the mean of their sequence.
     """
     import torch
 

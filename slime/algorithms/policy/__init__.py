@@ -1,7 +1,7 @@
-"""Policy losses per token, before any aggregation: what bounds the update.
+"""Per-token policy losses before aggregation. They differ in how they bound the update.
 
-One file per loss: derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. A user's
-own is named by its path: `--policy-loss my_pkg.mine`.
+To add one, derive a frozen dataclass from `PolicyLoss` and register it; its fields are its settings. A user's own is
+selected by its path: `--policy-loss my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
-    """All that a policy loss reads of a micro-batch with R response tokens. Masked values cannot be trusted."""
+    """The input of a policy loss: a micro-batch with R response tokens. Masked values may be arbitrary."""
 
     log_probs: Tensor
-    """[R] of the current policy; the only input with a gradient."""
+    """[R] log-probs under the current policy; the only input with a gradient."""
     old_log_probs: Tensor
-    """[R] of the policy before the update."""
+    """[R] log-probs under the policy before the update."""
     advantages: Tensor
-    """[R]"""
+    """[R] advantage of each token."""
     mask: Tensor
-    """[R] trained tokens."""
+    """[R] 1.0 where the token is trained."""
     sequences: Sequences
-    """Which sample each token belongs to."""
+    """Maps tokens to samples."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this; 0 switches it off."""
+    """Log-ratios are clamped to +- this value; 0 means no clamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """What every policy loss returns: per-token results, each [R], in the dtype of the log-probs, zero where masked."""
+    """The output of a policy loss: per-token results [R] in the dtype of the log-probs, zero where masked."""
 
     loss: Tensor
-    """Differentiable in the log-probs alone."""
+    """Differentiable only in the log-probs."""
     clipped: Tensor
-    """1.0 where a clip decided: no gradient (PPO, GSPO), a bounded weight (CISPO); never with SAPO's soft gate."""
+    """1.0 where a clip acted: no gradient (PPO, GSPO) or a bounded weight (CISPO). Never set by SAPO's soft gate."""
     old_minus_new: Tensor
-    """Detached log-prob difference of each token; its mean is the public metric `ppo_kl`."""
+    """Detached difference of log-probs; its mean is the public metric `ppo_kl`."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio of the token hit its clamp."""
+    """1.0 where the log-ratio was clamped."""
 
 
 class PolicyLoss(ABC):
-    """From log-probs and advantages to a loss per token."""
+    """Turns log-probs and advantages into a loss per token."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
-        """The loss of each token. It must not depend on what stands at masked positions, NaN included."""
+        """The loss of each token. It must not depend on values at masked positions, NaN included."""
 
     def check(self, args: Args) -> str | None:
-        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        """Why the settings cannot work together, checked before the start; None if they can."""
         return None
 
 

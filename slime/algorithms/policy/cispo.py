@@ -1,7 +1,7 @@
-"""CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, every token keeps its gradient.
+"""CISPO (MiniMax-M1, arXiv:2506.13585): clips the importance weight, so that every token keeps its gradient.
 
-loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only its gradient means something: its value scales with the
-log-prob.
+loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only the gradient is meaningful, because the value scales
+with the log-prob.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _has_own_high(s: Any) -> bool:
 @POLICY_LOSSES.register("cispo")
 @dataclass(frozen=True, kw_only=True)
 class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
-    """The weight of each token is bounded; its gradient stays. The range of PPO gives the default of the bounds."""
+    """Bounds the weight of each token, but keeps its gradient. PPO's clip range gives the default bounds."""
 
     eps_clip: float = opt(
         0.2,
@@ -57,7 +57,6 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
     """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
-        """See `PolicyLoss`."""
         return cispo_loss(
             tokens.log_probs,
             tokens.old_log_probs,
@@ -69,7 +68,6 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
         )
 
     def check(self, args: Args) -> str | None:
-        """See `PolicyLoss`."""
         if 0 <= self.cispo_clip_low <= self.cispo_clip_high:
             return None
         return (
@@ -88,7 +86,7 @@ def cispo_loss(
     clip_high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """Loss [R]. `clip_low` (None: no floor) and `clip_high` bound the ratio itself, not its distance from 1."""
+    """[R] losses. `clip_low` (None: no lower bound) and `clip_high` bound the ratio itself, not its distance from 1."""
     log_ratio, limited = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     ratio = log_ratio.exp()
     weight = ratio.clamp(clip_low, clip_high)
