@@ -1,8 +1,8 @@
-"""Chat templates: messages to text and ids, with text from a dataset kept from turning into control tokens.
+"""Chat templates: messages to text and ids, without letting text from a dataset turn into control tokens.
 
-A user text that contains `<|im_end|>` must not end the turn. Templates paste strings, and tokenizers read control
-tokens wherever they stand. So each control string in a message is replaced by a harmless word, its stand-in, before the
-template runs, and is encoded as ordinary ids afterwards (transformers issue 29279 asks for this upstream).
+A user text that contains `<|im_end|>` must not end the turn. But templates paste strings, and tokenizers read control
+tokens anywhere in the text. So each control string in a message is replaced by a harmless word, its stand-in, before
+the template runs, and is encoded as ordinary ids afterwards (transformers issue 29279 asks for this upstream).
 
 Invariants
 1. A text without control strings is encoded exactly as `apply_chat_template(tokenize=True)` encodes it.
@@ -54,14 +54,14 @@ class Disarmed:
     messages: Sequence[Message]
     tools: Sequence[Any] | None
     stand_ins: Mapping[str, str]
-    """As in `Rendered`."""
+    """See `Rendered`."""
 
     def render(self, length: int, *, asked: bool) -> Rendered:
-        """The first `length` messages. `asked`: with a generation prompt. Raises `TemplateRefusal`."""
+        """Renders the first `length` messages. `asked`: with a generation prompt. Raises `TemplateRefusal`."""
         return self.rendered(self.chat.write(self.messages[:length], self.tools, asked=asked))
 
     def rendered(self, marked: str) -> Rendered:
-        """Text of this conversation, with its stand-ins."""
+        """Wraps text of this conversation with its stand-ins."""
         return Rendered(marked, self.stand_ins)
 
 
@@ -96,12 +96,12 @@ class ChatRenderer:
         """Text -> id of tokens that end an answer; in some families they open the next turn."""
         own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
-        """Tokens that separate turns."""
+        """Tokens that the template writes around turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
         self._held = self.structural - (written - own - set(self.ends))
-        """Tokens that an assistant's text must not produce. Others belong to its turn (`<think>`)."""
+        """Tokens that an assistant's text must not produce. Other tokens, such as `<think>`, belong to its turn."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """Tokens that no text of a dataset may produce, except an assistant's within its turn."""
+        """Tokens that no text of a dataset may produce, except for the assistant's own within its turn."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
@@ -116,7 +116,7 @@ class ChatRenderer:
         return self.disarm(messages, tools).render(len(messages), asked=add_generation_prompt)
 
     def disarm(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Disarmed:
-        """Puts stand-ins into a conversation, to render it in parts."""
+        """Replaces control strings by stand-ins, so that the conversation can be rendered in parts."""
         stand_ins = {} if self._allow else self._stand_ins(messages, tools)
         return Disarmed(
             self,
@@ -126,10 +126,10 @@ class ChatRenderer:
         )
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, asked: bool) -> str:
-        """Runs the template on the messages as they are. Raises `TemplateRefusal` with its complaint."""
+        """Runs the template on the messages unchanged. Raises `TemplateRefusal` with its complaint."""
         try:
             return self._apply(messages, tools=tools, add_generation_prompt=asked)
-        except Exception as error:  # a template is a program of the checkpoint's author
+        except Exception as error:  # a template is a program by the checkpoint's author
             raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def encode(self, rendered: Rendered) -> list[int]:
@@ -144,7 +144,7 @@ class ChatRenderer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """`encode`, and for each id where its text begins in `marked`."""
+        """The ids as in `encode`, and for each id the start of its text in `marked`."""
         ids: list[int] = []
         starts: list[int] = []
         for at, text, control in self._parts(rendered):
@@ -165,7 +165,7 @@ class ChatRenderer:
         return text
 
     def _parts(self, rendered: Rendered) -> Iterator[tuple[int, str, str | None]]:
-        """(place in `marked`, text, the control string it stands for) of each part."""
+        """Yields each part as (position in `marked`, text, the control string that it stands for)."""
         if not rendered.stand_ins:
             yield 0, rendered.marked, None
             return
@@ -200,14 +200,14 @@ class ChatRenderer:
             whole = self._apply(messages, tools=None, add_generation_prompt=False)
             asked, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
             answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
-        except Exception:  # without this conversation, only tokens marked special count
+        except Exception:  # without this conversation, only tokens marked as special count
             return "", ""
-        # A prompt that begins a thought (GLM-4.7) is not the beginning of an answer without a thought.
+        # A prompt that begins a thought (GLM-4.7) does not match an answer without one.
         begins = next((text for text in (asked, plain) if answered.startswith(text)), answered)
         return whole, answered[len(begins) :]
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
-        """Control string in the data -> a word that occurs nowhere in it; usually empty."""
+        """Control string in the data -> a word that does not occur in the data; usually empty."""
         everything = "\n".join(_strings([messages, tools]))
         found = [c for c in self.control if c in everything]
         tag = "standin"

@@ -1,8 +1,8 @@
-"""The chat template and the tokenizer of a checkpoint, read from its files, for checks that must answer at once.
+"""The chat template and the tokenizer of a checkpoint, read from its files, for checks that must be fast.
 
 Importing transformers takes seconds. Here the template runs in the same sandbox with the same functions
-(`transformers.utils.chat_template_utils`; a test compares the two), and `tokenizers` counts tokens. What the files do
-not say is None, never a guess.
+(`transformers.utils.chat_template_utils`; a test compares the two), and `tokenizers` counts tokens. Information that
+the files lack is None, never a guess.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.tiktoken")
-"""A folder with a tokenizer has at least one of these."""
+"""A folder with a tokenizer has at least one of these files."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTemplate:
-    """A checkpoint's tokenizer, as far as its files tell."""
+    """What the files say about a checkpoint's tokenizer."""
 
     folder: Path
     has_tokenizer: bool
     has_template: bool
-    """Whether there is a chat template, or something that may bring one."""
+    """Whether there is a chat template, or a tokenizer that may provide one."""
     source: str | None
-    """The text of the template; None without one, or without a default among several."""
+    """The text of the template; None without one, or if there are several and none is the default."""
     special_tokens: Mapping[str, str]
-    """Names that a template may use: `bos_token` and so on."""
+    """Names that a template may use, such as `bos_token`, and their tokens."""
 
     @classmethod
     def of(cls, folder: Path) -> CheckpointTemplate:
@@ -61,7 +61,7 @@ class CheckpointTemplate:
         )
 
     def with_template(self, file: Path) -> CheckpointTemplate:
-        """With the user's template instead of its own. Raises `DataError` if the file is not Jinja."""
+        """The same with the user's template. Raises `DataError` if the file is not Jinja."""
         import jinja2
 
         try:
@@ -83,9 +83,9 @@ class CheckpointTemplate:
         kwargs: Mapping[str, Any],
         add_generation_prompt: bool = True,
     ) -> str | None:
-        """The conversation as text; None if only the real tokenizer can tell.
+        """The conversation as text; None if only the real tokenizer can render it.
 
-        Raises `DataError` with the complaint of a template that refuses the messages.
+        Raises `DataError` with the template's complaint if it refuses the messages.
         """
         import jinja2
 
@@ -100,7 +100,7 @@ class CheckpointTemplate:
             return str(template.render(messages=messages, tools=tools or None, documents=None, **given))
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-        except Exception:  # a function may differ here, so the check does not judge
+        except Exception:  # a function may differ here, so the check gives no verdict
             return None
 
     def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
@@ -122,7 +122,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str:
-    """A token is a text, or an object with its text."""
+    """Text of a token, which is a string or an object with its text."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
@@ -132,13 +132,13 @@ def _tokenizer(path: Path) -> Any:
 
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # a format that this version does not read; transformers may
+    except Exception:  # a format that this version cannot read, but transformers may
         return None
 
 
 @cache
 def _compiled(source: str) -> Any:
-    """The template in transformers' sandbox."""
+    """The template, compiled in transformers' sandbox."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -172,9 +172,9 @@ def _compiled(source: str) -> Any:
 
 RANKS = "tiktoken.model"
 KEPT = "tokenizer_config.released.json"
-"""The released configuration, which names Python code."""
+"""The released configuration, which refers to Python code."""
 NUM_RESERVED = 256
-"""Ids after those of the file."""
+"""The number of special ids after those of the file."""
 _WORD = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS: Mapping[str, str] = {
@@ -191,16 +191,16 @@ PATTERNS: Mapping[str, str] = {
         )
     )
 }
-"""Class named in `tokenizer_config.json` -> how its code splits text."""
+"""Class in `tokenizer_config.json` -> the pattern with which its code splits text."""
 
 
 def write_fast(folder: Path) -> int:
-    """Writes `tokenizer.json`, and a `tokenizer_config.json` that names it, into a released folder whose tokenizer is
-    Python code over tiktoken's ranks (Kimi-K2). Returns the number of ids.
+    """Writes `tokenizer.json`, and a `tokenizer_config.json` that refers to it, into a released folder whose tokenizer
+    is Python code over tiktoken's ranks (Kimi-K2). Returns the number of ids.
 
     `tiktoken.model` has the bytes and rank of each token, `tokenizer_config.json` up to 256 tokens after them, and
-    `PATTERNS` how the code splits text. Ids are those of tiktoken with that pattern; ids without a name are
-    `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any other folder.
+    `PATTERNS` the pattern with which the code splits text. Ids are those of tiktoken with that pattern; ids without a
+    name become `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any other folder.
     """
     config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
     pattern = PATTERNS.get(str(config.get("tokenizer_class")))

@@ -31,13 +31,13 @@ class ContextSplit:
     positions: Int64s
     """[T / cp] positions in the row of this rank's tokens, in its order."""
     local_index: Int64s
-    """[T] index among this rank's tokens, or -1 for tokens of other ranks."""
+    """[T] each token's index among this rank's tokens, or -1 for tokens of other ranks."""
     key_rows: Int64s
-    """[K] places of the keys that each chunk sees in the concatenation of all ranks' tokens, chunk by chunk."""
+    """[K] the keys that each chunk sees, chunk by chunk, as indices into the concatenation of all ranks' tokens."""
     order: Int64s
     """[T] positions in the row of all ranks' tokens, rank by rank."""
     place: Int64s
-    """[T] place of each token of the row in that concatenation: the inverse of `order`."""
+    """[T] the index of each token of the row in that concatenation: the inverse of `order`."""
     query_lengths: tuple[int, ...]
     """[2 N] tokens of each local chunk."""
     key_lengths: tuple[int, ...]
@@ -59,7 +59,7 @@ def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_s
 def split_context(
     cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int, prefixes: Sequence[Int64s] | None = None
 ) -> ContextSplit:
-    """Rank `cp_rank`'s part of a row. Raises `DataError` like `context_positions`.
+    """Returns rank `cp_rank`'s part of a row. Raises `DataError` like `context_positions`.
 
     `prefixes`: for each sequence the row positions of the shared tokens before it; None: nothing is shared.
     """

@@ -1,16 +1,17 @@
-"""Supervised fine-tuning: from a conversation to training samples, each turn under the prompt that the model would get.
+"""Supervised fine-tuning: from a conversation to training samples, each turn after the prompt that the model would get.
 
 The prompt of a turn is the conversation before it plus the generation prompt, as the template renders it at that point.
-The turn is what the template writes after that, up to the first token at which an engine stops; in some families (GLM)
-that token opens the next turn. While a template only appends, all turns of a conversation are one sample. If it
-rewrites history (Qwen3 drops earlier thoughts), the turn gets a sample of its own, with the history as the model would
-see it. The samples of a row share its execution, so that they weigh as one row (`slime.algorithms.aggregation`).
+The turn is the text that the template writes after that, up to the first token at which an engine stops; in some
+families (GLM) that token opens the next turn. As long as a template only appends, all turns of a conversation are one
+sample. If it rewrites history (Qwen3 drops earlier thoughts), the turn gets its own sample, with the history as the
+model would see it. The samples of a row share its execution, so that they weigh as one row
+(`slime.algorithms.aggregation`).
 
 Invariants
 1. At a trained position the model itself would have sampled after exactly the ids before it: the prompt of the turn,
    and the turn so far.
-2. Each trained turn of a row is trained once. It says everything in its message that the template writes
-   (`slime.data.template_spelling`), and its last id, and no other, is one at which an engine stops.
+2. Each trained turn of a row is trained once. It contains everything in its message that the template writes
+   (`slime.data.template_spelling`). Its last id, and no other, is one at which an engine stops.
 3. The response of a sample starts and ends with a trained id.
 """
 
@@ -45,12 +46,12 @@ _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class SftTokens:
-    """One training sample of T ids; its last R, from the first trained one on, are the response."""
+    """One training sample of T ids. The response is its last R ids, from the first trained one on."""
 
     tokens: tuple[int, ...]
-    """[T] up to the last trained token."""
+    """[T], ends with the last trained token."""
     loss_mask: tuple[int, ...]
-    """[R] 1 if the token is trained, 0 on the turns between."""
+    """[R] 1 if the token is trained, 0 between trained turns."""
 
     @property
     def response_length(self) -> int:
@@ -61,15 +62,15 @@ class SftTokens:
 class SftRow:
     samples: tuple[SftTokens, ...]
     left_out: frozenset[str]
-    """What the template leaves out."""
+    """The kinds of content that the template leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     prompt: str
-    """All texts as `Rendered.marked`."""
+    """This and `text` are in the form of `Rendered.marked`."""
     text: str
-    """With the end token."""
+    """Includes the end token."""
     is_thoughtless: bool
     """The template leaves its thought out."""
 
@@ -85,8 +86,8 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 
 
 def trained_turns(messages: Sequence[Message]) -> list[int]:
-    """Numbers of the messages to train. An assistant's message before all other roles is context, because nothing asked
-    for it. Raises `DataError` without any.
+    """Indices of the messages to train. Assistant messages before any other role are context only, because they answer
+    nothing. Raises `DataError` if none is left.
     """
     first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
@@ -102,8 +103,8 @@ def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[
     """Ids and masks of a conversation; trains every assistant message whose mask (`MASK_KEYS`) is absent or 1.
 
     A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained; if the template refuses the
-    messages, writes no generation prompt, no end after a trained turn, or a turn that does not follow its prompt; or if
-    it leaves out what a message says.
+    messages, or writes no generation prompt, no end after a trained turn, or a turn that does not follow its prompt; or
+    if it leaves out part of a message.
     """
     trained = set(trained_turns(messages))
     if problem := _generation_prompt_problem(chat):
@@ -125,12 +126,12 @@ class _Conversation:
         self._messages = self._talk.messages
 
     def turn(self, number: int) -> _Turn:
-        """What the model would read and write for a message. Raises `DataError`."""
+        """The prompt and the turn of a message, as the model would read and write them. Raises `DataError`."""
         prompt = self._write(self._messages[:number], asked=True)
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
             # Some templates write a message differently after others: gpt-oss drops the thoughts before an answer,
-            # DeepSeek-V3 forgets the header of a second call. So it is tried alone after a question.
+            # DeepSeek-V3 forgets the header of a second call. So the message is first rendered alone, after a question.
             fresh = self._write([QUESTION], asked=True)
             header = fresh[len(self._write([QUESTION], asked=False)) :]
             if prompt.endswith(header) or prompt == self._write(self._messages[:number], asked=False):
@@ -140,7 +141,7 @@ class _Conversation:
             raise DataError(self._unprompted(number, prompt))
         text = self._ended(number, body)
         missing = unsaid(self._messages[number], text)
-        # DeepSeek-R1's prompt begins a thought after a question, and not after the result of a call.
+        # DeepSeek-R1's prompt begins a thought after a question, but not after the result of a call.
         no_thought = _spelling_of(self._chat).thought_key is None and THOUGHT_BEGINS.search(prompt) is None
         if missing == [REASONING] and no_thought:
             return _Turn(prompt, text, is_thoughtless=True)
@@ -165,8 +166,8 @@ class _Conversation:
             yield from [joined] if joined is not None else (self._single(turn) for turn in run)
 
     def require_context(self, stop: int, prompt: str) -> None:
-        """Raises `DataError` if the prompt of the last trained turn lacks a message of another role: templates silently
-        skip roles that they do not know.
+        """Raises `DataError` if the prompt of the last trained turn lacks a message of another role, because templates
+        silently skip unknown roles.
         """
         for message, row in zip(self._messages[:stop], self._rows, strict=False):
             content = message.get("content")
@@ -200,10 +201,11 @@ class _Conversation:
         return self._with_thought(messages[-1], written, begun.group()) if thinks else written
 
     def _with_thought(self, message: Message, written: str, begun: str) -> str:
-        """A turn with the thought that the model would write, if the template has left it out.
+        """Adds the thought that the model would write to a turn, if the template has left it out.
 
-        `begun`: how the prompt begins the thought; the turn continues after that. Some templates (DeepSeek-R1) remove
-        the thought from all turns; some (MiniMax-M2) leave out an empty one, although the prompt asks for it.
+        `begun`: the text with which the prompt begins the thought; the turn continues after it. Some templates
+        (DeepSeek-R1) remove the thought from all turns; some (MiniMax-M2) leave out an empty one, although the prompt
+        asks for it.
         """
         thought, content = thought_of(message), str(message.get("content"))
         ended = _THOUGHT.match(written)
@@ -219,7 +221,7 @@ class _Conversation:
         return written
 
     def _ended(self, number: int, body: str) -> str:
-        """The turn with the token that ends it. Raises `DataError` if there is none."""
+        """The turn including its end token. Raises `DataError` if there is none."""
         if found := first_end(body, self._chat):
             return body[: sum(found)]
         message = self._messages[number]
@@ -237,7 +239,7 @@ class _Conversation:
         return body + end
 
     def _end_of_calls(self, message: Message, body: str) -> str | None:
-        """The end of a turn with calls, found by repeating a call: DeepSeek-V3 forgets it after a single one."""
+        """The end of a turn with calls, found by repeating a call: DeepSeek-V3 omits it after a single one."""
         calls = message.get("tool_calls")
         if not calls:
             return None
@@ -250,7 +252,7 @@ class _Conversation:
         return tail[: sum(found)] if found else None
 
     def _joined(self, run: Sequence[_Turn]) -> SftTokens | None:
-        """Turns as one sample; None if a prompt, encoded alone, has other ids than the turns before it."""
+        """Joins turns into one sample; None if a prompt has other ids when it is encoded alone."""
         if len(run) == 1:
             return self._single(run[0])
         tokens: list[int] = []
@@ -284,13 +286,15 @@ class _Conversation:
         return ids
 
     def _context(self, text: str, end: Sequence[int]) -> list[int]:
-        """The ids after an end token, encoded together with it: in some prompts it takes a newline along."""
+        """The ids after an end token, encoded together with it, because some tokenizers merge it with a newline."""
         token = next((text for text, own in self._chat.ends.items() if [own] == list(end)), "")
         ids = self._ids(token + text)
         return ids[1:] if token and ids[:1] == list(end) else self._ids(text)
 
     def _checked(self, tokens: list[int], mask: list[int], marked: str) -> SftTokens:
-        """Prompt and turn are encoded apart, as in generation. If that differs from the whole, it must decode to it."""
+        """Builds the sample of separately encoded prompt and turn, as in generation. If its ids differ from those of
+        the whole text, they must decode to it.
+        """
         text = self._talk.rendered(marked)
         if tokens != self._chat.encode(text) and self._chat.decode(tokens) != text.text:
             raise DataError(
@@ -313,13 +317,13 @@ class _Conversation:
 
 
 def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
-    """(place, length) of the first token at which an engine stops; control strings in the data do not count."""
+    """(position, length) of the first token at which an engine stops, ignoring control strings in the data."""
     found = [(marked.find(end), len(end)) for end in chat.ends]
     return min((one for one in found if one[0] >= 0), key=lambda one: (one[0], -one[1]), default=None)
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """A text as it is, and as in JSON: some templates write the results of tools so."""
+    """A text as it is and as JSON, because some templates write tool results as JSON."""
     return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
@@ -352,7 +356,7 @@ def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
 
 
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
-    """Why a template that ignores `add_generation_prompt` cannot be trained on; None if it can.
+    """Why a template that ignores `add_generation_prompt` cannot be used for training; None if it can.
 
     It can if an answer has no header, as in Mistral's. `render`: (messages, with a generation prompt) -> text; None if
     unknown.
@@ -362,7 +366,7 @@ def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str
     try:
         prompt, plain = render(asked, True), render(asked, False)
         turn, further = render(answered, False), render([*answered, *asked], False)
-    except DataError:  # a template for other conversations; the row itself will show what it does
+    except DataError:  # a template for other conversations; the row itself will show its errors
         return None
     if prompt != plain or prompt is None or turn is None or further is None:
         return None

@@ -1,6 +1,6 @@
-"""A dataset of prompts: read once, checked whole, kept in memory.
+"""A dataset of prompts: read once, checked completely, kept in memory.
 
-Every row of the file is served, too long, or quarantined with file, line and reason. More than a few bad rows are an
+Every row of the file is served, too long, or quarantined with file, line and reason. More than a few bad rows raise an
 error, because then the file or a key is wrong.
 
 Invariants
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024
 NUM_NAMED = 5
-"""Bad rows named in a message; all are in `quarantined`."""
+"""Bad rows listed in a message; `quarantined` has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Names of the columns."""
+    """The names of the columns."""
 
     prompt: str
     label: str | None
@@ -61,7 +61,7 @@ class _Keys:
 
 
 class PromptDataset:
-    """Usable rows by index, with an account of the others."""
+    """Usable rows by index, and the counts of the other rows."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PromptDataset:
         return replace(self._rows[row], prompt_tokens=None if tokens is None else tuple(tokens.tolist()))
 
     def metrics(self) -> dict[str, float]:
-        """`data/*` metrics."""
+        """The `data/*` metrics."""
         return {
             "data/num_rows": len(self),
             "data/num_quarantined": len(self.quarantined),
@@ -129,13 +129,13 @@ class PromptDataset:
         held_out: bool = False,
         images: ImageColumn | None = None,
     ) -> PromptDataset:
-        """Reads files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them) or the data of a scheme, whose
-        columns have names of their own; optional `@[a:b]`.
+        """Reads files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them), or the data of a scheme, which has
+        its own column names. The path may end with a slice `@[a:b]`.
 
         With `apply_chat_template` the prompt (messages, or a string as one user message) becomes text and ids; without
-        it a string is encoded as it is, no token added, and messages stay messages. `allow_control_tokens`: control
-        strings in the data become control tokens (only with the template). `held_out`: as in `read_rows`. `images`: the
-        column of a prompt's images; needs the template.
+        it a string is encoded unchanged, with no token added, and messages stay messages. `allow_control_tokens`:
+        control strings in the data become control tokens (only with the template). `held_out`: as in `read_rows`.
+        `images`: the column of a prompt's images; needs the template.
 
         Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one is
         always allowed, unless it is 0), `ConfigError` for a length limit or template without a tokenizer.
@@ -266,7 +266,7 @@ def _named(quarantined: Sequence[Quarantined]) -> str:
 
 
 def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
-    """Rows within the limit, and the number of others."""
+    """The rows within the limit, and the number of the other rows."""
     if max_prompt_tokens is None:
         return rows, 0
     if any(row.prompt_tokens is None for row in rows):
@@ -283,7 +283,7 @@ def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[li
 
 
 def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
-    """One row of the file. Raises `DataError` if it is malformed."""
+    """Parses one row of the file. Raises `DataError` if it is malformed."""
     if keys.prompt not in value:
         raise DataError(f"no column {keys.prompt!r}; it has {sorted(map(str, value))}")
     if keys.label is not None and keys.label not in value:
@@ -300,7 +300,7 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
     prompt = _checked_prompt(value[keys.prompt], keys.prompt)
     for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
         try:
-            json.dumps(part, sort_keys=True)  # as for the fingerprint; parquet can hold bytes and dates
+            json.dumps(part, sort_keys=True)  # the fingerprint needs JSON, but parquet can hold bytes and dates
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name} is not JSON: {error}") from error
     return PromptRow(prompt, None, label, metadata, source)
@@ -332,7 +332,7 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
             raise DataError(f"message {i} of {key!r} must be an object with a role; got {repr(message)[:80]}")
         if not isinstance(message.get("content"), str | list | None) or not {"content", "tool_calls"} & set(message):
             raise DataError(f"message {i} of {key!r} must have content (text or parts); got {repr(message)[:80]}")
-        # Parquet fills every message with every column; templates check whether a key exists.
+        # Parquet fills every message with every column, but templates check whether a key exists.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages
 
@@ -340,14 +340,14 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
 def load_prompts(
     args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None, images: ImageColumn | None = None
 ) -> PromptDataset | None:
-    """The training prompts of `--prompt-data`, if given. Raises what `PromptDataset.load` raises."""
+    """The training prompts of `--prompt-data`, if given. Raises like `PromptDataset.load`."""
     if args.prompt_data is None:
         return None
     return _load(args.prompt_data, args, tokenizer, max_prompt_tokens, images)
 
 
 def load_held_out(config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> PromptDataset:
-    """The prompts of an evaluation dataset. Raises what `PromptDataset.load` raises."""
+    """The prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
     return _load(config.path, config, tokenizer, config.max_prompt_len, images, held_out=True)
 
 

@@ -1,9 +1,9 @@
-"""Checks the first rows of a data set before any process starts: is one of them usable?
+"""Checks the first rows of a data set before any process starts: at least one of them must be usable.
 
-A wrong column or format, a template that refuses the messages, a limit that every prompt exceeds: such mistakes concern
-the whole file and show in its first rows. Reading those takes a fraction of a second; the run would find out after it
-has started engines and trainers. Single bad rows are the business of `dataset`. What a user's class or function
-replaces (the source of prompts, the rendering of messages, grading) is not checked.
+A wrong column or format, a template that refuses the messages, a limit that every prompt exceeds: such mistakes affect
+the whole file and show in its first rows. Reading those takes a fraction of a second; otherwise the run would fail only
+after it has started engines and trainers. `dataset` handles single bad rows. Steps that a user's class or function
+replaces (the source of prompts, the rendering of messages, grading) are not checked.
 
 Invariants
 1. A usable data set is never refused: it passes as soon as one of its first `MOST_ROWS` rows is usable, and a row that
@@ -39,14 +39,14 @@ from slime.settings.groups.reward import GRADERS
 from slime.settings.rules import engine_context, own_lengths
 
 MOST_ROWS = 5000
-"""Rows to read before the data set is refused."""
+"""The most rows to read before the data set is refused."""
 CHUNK = 64
-"""Rows per call of the tokenizer, when their prompts may be too long."""
+"""Rows per call of the tokenizer, if their prompts may be too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What makes a row usable."""
+    """The requirements for a usable row."""
 
     name: str
     """The data set's name in messages: `prompt_data`, `evaluation data NAME`."""
@@ -60,21 +60,21 @@ class Look:
     """The prompt is rendered when the data is read."""
     template_kwargs: Mapping[str, Any]
     conversations: bool = False
-    """Rows are conversations to learn from, rendered later."""
+    """Rows are conversations to learn from, which are rendered later."""
     takes_messages: bool = False
     """Messages may stay messages, because the user's function renders them."""
     grader: str | None = None
     """The grader, if it needs a label."""
     row_limit: str = ""
-    """Setting and value of the limit on prompts; empty without one."""
+    """Setting and value of the limit on prompts; empty without a limit."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are left out, or refused by engines."""
+    """Longer prompts are dropped, or refused by engines."""
     limit: str = ""
-    """What sets that limit, in words."""
+    """The source of that limit, in words."""
 
 
 def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | None:
-    """The problem of a checkpoint that must render messages. `because`: the setting that wants it."""
+    """The problem of a checkpoint that must render messages, or None. `because`: the setting that requires it."""
     if not checkpoint.has_tokenizer:
         return (
             f"got hf_checkpoint {checkpoint.folder}, which holds no tokenizer (tokenizer.json); do: fetch all files of "
@@ -89,7 +89,7 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
 
 
 def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
-    """Why no row of the data set is usable; None as soon as one is. `checkpoint`: has the template."""
+    """Why no row of the data set is usable; None as soon as one is. `checkpoint`: the template's source."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
@@ -118,7 +118,7 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
 
 
 _Form = tuple[str | None, Spelling | None]
-"""What keeps a template from fine-tuning, and the spelling that it reads; None if unknown."""
+"""The template's problem with fine-tuning, and its spelling; None if unknown."""
 
 
 def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
@@ -185,7 +185,7 @@ def _columns(raw: RawRow) -> str:
 def _check_conversation(
     look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
 ) -> None:
-    """Raises `DataError` if fine-tuning cannot use the row."""
+    """Raises `DataError` if the row cannot be used for fine-tuning."""
     messages = conversation_of(row.prompt, row.label, rendered=look.template)
     if look.template or messages is None:
         got = "rendered prompts (--apply-chat-template)" if look.template else f"text in {look.input_key!r}"
@@ -212,7 +212,7 @@ def _check_conversation(
 def _shortest_too_long(
     look: Look, checkpoint: CheckpointTemplate | None, texts: list[tuple[int, str]], num_rows: int
 ) -> str | None:
-    """Counts the tokens of usable rows, short texts first, until one fits; the problem if all are too long."""
+    """Counts the tokens of usable rows, shortest texts first, until one fits. The problem if all are too long."""
     least: int | None = None
     shortest_first = [text for _, text in sorted(texts)]
     for start in range(0, len(texts), CHUNK):
@@ -233,7 +233,7 @@ def _unreadable(look: Look, error: ConfigError | DataError) -> str:
     if path.suffix == ".csv":
         try:
             file, *_ = files_of(look.path)
-        except ConfigError:  # the file has just gone
+        except ConfigError:  # the file was just deleted
             file = path
         out = file.with_suffix(".parquet").name
         command = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{file}'), '{out}')"
@@ -254,7 +254,7 @@ def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> Check
 
 
 def data_problems(args: Args) -> list[str]:
-    """The problem of each data set that cannot work."""
+    """The problem of each data set that has no usable row."""
     looks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
     looks += [_held_out(args, one) for one in eval_datasets(args)]
     return list(dict.fromkeys(_problems(args, looks)))
@@ -276,7 +276,7 @@ def _problems(args: Args, looks: list[Look]) -> Iterator[str]:
 
 
 def _made_rows(look: Look) -> str | None:
-    """The problem of a scheme's rows. They are not made here; the settings check their name."""
+    """The problem with a scheme's rows, which are not made here. The settings check the scheme's name."""
     found = scheme_of(look.path)
     if found is None or not found[0].makes_messages(found[1]):
         return None
@@ -342,12 +342,12 @@ def _needs_label(rm_type: str | None) -> str | None:
     """The grader's name, if it needs a label."""
     try:
         return rm_type if rm_type and load_object(GRADERS).get(rm_type).needs_label else None
-    except ConfigError:  # a rule of the settings reports it
+    except ConfigError:  # a settings rule reports it
         return None
 
 
 def _of_engines(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
-    """The longest prompt that an engine takes, and the reason."""
+    """The longest prompt that an engine accepts, and the reason for the limit."""
     context = engine_context(args)
     if context is None or max_context_len is not None:  # answers are shortened to fit
         return (None if context is None else context - 1), "the model's context"

@@ -1,10 +1,10 @@
-"""Images of a data set's rows: found in their column, put into messages, counted, and kept in the run's folder.
+"""Images of a data set's rows: read from their column, put into messages, counted, and stored in the run's folder.
 
 An image is bytes (or {"bytes", "path"}, as in parquet files of Hugging Face datasets), base64 in a data URI, or a path
 relative to the data's folder. Nothing is downloaded.
 
 Invariants
-1. An image is decoded once, here: what is kept, sent to engines and seen by the trainer is the same RGB pixels.
+1. An image is decoded once, here: storage, engines and trainer get the same RGB pixels.
 2. A prompt has one placeholder per image, expanded to as many ids as its image takes; any other text that spells a
    placeholder is ordinary text (`slime.data.chat`).
 """
@@ -28,7 +28,7 @@ MARK = "<image>"
 
 
 class Counts(Protocol):
-    """A model's image processor, as far as it is needed here."""
+    """The part of a model's image processor that is needed here."""
 
     @property
     def token_id(self) -> int: ...
@@ -39,7 +39,7 @@ class Counts(Protocol):
 class RowImages:
     digests: tuple[str, ...]
     num_tokens: tuple[int, ...]
-    """[N] placeholder ids of each."""
+    """[N] placeholder ids of each image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ImageColumn:
     kept: ImageFolder
 
     def read(self, value: Mapping[str, Any], folder: Path) -> RowImages:
-        """Reads and keeps the images of a row. `folder`: of its file. Raises `DataError` for anything else."""
+        """Reads and stores the images of a row. `folder`: that of its file. Raises `DataError` for anything else."""
         if self.column not in value:
             raise DataError(f"no column {self.column!r}; it has {sorted(map(str, value))}")
         found = value[self.column]
@@ -79,7 +79,7 @@ class ImageColumn:
 
 
 def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """The prompt as messages with a content part for each `<image>`. Raises `DataError` if their number differs."""
+    """The prompt as messages with a content part for each `<image>`. Raises `DataError` if the counts differ."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))
@@ -100,7 +100,7 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
                 return content, size
             out = io.BytesIO()
             image.convert("RGB").save(out, "PNG", compress_level=1)
-    except Exception as error:  # decoders raise anything on a damaged file
+    except Exception as error:  # decoders may raise anything on a damaged file
         raise DataError(
             f"{len(content)} bytes that PIL cannot read as an image ({type(error).__name__}: {error})"
         ) from error

@@ -1,22 +1,22 @@
-"""Which samples each data-parallel rank trains in which micro-batch of which optimizer step.
+"""The schedule: which data-parallel rank trains which samples, in which micro-batch of which optimizer step.
 
 Pure and deterministic: every rank computes the schedule from the same whole batch and reads its own part.
 
 Invariants
 1. Every sample position occurs exactly once in the whole schedule. Nothing is dropped, repeated or padded.
-2. A step has `global_batch_size` executions or, with `num_steps`, a share of them that differs by at most one between
+2. A step has `global_batch_size` executions or, with `num_steps`, a share that differs by at most one between
    steps. All samples of an execution (fan-out siblings) are in one step.
-3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch
-   is empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
-4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is one longer
-   sample. Balancing by cost keeps this limit, because memory depends on tokens.
+3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch is
+   empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
+4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
+   longer sample. Balancing by cost keeps this limit, because memory depends on tokens.
 5. Without `balance` and shared prefixes a rank sees its samples in batch order.
-6. With `balance` each rank runs its micro-batches from the most to the least expensive, and those that run side by side
-   are neighbours in cost: no micro-batch costs less than one that any rank runs later.
+6. With `balance` each rank runs its micro-batches from the most to the least expensive, and those that run at the same
+   time have similar costs: no micro-batch costs less than one that any rank runs later.
 
 Samples that share a prefix (`slime.data.shared_prefixes`) form a bundle, which counts shared tokens once and goes into
-one micro-batch. It is split if there are too few micro-batches for a multiple, or, when samples are counted, at the end
-of a full micro-batch.
+one micro-batch. A bundle is split if there are too few micro-batches for a multiple, or, when samples are counted, at
+the end of a full micro-batch.
 
 Otherwise groups are not kept together: a step boundary may separate the executions of one prompt. Advantages come from
 the whole batch, so only the step's own denominators depend on the boundary, and steps of even size matter more. Groups
@@ -41,7 +41,7 @@ MicroBatch = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
-    """[dp_rank][micro_batch] -> sample positions; as many micro-batches on each rank, some perhaps empty."""
+    """[dp_rank][micro_batch] -> sample positions. Each rank has the same number of micro-batches; some may be empty."""
     num_executions: int
     """Executions of the step over all ranks: the denominator of the default loss aggregation."""
 
@@ -94,10 +94,10 @@ def build_schedule(
 
     `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
     with equal counts; Michiels et al. 2003, "balanced largest differencing") by `cost_S`, the cost of each sample in
-    any unit, such as `FlopsModel.forward`; by tokens without it.
+    any unit, such as `FlopsModel.forward`; without it, by tokens.
 
-    `prefixes`: which samples share how many tokens, if sharing is on. `prefix_cost`: the cost of so many shared tokens,
-    in the unit of `cost_S`.
+    `prefixes`: the shared prefixes of the samples, if sharing is on. `prefix_cost`: the cost of a number of shared
+    tokens, in the unit of `cost_S`.
 
     A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if the executions do not
     divide into whole steps (samples would have to be dropped) or a size is impossible, `DataError` on malformed input.
@@ -176,12 +176,12 @@ class _Bundle:
 
     positions: tuple[int, ...] = ()
     tokens: int = 0
-    """Shared tokens count once."""
+    """Each shared token counts once."""
     read: int = 0
-    """Keys of all samples per rank."""
+    """Keys that a rank reads for all samples."""
     cost: float = 0.0
     room: int = 0
-    """Its share of a micro-batch, in the unit of `cap`."""
+    """The part of a micro-batch that it fills, in the unit of `cap`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class _Bundling:
     prefix_cost: Callable[[int], float]
 
     def of(self, positions: Sequence[int]) -> list[_Bundle]:
-        """Each sample joins the bundle of its group with which it shares most, among those with room for it."""
+        """Adds each sample to the bundle of its group that has room and shares the longest prefix with it."""
         bundles: list[_Bundle] = []
         of_group: dict[int, list[int]] = {}
         for position in positions:
@@ -231,20 +231,20 @@ class _Bundling:
             return _Bundle(positions, cost=cost, room=len(positions))
         own = self.tokens_S[position] - shared
         tokens, read = bundle.tokens + own, bundle.read + self._keys(own, shared)
-        # `MOST_READ` limits the keys of a rank, `cap` the tokens of all ranks; the share of each limit counts.
+        # `MOST_READ` limits the keys of a rank, `cap` the tokens of all ranks; the larger share of its limit counts.
         most = math.ceil(read * self.cp_size / MOST_READ)
         room = max(tokens, most) if len(positions) > 1 else min(tokens, self.cap)
         return _Bundle(positions, tokens, read, cost, room)
 
     def _keys(self, own: int, shared: int) -> int:
         """Keys of a rank for a sample with `own` tokens after `shared` ones. A context-parallel rank has two chunks
-        (the first and the last, the second and the last but one, ...), and each sees all tokens before its end.
+        (the first and the last, the second and the second to last, ...), and each sees all tokens before its end.
         """
         return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
 
 
 _Bin = list[_Bundle]
-"""A micro-batch in the making."""
+"""A micro-batch under construction."""
 
 
 def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
@@ -252,7 +252,7 @@ def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
     bins: list[_Bin] = []
     loads: list[int] = []
     smallest = min(b.room for b in bundles)
-    open_bins: list[int] = []  # without full ones: linear time for equal samples
+    open_bins: list[int] = []  # excludes full bins: linear time for equal samples
     for bundle in bundles:
         chosen = next((i for i in open_bins if loads[i] + bundle.room <= cap), len(bins))
         if chosen == len(bins):
@@ -272,7 +272,7 @@ def _bins_of(positions: Sequence[int], bundling: _Bundling) -> list[_Bin]:
 
 
 def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
-    """Fills bins of counted samples in order; as few as possible, so a bundle may continue in the next bin."""
+    """Fills as few bins as possible by number of samples, in order, so a bundle may continue in the next bin."""
     bins: list[_Bin] = []
     room = 0
     for bundle in bundles:
@@ -288,8 +288,8 @@ def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
 
 
 def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_Bin]:
-    """Splits the most expensive bins until their number is a multiple: first bins of several bundles, then bundles.
-    Adds empty bins only if nothing is divisible.
+    """Splits the most expensive bins until their number is a multiple: first bins with several bundles, then bundles.
+    Adds empty bins only if nothing can be split.
     """
     bins = [list(b) for b in bins]
     while len(bins) % multiple:
@@ -308,7 +308,7 @@ def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_
 def _evened(bins: list[_Bin], cap: int) -> list[_Bin]:
     """Rearranges the bundles by cost: the most expensive first, each into the cheapest bin with room.
 
-    Returns `bins` if a bundle finds no room, or if the most expensive bin would cost more.
+    Returns `bins` unchanged if a bundle finds no room, or if the most expensive bin would cost more.
     """
     out: list[_Bin] = [[] for _ in bins]
     loads = [0] * len(bins)
@@ -338,7 +338,7 @@ def _costs_of(bins: Sequence[_Bin]) -> list[float]:
 
 
 def _even_split(costs: Sequence[float]) -> int:
-    """Where to split at least two costs so that the more expensive side costs least."""
+    """The index at which to split at least two costs so that the more expensive side costs least."""
     total, left, best, best_cost = sum(costs), 0.0, 1, sum(costs)
     for at, one in enumerate(costs[:-1], start=1):
         left += one
@@ -349,7 +349,7 @@ def _even_split(costs: Sequence[float]) -> int:
 
 
 def _assign(bins: list[_Bin], dp_size: int, balance: bool) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Deals the bins (a multiple of `dp_size`) to the ranks, the same number to each."""
+    """Distributes the bins (a multiple of `dp_size`) to the ranks, the same number to each."""
     micro_batches = [tuple(sorted(p for one in b for p in one.positions)) for b in bins]
     if not balance:
         return tuple(tuple(micro_batches[rank::dp_size]) for rank in range(dp_size))

@@ -1,18 +1,18 @@
-"""Packing: sequences of unequal length laid end to end in one row, with what the trainer needs to split it.
+"""Packing: sequences of unequal length laid end to end in one row, with the indices to take the row apart again.
 
 A token at index `t` of a sequence is *predicted* at index `t - 1`: every per-token quantity of the loss (mask, rollout
-log-prob, advantage) belongs to the predicting position, where the model's output for it is.
+log-prob, advantage) belongs to the predicting position, at which the model outputs it.
 
-Samples may share a prefix (`slime.data.shared_prefixes`). Then a sequence of the row is the part of a sample that no
-sample before it has.
+Samples may share a prefix (`slime.data.shared_prefixes`). Then a sequence of the row holds only the tokens that a
+sample does not share with an earlier one.
 
 Invariants
 1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.
 2. A position id is a token's index in its sample, so it restarts in every sequence: at 0, or after the shared tokens.
 3. Padding of the row is a trailing sequence; padding of a sequence (`pad_each_to`) follows its end. Neither predicts a
    response token, and by causality no real token sees them.
-4. `response_positions` has duplicates only for tokens that samples share; without these, scattering then gathering
-   gives back exactly what went in.
+4. `response_positions` has duplicates only for tokens that samples share; without duplicates, scattering and then
+   gathering is the identity.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from slime.data.shared_prefixes import NOTHING, Shared
 
 Int64s = npt.NDArray[np.int64]
 PAD_TOKEN = 0
-"""Filler id; never trained or attended to, so any id would do."""
+"""Filler id; never trained or attended to, so any id works."""
 _NONE = np.zeros(0, np.int64)
 _ID_BITS = 32
-"""Bits of the token id in a pair of position and token."""
+"""The number of bits for the token id in a combined (position, token) number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class PackedBatch:
     target_tokens: Int64s
     """[R_total] response tokens, sample by sample."""
     response_positions: Int64s
-    """[R_total] the position that predicts each of them."""
+    """[R_total] the position that predicts each response token."""
     token_rows: tuple[Int64s, ...]
-    """[N] of [T_s]: place in the row of each token of a sample."""
+    """N arrays [T_s]: the position in the row of each token of a sample."""
     num_shared: tuple[int, ...]
-    """[N] tokens that each sample shares with one before it; they are outside its own sequence."""
+    """[N] tokens that each sample shares with an earlier one; its own sequence does not contain them."""
 
     @property
     def prefixes(self) -> tuple[Int64s, ...] | None:
@@ -66,10 +66,10 @@ class PackedBatch:
         return *own, *[_NONE] * (len(self.cu_seqlens) - 1 - len(own))
 
     def questions(self) -> tuple[Int64s, Int64s, Int64s | None]:
-        """(positions [U], tokens [U], answers [R_total] or None): each question asks for a token at a position, and
-        `answers` is the question of each response token; None: each has its own, in order.
+        """(positions [U], tokens [U], answers [R_total] or None).
 
-        Shared response tokens have one question.
+        Each question asks for the log-prob of a token at a position. `answers` is the index of the question for each
+        response token; None: one question per response token, in order. Shared response tokens have one question.
         """
         if not any(self.num_shared):
             return self.response_positions, self.target_tokens, None
@@ -88,9 +88,9 @@ def pack(
     """Lays samples end to end: each padded to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
 
     Under context parallelism `pad_each_to` is twice its size. Under sequence parallelism a rank's part of the row must
-    be divisible by the tensor-parallel size. `shared`: what each sample shares with one before it; None: nothing.
-    Without samples the row is a dummy: one padding sequence and N = 0. Raises `DataError` for a sample without tokens,
-    or without a token before its response.
+    be divisible by the tensor-parallel size. `shared`: the tokens that each sample shares with an earlier one; None:
+    nothing is shared. Without samples the row is a dummy: one padding sequence and N = 0. Raises `DataError` for a
+    sample without tokens, or without a token before its response.
     """
     if pad_to_multiple < 1 or pad_each_to < 1:
         raise ConfigError(f"got pad_to_multiple={pad_to_multiple}, pad_each_to={pad_each_to}; they must be at least 1")

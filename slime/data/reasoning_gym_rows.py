@@ -22,9 +22,9 @@ from slime.core.errors import ConfigError
 from slime.core.text import nearest
 
 HELD_OUT_OF = 4
-"""One question in this many is held out."""
+"""One in this many questions is held out."""
 MOST_ROUNDS = 7
-"""How often the number of drawn entries is doubled before a task counts as too small."""
+"""The number of drawn entries is doubled this many times before a task counts as too small."""
 
 
 def is_held_out(question: str) -> bool:
@@ -34,7 +34,7 @@ def is_held_out(question: str) -> bool:
 
 def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The requested rows. Raises `ConfigError`, whose message follows "got NAME, "."""
-    _import_when_used("cellpylib")  # it imports matplotlib: half of the start, for one task
+    _import_when_used("cellpylib")  # it imports matplotlib, which doubles the start-up time for a single task
     from reasoning_gym.factory import DATASETS, create_dataset
 
     name, size, split = request["task"], int(request["size"]), request["split"]
@@ -56,7 +56,7 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     found.append(entry)
                 if len(found) == size:
                     return (_row(name, settings, one, system) for one in found)
-        except Exception as error:  # tasks check by assertions, and their generators raise anything
+        except Exception as error:  # tasks use assertions as checks, and their generators raise anything
             said = f"{type(error).__name__}: {error}"
             raise ConfigError(f"but the task refuses it ({said}); do: correct its settings") from error
         num_drawn *= 2
@@ -67,7 +67,7 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _import_when_used(name: str) -> None:
-    """Makes the first use of the module import it."""
+    """Delays the import of the module until its first use."""
     spec = importlib.util.find_spec(name)
     if name in sys.modules or spec is None or spec.loader is None:
         return
@@ -77,7 +77,7 @@ def _import_when_used(name: str) -> None:
 
 
 def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's settings, with tuples where its defaults are tuples. Raises `ConfigError` for an unknown one."""
+    """The task's settings, with tuples where its defaults are tuples. Raises `ConfigError` for an unknown setting."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("size", "seed")}
     out = {}
     for name, value in given.items():
@@ -112,7 +112,7 @@ def _row(name: str, settings: Mapping[str, Any], entry: Mapping[str, Any], syste
 def main() -> None:
     """Answers one request."""
     out, request = sys.stdout, json.load(sys.stdin)
-    with contextlib.redirect_stdout(io.StringIO()):  # some tasks print
+    with contextlib.redirect_stdout(io.StringIO()):  # some tasks print to stdout
         try:
             lines = [json.dumps({"row": row}) for row in rows(request)]
         except ConfigError as error:

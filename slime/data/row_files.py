@@ -1,8 +1,8 @@
 """Raw rows of a data set: from jsonl (plain or .zst) and parquet files, or made by a scheme; with `@[a:b]` slices.
 
 Invariants
-1. A slice counts the rows of all its files (non-blank lines), good and bad alike, with Python's meaning of negatives.
-2. Every selected row comes out exactly once, as a value or as an error.
+1. A slice counts the rows of all its files (non-blank lines), good and bad alike; negative indices are as in Python.
+2. Every selected row is yielded exactly once, as a value or as an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.settings.data_files import count_file_rows, files_of, open_lines, sch
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row: its value, or why it could not be read."""
+    """One row: its value, or the reason why it could not be read."""
 
     file: str
     """Name of the file or of the scheme's data."""
@@ -33,8 +33,8 @@ class RawRow:
 def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
     """The rows of a data set (`slime.settings.data_files`), or of its slice, in order.
 
-    `held_out`: not for training, which matters to schemes. Raises `ConfigError` for an unknown name or kind of file,
-    `DataError` for a broken file.
+    `held_out`: the rows are not for training; only schemes use this. Raises `ConfigError` for an unknown name or kind
+    of file, `DataError` for a broken file.
     """
     name, rows = split_spec(spec)
     found = scheme_of(spec)
@@ -48,14 +48,14 @@ def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
 
 
 def _read_files(files: list[Path], rows: slice) -> Iterator[RawRow]:
-    """Each file's part of a slice over all files."""
+    """Yields each file's part of a slice over all files."""
     if len(files) == 1 or rows == slice(None):
         for path in files:
             yield from _read_file(path, rows)
         return
     try:
         sizes = [count_file_rows(path) for path in files]
-    except Exception as error:  # zstandard and pyarrow raise their own kinds
+    except Exception as error:  # zstandard and pyarrow have their own errors
         raise DataError(f"got unreadable {files[0].parent}: {type(error).__name__}: {error}") from error
     start, stop, _ = rows.indices(sum(sizes))
     for path, size in zip(files, sizes, strict=True):
@@ -79,14 +79,14 @@ def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
     try:  # a slice from the start does not read the whole file
         for n, text in itertools.islice(lines, rows.start, rows.stop) if from_the_start else list(lines)[rows]:
             yield _parse_line(path.name, n, text)
-    except Exception as error:  # zstandard raises its own kinds
+    except Exception as error:  # zstandard has its own errors
         raise DataError(f"got unreadable {path}: {type(error).__name__}: {error}") from error
 
 
 def _parse_line(file: str, line: int, text: bytes) -> RawRow:
     try:
         value = json.loads(text.decode("utf-8-sig" if line == 1 else "utf-8"), parse_constant=_refuse_constant)
-        if b"\\u" in text:  # refuses half a surrogate pair, which no tokenizer can encode
+        if b"\\u" in text:  # rejects half a surrogate pair, which no tokenizer can encode
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         return RawRow(file, line, None, f"not valid JSON: {error}")

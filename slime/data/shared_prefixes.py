@@ -1,13 +1,13 @@
-"""Shared prefixes: samples of one prompt begin alike, and a row computes their common tokens once.
+"""Shared prefixes: samples of one prompt begin with the same tokens, and a row computes these once.
 
-A sample adds to its row only what no earlier sample of its group has in that row, so the row is the tree of the group's
-prefixes: the prompt is in it once, and so is a turn that several samples share. What was computed for a token is valid
-for every sample that contains it, because no token sees later ones.
+A sample adds to its row only the tokens that no earlier sample of its group has in that row. So the row is the tree of
+the group's prefixes: it contains the prompt once, and so each turn that several samples share. The result for a token
+is valid for every sample that contains it, because no token sees later ones.
 
 Invariants
 1. Tokens are shared only if everything that a forward pass reads of them, and of all tokens before them, is equal.
-2. The last token of a sample is never shared, so that no sample vanishes from its row.
-3. Only samples of one group share.
+2. The last token of a sample is never shared, so that each sample has a sequence in its row.
+3. Only samples of one group share tokens.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ import numpy.typing as npt
 from slime.core.batch import Elsewhere, TrainSample
 
 LEAST_SHARED = 16
-"""Fewer tokens are not worth sharing, because the keys of a row with shared tokens are copied."""
+"""Shorter prefixes are not worth sharing, because the keys of a row with shared tokens are copied."""
 MOST_READ = 8
-"""Most keys of a rank, as a multiple of its limit of tokens. Keys are copied for each sample that sees them: few copies
-to save memory, but enough to reduce the computation to an eighth."""
+"""The most keys of a rank, as a multiple of its token limit. Keys are copied for each sample that sees them. This limit
+bounds the memory for copies, but still allows an eightfold reduction of the computation.
+"""
 
 Tokens = npt.NDArray[np.int32]
 Record = npt.NDArray[Any] | Elsewhere
-"""[at most T - 1, ...] the experts of a sample's tokens; nothing is recorded beyond its end."""
+"""[at most T - 1, ...] the experts of a sample's tokens; later tokens have no record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a sample of a row shares with an earlier one."""
+    """The prefix that a sample of a row shares with an earlier one."""
 
     source: int
-    """Number of that sample in the row; -1 if there is none."""
+    """Index of the earlier sample in the row; -1 without one."""
     num_tokens: int
     """Length of the common prefix."""
 
@@ -52,7 +53,7 @@ class Prefixes:
     tokens_S: Sequence[Tokens]
     group_S: Sequence[int]
     record_S: Sequence[Record] | None = None
-    """None: the experts of a token follow from the tokens before it."""
+    """None: the tokens before a token determine its experts."""
     least: int = LEAST_SHARED
     """Shorter prefixes are not shared."""
 
@@ -63,7 +64,7 @@ class Prefixes:
         return cls([s.tokens for s in samples], [s.group_index for s in samples], records if replays else None)
 
     def longest(self, position: int, others: Sequence[int]) -> Shared:
-        """The longest prefix that a sample shares with one of `others` (indexed by `source`); the first of equals."""
+        """The longest prefix that a sample shares with one of `others`, which `source` indexes; the first of equals."""
         own, best = self.tokens_S[position], NOTHING
         for place, other in enumerate(others):
             tokens = self.tokens_S[other]
@@ -78,7 +79,7 @@ class Prefixes:
         return best
 
     def _alike(self, position: int, other: int, common: int) -> int:
-        """How many of the first `common` tokens also have equal experts."""
+        """How many of the first `common` tokens have equal experts, too."""
         if self.record_S is None:
             return common
         a, b = (_comparable(self.record_S[p])[:common] for p in (position, other))
@@ -87,7 +88,7 @@ class Prefixes:
         return common if alike == len(a) == len(b) else alike
 
     def of_row(self, positions: Sequence[int]) -> tuple[Shared, ...]:
-        """What each sample of a row shares with an earlier one."""
+        """For each sample of a row, the prefix that it shares with an earlier one."""
         return tuple(self.longest(position, positions[:place]) for place, position in enumerate(positions))
 
 
@@ -95,19 +96,19 @@ _NO_RECORD = np.zeros(0, np.uint64)
 
 
 def _comparable(record: Record) -> npt.NDArray[Any]:
-    """[rows, ...] for comparing rows; for a remote record its digests, so that it need not be fetched."""
+    """[rows, ...] comparable rows; digests for a remote record, so that it need not be fetched."""
     if isinstance(record, np.ndarray):
         return record
     return np.asarray(record) if record.digests is None else record.digests
 
 
 def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Whether more than `known` tokens can be equal; compares one of them."""
+    """Whether more than `known` tokens can be equal; compares only one token."""
     return known < min(len(a), len(b)) and bool(a[known] == b[known])
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Length of the common prefix of two arrays of one length."""
+    """Length of the common prefix of two arrays of equal length."""
     if not len(a):
         return 0
     differs = (a != b).any(axis=tuple(range(1, a.ndim)))

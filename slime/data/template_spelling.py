@@ -1,15 +1,15 @@
 """Rewrites conversations into the spelling that a chat template reads.
 
-Data sets write one thing in several ways: a thought in `reasoning_content`, in `thinking` or within the content; the
-arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. A template reads
-one of them, and fails at the others or leaves them out silently. Some write one call per turn, some leave out thoughts
-or tools. `Spelling.of` finds that out once per template, from conversations of two messages.
+Data sets write the same content in several ways: a thought in `reasoning_content`, in `thinking` or within the content;
+the arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. A template
+reads one of these spellings, and fails at the others or silently leaves them out. Some write one call per turn, some
+leave out thoughts or tools. `Spelling.of` finds out once per template, by rendering conversations of two messages.
 
 Invariants
-1. A message keeps everything that the template writes. What it leaves out is named (`Spelled.left_out`), and is never a
-   call or an answer.
+1. A message keeps everything that the template writes. Content that the template leaves out is listed
+   (`Spelled.left_out`), and is never a call or an answer.
 2. Calls of one message are spread over several only if the template writes fewer per turn, each after the results of
-   those before it, as the model would have made them.
+   the calls before it, as the model would have made them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.core.errors import DataError
 Message = Mapping[str, Any]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which data sets keep reasoning; a template reads at most one of them."""
+"""Fields in which data sets store reasoning; a template reads at most one of them."""
 _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"separators": (",", ":")},
@@ -38,10 +38,10 @@ _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def unsaid(message: Message, turn: str) -> list[str]:
-    """Names of what the message says and its turn does not: reasoning, content, calls, arguments of calls.
+    """The parts of a message that are missing in its turn: reasoning, content, calls, arguments of calls.
 
-    A row with any would train the model to say less. They are searched in this order, each after the one before, so a
-    name in the content does not count as a call.
+    Training such a row would teach the model to say less. The parts are searched in this order, each after the previous
+    one, so that a function's name in the content does not count as a call.
     """
     missing: list[str] = []
     at = 0
@@ -67,7 +67,7 @@ def unsaid(message: Message, turn: str) -> list[str]:
 
 
 def functions(entries: Any) -> list[Mapping[str, Any]]:
-    """Tools or calls, without the `function` level if they have it."""
+    """Tools or calls, with the `function` level removed if present."""
     return [e.get("function", e) for e in entries or () if isinstance(e, Mapping)]
 
 
@@ -89,7 +89,7 @@ def _content(message: Message) -> list[str]:
 
 
 def _texts(content: Any) -> list[str]:
-    """Content is a text, or a list of parts, some of which are texts."""
+    """The texts of a content, which is a text or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
@@ -99,14 +99,14 @@ def _texts(content: Any) -> list[str]:
 
 
 def _end_of_arguments(arguments: Any, turn: str, start: int) -> int | None:
-    """Where the arguments end that stand in the turn from `start` on; None if some are missing."""
+    """The end position of the arguments in `turn`, searched from `start` on; None if some are missing."""
     spellings = [arguments] if isinstance(arguments, str) else list(_spellings(arguments or {}))
     ends = [turn.find(text, start) + len(text) for text in spellings if text in turn[start:]]
     if ends:
         return min(ends)
     if not isinstance(arguments, Mapping):
         return None if arguments else start
-    if arguments and str(dict(arguments)) in turn[start:]:  # pasted as a Python object, not as JSON
+    if arguments and str(dict(arguments)) in turn[start:]:  # pasted as a Python object instead of JSON
         return None
     end = start
     for key, value in arguments.items():
@@ -128,7 +128,7 @@ def _end_of_leaf(leaf: Any, turn: str, start: int) -> int | None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The keys and values inside, since a template may write an object in any layout."""
+    """Yields the keys and values inside, because a template may write an object in any layout."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)
@@ -152,7 +152,7 @@ def decoded(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:  # the model wrote other text
+    except ValueError:  # the model wrote text that is not JSON
         return arguments
     return value if isinstance(value, dict) else arguments
 
@@ -167,9 +167,9 @@ Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str | None]
 complaint."""
 
 MASK_KEYS = ("step_loss_mask", "weight")
-"""`0` in an assistant message: context only, not trained. `weight` is from OpenAI's fine-tuning files."""
+"""`0` in an assistant message makes it context that is not trained. `weight` comes from OpenAI's fine-tuning files."""
 REASONING, WORDS, TOOLS = "reasoning", "words beside a call", "tools"
-"""What templates may leave out."""
+"""The kinds of content that templates may leave out."""
 THOUGHT_BEGINS, THOUGHT_ENDS = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
 """The end of a generation prompt that begins, or ends, the model's thought."""
 
@@ -194,50 +194,52 @@ class Calls:
     as_text: bool = False
     """Arguments must be JSON text."""
     by_id: bool = False
-    """The template writes the id of a call for its name, so the id must hold it (Kimi-K2: `functions.NAME:NUMBER`)."""
+    """The template writes a call's id in place of its name, so the id must contain it (Kimi-K2:
+    `functions.NAME:NUMBER`).
+    """
     most: int | None = None
-    """Calls per message; None: any number."""
+    """The most calls per message; None: any number."""
     with_words: bool = True
     """Text may stand beside a call."""
     with_words_and_thought: bool = True
-    """So may text and a thought together."""
+    """Text and a thought may stand beside a call together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
     messages: list[dict[str, Any]]
     rows: list[int]
-    """For each message, the number of its original."""
+    """For each message, the index of its original."""
     left_out: list[frozenset[str]]
-    """For each original message, what the template leaves out."""
+    """For each original message, the kinds of content that the template leaves out."""
     tools: list[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a template reads, and where."""
+    """The spelling that a template reads."""
 
     thought_key: str | None = None
-    """The field from which it takes a thought."""
+    """The field from which the template takes a thought."""
     thought_end: str = ""
-    """What it writes between thought and answer."""
+    """The text that it writes between thought and answer."""
     splits_thoughts: bool = False
-    """It takes thoughts out of the content of earlier turns, so the content is where the model has them."""
+    """It removes thoughts from the content of earlier turns, so thoughts belong in the content."""
     pastes_thoughts: bool = False
-    """It leaves thoughts in the content, although it has a field for them."""
+    """It keeps thoughts in the content, although it has a field for them."""
     begins_thoughts: bool = False
     """Its generation prompt ends with `<think>`."""
     ends_thoughts: bool = False
     """Its generation prompt ends with `</think>`: it asks for an answer without a thought."""
     calls: Calls | None = None
-    """None: it writes no calls."""
+    """None: it does not write calls."""
     reads_developer: bool = False
     reads_bare_tools: bool = False
     """It also writes tools without the `function` level."""
 
     @classmethod
     def of(cls, render: Render) -> Spelling | None:
-        """Found by rendering conversations of two messages; None if `render` does not know the text."""
+        """Finds the spelling by rendering conversations of two messages; None if `render` does not know the text."""
         try:
             return _probed(_Probe(render))
         except _NotKnownError:
@@ -259,7 +261,7 @@ class Spelling:
 
     @property
     def _roles(self) -> Mapping[str, str]:
-        """OpenAI's roles that most templates ignore -> the role to use."""
+        """OpenAI's roles that most templates ignore -> the roles to use."""
         return {"function": "tool"} | ({} if self.reads_developer else {"developer": "system"})
 
     def _message(self, message: Message) -> tuple[dict[str, Any], frozenset[str]]:
@@ -277,9 +279,9 @@ class Spelling:
         return kept, frozenset(left_out)
 
     def _thought(self, message: dict[str, Any]) -> set[str]:
-        """Moves the thought to where the template reads it. Returns what the template leaves out."""
+        """Moves the thought to where the template reads it. Returns the kinds of content that are left out."""
         thoughts = {message[k] for k in REASONING_KEYS if isinstance(message.get(k), str) and message[k].strip()}
-        if len(thoughts) > 1:  # it is unclear which is the thought
+        if len(thoughts) > 1:  # it is unclear which one is the thought
             return set()
         for key in REASONING_KEYS:
             message.pop(key, None)
@@ -328,7 +330,7 @@ def is_trained(message: Message) -> bool:
 
 
 def _joined(content: Any) -> Any:
-    """Joins parts if all are text: some templates write no parts, some write them as Python objects."""
+    """Joins parts if all are text, because some templates ignore parts and some write them as Python objects."""
     if content is None:
         return ""
     if isinstance(content, list | tuple):
@@ -352,7 +354,7 @@ def _call(call: Any, as_text: bool) -> Any:
 
 
 def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[dict[str, Any], int]]:
-    """(message, its number) with at most `form.most` calls per message, followed by their results."""
+    """Yields (message, its index) with at most `form.most` calls per message, followed by their results."""
     most, at = form.most, 0
     while at < len(messages):
         message, row = messages[at], at
@@ -381,14 +383,14 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
 
 
 def _results_of(calls: Sequence[Any], results: Sequence[int], messages: Sequence[Message]) -> list[int]:
-    """Numbers of the tool messages that answer these calls: by id, else in order."""
+    """Indices of the tool messages that answer these calls: by id, otherwise in order."""
     ids = {call.get("id") for call in calls if isinstance(call, Mapping)} - {None}
     by_id = [i for i in results if messages[i].get("tool_call_id") in ids]
     return by_id if len(by_id) == len(calls) else list(results[: len(calls)])
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives calls ids that name their function, counted through the conversation, and results the id of their call."""
+    """Gives each call an id with its function's name and a running number, and each result the id of its call."""
     number = itertools.count()
     waiting: dict[Any, list[str]] = {}
     """Old id -> new ids that still wait for a result."""
@@ -412,7 +414,7 @@ def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _NotKnownError(Exception):
-    """Nothing here knows what the template writes."""
+    """The text that the template writes is unknown."""
 
 
 class _Probe:
@@ -422,7 +424,7 @@ class _Probe:
         self._render = render
 
     def text(self, messages: Sequence[Message], tools: Any = None, *, asked: bool = False) -> str | None:
-        """None if the template refuses them."""
+        """The rendered text; None if the template refuses the messages."""
         try:
             text = self._render(messages, tools, asked)
         except DataError:
@@ -440,7 +442,7 @@ class _Probe:
         return whole[same:]
 
     def says(self, spelling: Spelling, message: Message) -> bool:
-        """Whether the turn of a message, so spelled, says all of it, with a tool in the prompt or without."""
+        """Whether the template writes all of a message in this spelling, with or without a tool in the prompt."""
         (spelled,) = spelling.spell([message]).messages
         turns = [self.turn(spelled, tools) for tools in ([_TOOL], None)]
         return any(turn and not unsaid(message, turn) and _is_even(turn) for turn in turns)
@@ -482,7 +484,7 @@ def _probed(probe: _Probe) -> Spelling:
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
-    """The first form in which a turn has its call. Objects are tried before text, which some templates encode again."""
+    """The first form in which a turn contains its call. Objects come before text, which some templates re-encode."""
     empties: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
     for by_id, empty, as_text in itertools.product((False, True), empties, (False, True)):
         form = Calls(empty=empty, as_text=as_text, by_id=by_id)
@@ -494,7 +496,7 @@ def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
 
 
 def _is_even(turn: str) -> bool:
-    """Whether the text between calls is the same everywhere: DeepSeek-V3 ends a turn of three calls twice."""
+    """Whether the text between calls is always the same: DeepSeek-V3 ends a turn of three calls twice."""
     places = [(turn.find(place), turn.find(place) + len(place)) for place in _PLACES if place in turn]
     between = {re.sub(r"\d", "", turn[end:start]) for (_, end), (start, _) in itertools.pairwise(places)}
     return len(between) < 2

@@ -1,4 +1,4 @@
-"""Data schemes: data sets that have a name and no file, `--prompt-data NAME:REST` (and `--eval-prompt-data`).
+"""Data schemes: data sets with a name instead of a file, `--prompt-data NAME:REST` (and `--eval-prompt-data`).
 
     @SCHEMES.register("my_tasks")
     class MyTasks(DataScheme):
@@ -6,12 +6,12 @@
         def count(self, rest): ...
         def rows(self, rest, *, held_out): ...
 
-One module of this package each: `reasoning_gym` (`rg:`). A slice counts rows as in a file: `NAME:REST@[a:b]`. The
-modules are imported to parse a command line, so they import what makes rows inside functions only.
+Each is one module of this package: `reasoning_gym` (`rg:`). A slice counts rows as in a file: `NAME:REST@[a:b]`.
+Command-line parsing imports the modules, so they import libraries for making rows only inside functions.
 
 Invariants
-1. The same name gives the same rows, in every process: a data cursor in a checkpoint stays valid.
-2. Rows to train (`held_out` False) and held-out rows share no prompt, unless the name itself asks for it.
+1. The same name gives the same rows in every process, so that a data cursor in a checkpoint stays valid.
+2. Training rows (`held_out` False) and held-out rows share no prompt, unless the name itself asks for it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class DataScheme(ABC):
 
     @abstractmethod
     def count(self, rest: str) -> int:
-        """Number of rows, without making any. `rest`: the name after the colon, without a slice."""
+        """Returns the number of rows, without making any. `rest`: the name after the colon, without a slice."""
 
     @abstractmethod
     def rows(self, rest: str, *, held_out: bool) -> Iterator[Mapping[str, Any]]:
-        """Rows with `input` (text or messages), and perhaps `label`, `metadata` and `tools`."""
+        """Yields rows with `input` (text or messages), and optionally `label`, `metadata` and `tools`."""
 
     def makes_messages(self, rest: str) -> bool:
-        """Whether prompts are messages, which need a chat template; answers without making rows."""
+        """Whether prompts are messages, which need a chat template. Makes no rows."""
         return False
 
     def check(self, rest: str, *, held_out: bool) -> None:

@@ -1,17 +1,17 @@
 """`rg:TASK?size=500&seed=1`: a task of reasoning-gym, by its name there.
 
-    size    rows (500)
-    seed    other rows of the same kind (0)
-    split   train, eval or all. Default: train for what is trained, eval for what is held out
+    size    number of rows (500)
+    seed    another seed gives other rows of the same kind (0)
+    split   train, eval or all. Default: train for training data, eval for held-out data
     system  a system prompt of reasoning-gym before each question: default, simple, direct, ... (messages, which need
             --apply-chat-template)
 
 Everything else is a setting of the task (`&min_word_len=3`), as JSON or as plain text.
 
-Rows are made by a child process: importing the library takes a second, some tasks print, and some depend on Python's
-hashing, which is fixed there. The split of a question is a hash of its text: whatever size, seed and settings are,
-what is trained and what is held out have no question in common. A quarter of all questions is held out.
-Grader: `reasoning_gym`, the task's own verifier.
+A child process makes the rows: importing the library takes a second, some tasks print, and some depend on Python's hash
+seed, which is fixed there. The split of a question is a hash of its text, so training and held-out data never share a
+question, for any size, seed and settings. A quarter of all questions is held out. Grader: `reasoning_gym`, the task's
+own verifier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime.data.schemes import SCHEMES, DataScheme
 SPLITS = ("train", "eval", "all")
 CHILD = "slime.data.reasoning_gym_rows"
 LIMIT_S = 600.0
-"""Limit of making rows. Most tasks make thousands per second; some search for each."""
+"""Time limit for making rows. Most tasks make thousands per second; some search for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Task:
     size: int = 500
     seed: int = 0
     split: str | None = None
-    """One of `SPLITS`; None: by the use of the data."""
+    """One of `SPLITS`; None: depends on the use of the data."""
     system: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class ReasoningGym(DataScheme):
         return self._made(rest, held_out=held_out, at_once=True)
 
     def check(self, rest: str, *, held_out: bool) -> None:
-        """Makes one row."""
+        """Makes one row to check the name."""
         list(self._made(rest, held_out=held_out, at_once=False))
 
     def _made(self, rest: str, *, held_out: bool, at_once: bool) -> Iterator[Mapping[str, Any]]:
