@@ -41,7 +41,7 @@ def _hook_of_rewards(s: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(AdvantageEstimator):
-    """Gives each sample one advantage from the rewards of its group, and subtracts the KL to the reference per token."""
+    """Gives each sample one advantage from its group's rewards, and subtracts the KL to the reference per token."""
 
     compares_within_group: ClassVar[bool] = True
 
