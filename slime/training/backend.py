@@ -330,7 +330,7 @@ class MegatronBackend:
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
-            peak = training_peak(self.args, self._context, objective, self._trainable, self.parallel_info, later)
+            peak = training_peak(self._context, objective, self._trainable, self.parallel_info, later)
             self._sleeper.expect_in_training(peak)
 
     def keep_weights(self) -> dict[str, float]:

@@ -106,14 +106,14 @@ class Largest:
 
 
 def training_peak(
-    args: Args, context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo, later_bytes: int
+    context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo, later_bytes: int
 ) -> int:
     """Peak memory of training the policy with the largest micro-batch on this rank's GPU. Rehearses; collective.
 
     `later_bytes`: what the first optimizer step adds. Raises `ConfigError` on every rank, with the number of tokens
     that fits, if the peak exceeds the memory of any.
     """
-    passes, largest = rehearse(args, context, objective, trainable, info), Largest.of(args, info.sizes.cp)
+    passes, largest = rehearse(context, objective, trainable, info), Largest.of(context.args, info.sizes.cp)
     free_bytes, _ = torch.cuda.mem_get_info(context.device)
     gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # without the memory of contexts
     kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes
@@ -132,14 +132,12 @@ def training_peak(
     return peak
 
 
-def rehearse(
-    args: Args, context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo
-) -> Passes:
+def rehearse(context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo) -> Passes:
     """Runs both sizes and measures them. On a GPU; collective. Raises `ConfigError` if even these do not fit.
 
     The first pass is not measured: it includes what libraries allocate once.
     """
-    cp_size = info.sizes.cp
+    args, cp_size = context.args, info.sizes.cp
     vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
     sizes = Largest.of(args, cp_size).sizes(args.log_probs_chunk_size)
     num = num_under_way(info.sizes.pp, len(trainable.ddps), micro_batch_multiple(trainable.ddps))

@@ -8,8 +8,8 @@ STEPS: dict[str, Mutation] = {
     "gradients of the step before": Mutation(
         "steps",
         "training/step/train_step.py",
-        "        zero_grad(trainable)\n        if context.own_code",
-        "        if context.own_code",
+        "        zero_grad(trainable)\n        before_train_step(",
+        "        before_train_step(",
     ),
     "a clip for each optimizer": Mutation(
         "steps", "training/step/optimizer.py", "total_norm=norm,", "total_norm=float(inner.get_grad_norm()),"

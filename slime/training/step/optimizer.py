@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,41 +193,23 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
 
 
 # Users' functions around the passes of the trainer (`--custom-megatron-...-path`) run on every rank, and must change
-# the model in the same way on all of them.
-
-
-@dataclass(frozen=True, slots=True)
-class OwnCode:
-    """The functions that the settings name; None where they name none."""
-
-    args: Args
-    log_prob_hook: Callable[..., Any] | None
-    train_step_hook: Callable[..., Any] | None
-
-    @classmethod
-    def of(cls, args: Args) -> OwnCode:
-        """Raises `HookError` for a path that has no fitting function."""
-        before_log_prob = args.custom_megatron_before_log_prob_hook_path
-        before_step = args.custom_megatron_before_train_step_hook_path
-        return cls(
-            args,
-            None if before_log_prob is None else load_hook(before_log_prob, "before_log_prob"),
-            None if before_step is None else load_hook(before_step, "before_train_step"),
-        )
-
-    def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None:
-        """Before a pass without gradients. `prefix` says whose weights are used: "", `ref_` or `teacher_`."""
-        if self.log_prob_hook is not None:
-            self.log_prob_hook(self.args, list(chunks), prefix)
-
-    def before_train_step(self, rollout_id: int, step: int, trainable: Trainable) -> None:
-        """Before the passes of an optimizer step, when gradients are zero."""
-        if self.train_step_hook is not None:
-            model = list(trainable.ddps)
-            self.train_step_hook(self.args, rollout_id, step, model, trainable.optimizer, trainable.scheduler)
+# the model in the same way on all of them. Each raises `HookError` for a path that has no fitting function.
 
 
 def after_init(args: Args) -> None:
-    """When this rank has joined its process groups, before there is a model. Raises `HookError` as `OwnCode.of`."""
+    """When this rank has joined its process groups, before there is a model."""
     if args.custom_megatron_init_path is not None:
         load_hook(args.custom_megatron_init_path, "megatron_init")(args)
+
+
+def before_log_prob(args: Args, chunks: Sequence[Any], prefix: str) -> None:
+    """Before a pass without gradients. `prefix` says whose weights are used: "", `ref_` or `teacher_`."""
+    if args.custom_megatron_before_log_prob_hook_path is not None:
+        load_hook(args.custom_megatron_before_log_prob_hook_path, "before_log_prob")(args, list(chunks), prefix)
+
+
+def before_train_step(args: Args, rollout_id: int, step: int, trainable: Trainable) -> None:
+    """Before the passes of an optimizer step, when gradients are zero."""
+    if args.custom_megatron_before_train_step_hook_path is not None:
+        hook = load_hook(args.custom_megatron_before_train_step_hook_path, "before_train_step")
+        hook(args, rollout_id, step, list(trainable.ddps), trainable.optimizer, trainable.scheduler)

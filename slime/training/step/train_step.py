@@ -39,7 +39,15 @@ from slime.training.step.loss import Evaluation, LossParts, Objective, Sums, not
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
-from slime.training.step.optimizer import OwnCode, Trainable, apply_update, reduce_grads, reset_moments, zero_grad
+from slime.training.step.optimizer import (
+    Trainable,
+    apply_update,
+    before_log_prob,
+    before_train_step,
+    reduce_grads,
+    reset_moments,
+    zero_grad,
+)
 from slime.training.step.staging import Put, Staging
 
 Finish = Callable[[MicroBatch, Any], Tensor]
@@ -48,8 +56,8 @@ Finish = Callable[[MicroBatch, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
+    args: Args
     device: torch.device
-    dtype: torch.dtype
     dp_rank: int
     reports: bool
     """See `ParallelInfo.reports`."""
@@ -57,17 +65,8 @@ class StepContext:
     """Rows are padded to a multiple of it, so that all ranks that share a row have equally many tokens."""
     pad_each_to: int
     """Sequences are padded to a multiple of it: context-parallel ranks split each one into two chunks."""
-    mismatch_limit: float | None
-    """`--mismatch-limit`; None: the default of the dtype."""
-    mixes_versions: bool
-    """Whether in a sample of several versions the newest tokens read what older versions computed: keys and values
-    (`--pause-generation-mode in_place`), or replayed experts."""
-    run_dir: str | None
-    """Where samples with a non-finite loss are written."""
-    staging: Staging | None = None
+    staging: Staging | None
     """Copies micro-batches to a GPU, one ahead; None on a CPU."""
-    resets_moments: bool = False
-    own_code: OwnCode | None = None
 
     @classmethod
     def of(
@@ -75,18 +74,13 @@ class StepContext:
     ) -> StepContext:
         sizes = info.sizes
         return cls(
-            device=device,
-            dtype=training_dtype(args.megatron),
-            dp_rank=info.dp_rank,
-            reports=info.reports,
+            args,
+            device,
+            info.dp_rank,
+            info.reports,
             pad_to_multiple=sizes.cp * (sizes.tp if sequence_parallel else 1),
             pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
-            mismatch_limit=args.mismatch_limit,
-            mixes_versions=args.pause_generation_mode == "in_place" or args.use_rollout_routing_replay,
-            run_dir=args.run_dir,
             staging=staging,
-            resets_moments=args.reset_optimizer_states,
-            own_code=OwnCode.of(args),
         )
 
 
@@ -103,10 +97,9 @@ def forward_batch(
     """Each result of `evaluation` [R] float32 for every sample, on every rank. No gradients. Collective.
 
     One rank writes each position of flat rows, and the others add zeros to it, so no bit is lost. `whose`: prefix of
-    the policy that is lent, see `OwnCode.before_log_prob`.
+    the policy that is lent, see `before_log_prob`.
     """
-    if context.own_code is not None:
-        context.own_code.before_log_prob(chunks, whose)
+    before_log_prob(context.args, chunks, whose)
     lengths = [s.response_length for s in prepared.batch.samples]
     ends = np.cumsum(lengths)
     flat = torch.zeros(evaluation.num_results, int(ends[-1]), dtype=torch.float32, device=context.device)
@@ -151,7 +144,9 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    return MismatchMeter(version, context.device, mixes_versions=context.mixes_versions)
+    """Under these settings the newest tokens of a sample read what older versions computed."""
+    mixes = context.args.pause_generation_mode == "in_place" or context.args.use_rollout_routing_replay
+    return MismatchMeter(version, context.device, mixes_versions=mixes)
 
 
 def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
@@ -175,7 +170,7 @@ def train_on(
     """
     results = []
     first_mismatch = {}
-    if context.resets_moments:
+    if context.args.reset_optimizer_states:
         reset_moments(trainable)
     compares, old = objective.compares_with_engines, prepared.log_probs.student
     meter = _meter(context, version) if compares and old is None else None
@@ -183,8 +178,7 @@ def train_on(
         first_mismatch = _mismatch_of(context, prepared, old, version)
     for number, step in enumerate(prepared.schedule.steps):
         zero_grad(trainable)
-        if context.own_code is not None:
-            context.own_code.before_train_step(prepared.batch.rollout_id, number, trainable)
+        before_train_step(context.args, prepared.batch.rollout_id, number, trainable)
         metrics = run_step(context, objective, trainable, prepared, step, meter)
         if meter is not None:
             first_mismatch = _finish_mismatch(context, meter, prepared)
@@ -323,9 +317,9 @@ def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) 
 
 def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
     # Over the world, so that all ranks raise together; those that do not report add nothing.
-    limit, world = context.mismatch_limit, dist.group.WORLD
+    args, world = context.args, dist.group.WORLD
     assert world is not None, "the trainer has joined its process group"
-    return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=world)
+    return meter.finish(prepared.batch, dtype=training_dtype(args.megatron), limit=args.mismatch_limit, group=world)
 
 
 def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
@@ -338,7 +332,7 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
     values = torch.stack([*flag, *sums]).tolist() if flag or sums else []  # one copy
     is_bad = bool(flag) and bool(values.pop(0))
     bad = seen.suspects.offsets() if is_bad else {}
-    folder = dump(prepared, bad, seen.suspects, run_dir=context.run_dir)
+    folder = dump(prepared, bad, seen.suspects, run_dir=context.args.run_dir)
     reports: list[Any] = [None] * dist.get_world_size()
     failed = None if seen.failure is None else repr(seen.failure)
     own = (dict(zip(seen.sums, values, strict=False)), names_of(prepared, bad), folder, failed)
