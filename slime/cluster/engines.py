@@ -34,7 +34,6 @@ TRAINERS_LIMIT_S = 24 * 3600.0
 """Limit of a call to the training ranks, far above any training step. Inside it, waits for other ranks and for engines
 have limits of their own (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
 MEMORY_LIMIT_S = 3600.0
-"""Limit of a call that moves GPU memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,6 @@ class Actors:
     engines: Engines
     """Empty with --debug-train-only."""
     rollout: Any
-    """The `RolloutActor`."""
 
     def on_trainers(
         self,
@@ -111,8 +109,6 @@ ASKED = (State.SYNCING, State.READY, State.TAINTED)
 
 
 class Engines:
-    """All engines of a run; empty with --debug-train-only."""
-
     def __init__(
         self,
         args: Args,

@@ -90,8 +90,6 @@ _log = logging.getLogger("slime.guardian")
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """A guardian process that watches."""
-
     pid: int
     pipe: IO[bytes]
     """Its end-of-file ends the run."""

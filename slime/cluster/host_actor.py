@@ -60,7 +60,6 @@ class HostActor:
         return facts_here()
 
     def not_seen(self, contract: Contract) -> list[str]:
-        """What this host does not see as the driver does."""
         return not_seen(contract)
 
     def guard(self, log_dir: str) -> None:
@@ -97,8 +96,6 @@ TOKENS_LIMIT_S = 5.0
 
 
 class HostHandle:
-    """The actor of one node."""
-
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
         """Starts the actor. `host`: for messages. `limit_s`: of each of its answers (--engine-start-timeout-s): the
         process starts, imports, and may wait for a shared folder.
@@ -181,8 +178,6 @@ class HostHandle:
 
 
 class RayNodes:
-    """The nodes of the joined cluster."""
-
     def __init__(self, args: Args, *, log_dir: Path) -> None:
         self._args, self._log_dir = args, log_dir
 

@@ -72,8 +72,6 @@ MOST_DEATHS = 12
 
 @dataclass(slots=True)
 class _Node:
-    """A living node at the address of a host."""
-
     host: Host
     handle: HostHandle | None = None
     """None between two tries."""

@@ -24,8 +24,6 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Memory of one process of the run."""
-
     id: ProcessId
     name: str
     rss_bytes: int
@@ -49,7 +47,6 @@ def num_oom_kills() -> int | None:
 
 
 def _own_group() -> Path:
-    """The folder of this process's control group (version 2)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):

@@ -188,12 +188,10 @@ class EngineActor:
 ENGINE_SHARE = 0.2
 """Share of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
 LOOK_EVERY_S = 1.0
-"""Between two looks at an engine's processes."""
 OWNER_LIMIT_S = 7.0
 """How long an engine's actor may be silent; it does nothing but answer. So a frozen host is noticed long before Ray
 gives it up."""
 STARTING_OWNER_LIMIT_S = 30.0
-"""How long a starting actor may be silent."""
 TOKENS_LAST_S = 10.0
 """How long tokens count as a sign of life; they are asked for every few seconds."""
 END_LIMIT_S = 5.0
@@ -213,8 +211,6 @@ class _Ending:
 
 
 class RayEngines:
-    """The actors of all engines."""
-
     def __init__(
         self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
     ) -> None:
@@ -384,7 +380,6 @@ class RayEngines:
         self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
 
     def _create(self, index: int, incarnation: int) -> tuple[Any, ...]:
-        """Creates the actors of an engine, whose servers start at once."""
         placed, _ = self._placed[index]
         crew: list[Any] = []
         for node, part in enumerate(placed.parts):

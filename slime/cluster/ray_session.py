@@ -91,7 +91,6 @@ class RaySession:
     """A Ray cluster that the run starts on this host."""
 
     def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int, store_bytes: int = LEAST_STORE_BYTES) -> None:
-        """`store_bytes`: size of the object store."""
         self.run_id = run_id
         self._num_cpus, self._num_gpus, self._store_bytes = num_cpus, num_gpus, store_bytes
         self._is_terminated = False

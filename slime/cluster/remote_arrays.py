@@ -27,7 +27,6 @@ class RemoteArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     digests: npt.NDArray[np.uint64] | None = None
-    """See `Elsewhere`."""
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], *, compared: bool = False) -> RemoteArray:

@@ -76,7 +76,6 @@ class End:
     """How a start failed."""
 
     reason: str
-    """One line."""
     is_fault: bool
     """Whether another start may succeed."""
 
@@ -90,7 +89,6 @@ class Restarts:
     """Decides whether a run restarts."""
 
     def __init__(self, most: int, trained: int = NO_STEP) -> None:
-        """`trained`: the last step in the run's record."""
         self.most, self.number = most, 0
         self._trained, self._in_vain = trained, 0
 
@@ -141,7 +139,6 @@ class Restart:
         return f"restart {self.number} of {self.most}: continues with step {self.step}, {whence}, after {self.because}"
 
     def facts(self) -> dict[str, object]:
-        """For the record of the run."""
         return asdict(self)
 
 

@@ -56,8 +56,6 @@ MOST_CALLS = 100_000
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=MOST_CALLS)
 class EpisodeActor:
-    """Shell around `EpisodeWorker`."""
-
     def __init__(self, args: Args, number: int, log_dir: str, keys: EngineKeys) -> None:
         setup_logging(Path(log_dir) / f"rollout_worker_{number}.log", crashes=True)
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
@@ -165,8 +163,6 @@ def _address(router: AnyRouter) -> tuple[str, int]:
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class RolloutActor:
-    """Shell around `RolloutManager` and `Router`."""
-
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
         """`num_engines`: at the start, of all models."""
         setup_logging(Path(log_dir) / "rollout.log", crashes=True)

@@ -37,7 +37,6 @@ from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from slime.settings.groups.logging import traces_engines
 
 HELD_OUT_LIMIT_S = 3600.0
-"""Limit of reading and encoding the held-out data."""
 
 
 class HeldOutLoss:
@@ -82,11 +81,9 @@ logger = logging.getLogger(__name__)
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation if the user sets none; its requests and graders have their own limits."""
 ROUTER_LIMIT_S = 60.0
-"""Limit of a question about the router."""
 DEATH_SHOWS_S = 5.0
 """For Ray to report that a process is gone."""
 WATCH_EVERY_S = 1.0
-"""Between two checks of engines and router while serving."""
 
 PROBED = {
     "train/train_rollout_logprob_abs_diff_max": "probe/train_rollout_logprob_abs_diff_max",
@@ -98,8 +95,6 @@ PROBED = {
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A generation, running or finished."""
-
     rollout_id: int
     batch: Any
     """Reference to the `TrainBatch`, which goes from the rollout side to the training ranks without passing here."""
@@ -171,7 +166,6 @@ class Run:
         return generation.batch
 
     def generate(self, rollout_id: int) -> Any:
-        """`start_generation` and `finish_generation`."""
         return self.finish_generation(self.start_generation(rollout_id))
 
     def wait_for_generation(self, generation: Generation) -> None:

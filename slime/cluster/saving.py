@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves and restores the whole run."""
-
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
         self._args, self._actors, self._tracker = args, actors, tracker
         self._background, self._limit_s = BackgroundSave(), args.save_timeout_s

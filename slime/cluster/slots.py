@@ -31,8 +31,6 @@ NAME = "slots"
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The reserved slots of a plan."""
-
     group: Any
     """Ray's placement group."""
     unit: str

@@ -47,7 +47,6 @@ class Waiting:
     """Calls that end when one part of the run is ready."""
 
     name: str
-    """Of the phase."""
     refs: Sequence[Any]
     line: str
     """Logged when all have ended."""

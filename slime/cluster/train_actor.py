@@ -25,8 +25,6 @@ from slime.settings import Args
 
 @ray.remote(max_restarts=0, concurrency_groups={"save": 1, "tell": 1})
 class TrainActor:
-    """Shell around `MegatronBackend`."""
-
     def __init__(
         self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
     ) -> None:

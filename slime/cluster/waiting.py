@@ -29,7 +29,6 @@ from slime.core.text import shorten
 _introduced: dict[str, Process] = {}
 """Ray's id of an actor that this process started -> the process."""
 RAY_CHARS = 600
-"""Of Ray's own text."""
 _ACTOR, _CLASS, _HOST = (re.compile(rf"{key}: (\S+)") for key in ("actor_id", "class_name", "ip"))
 _OURS = re.compile(r"^slime\.core\.errors\.(\w+): (.*)\Z", re.MULTILINE | re.DOTALL)
 _DETAIL = re.compile(r"Worker exit detail: ([^.\n]+\.)")

@@ -66,8 +66,6 @@ class EndRequests(enum.Enum):
 
 
 class WeightSyncSequence:
-    """The weight syncs of a run."""
-
     def __init__(self, args: Args, actors: Actors, *, memory: MemoryHandOver, tracker: Tracker) -> None:
         self._actors, self._memory, self._tracker = actors, memory, tracker
         self._ends_requests = EndRequests.of(args)
@@ -115,7 +113,6 @@ class WeightSyncSequence:
             logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)
 
     def _ends(self, *, for_save: bool) -> bool:
-        """Whether this weight sync ends the requests that run."""
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool, *, hand_back: bool) -> None:

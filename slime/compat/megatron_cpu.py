@@ -38,7 +38,6 @@ _FACTORIES = (
     *("tensor", "as_tensor", "arange", "rand", "randn", "randint"),
     *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
 )
-"""Functions of torch with `device=`."""
 
 
 def activate(device: str) -> list[PatchReport]:

@@ -31,7 +31,6 @@ class PatchReport:
 
 
 def megatron_report(name: str, symptom: str, removal: str) -> PatchReport:
-    """Report of a megatron-core patch after `require_effect`."""
     return PatchReport(name, symptom, f"megatron-core {MEGATRON_VERSION}", removal, applied=True, took_effect=True)
 
 

@@ -29,7 +29,7 @@ from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout
 from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
 from slime.fleet.supervisor import EXPECTS_ANSWERS, Engine, State
-from slime.serving.watch import NotAnswering, ServerFacts, ServerWatch, ask, server_info, weight_version
+from slime.serving.watch import NotAnswering, ServerFacts, ServerWatch, facts_of_server, server_info, weight_version
 from slime.settings import Args
 from slime.settings.topology_yaml import address_file, read_addresses
 
@@ -44,8 +44,6 @@ LOOK_AGAIN_S = 0.5
 
 
 class ExternalEngines:
-    """The external engines of a run."""
-
     actors: tuple[()] = ()
     """Empty: they are not processes of the run."""
 
@@ -93,7 +91,6 @@ class ExternalEngines:
 
     @property
     def num_gpus(self) -> int:
-        """Ranks of all engines."""
         return sum(engine.layout.num_ranks for engine in self._known)
 
     @property
@@ -190,7 +187,9 @@ class ExternalEngines:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
             self._knocks[url] = _Knock(
-                url, partial(ask, url, self._keys, *limits, experts=experts), partial(self._judge, layout=layout)
+                url,
+                partial(facts_of_server, url, self._keys, *limits, experts=experts),
+                partial(self._judge, layout=layout),
             )
         return self._knocks[url]
 

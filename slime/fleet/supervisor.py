@@ -74,8 +74,6 @@ EXPECTS_ANSWERS = (State.READY, State.TAINTED)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One inference engine."""
-
     index: int
     """Stays when its processes are replaced."""
     slots: tuple[int, ...]
@@ -125,8 +123,6 @@ Follower = Callable[[Engine, Engine], None]
 
 
 class Membership:
-    """All engines of a run."""
-
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self._engines = list(engines)
         assert [e.index for e in self._engines] == list(range(len(self._engines))), "numbers are places"
@@ -147,7 +143,6 @@ class Membership:
         self._followers.append(follower)
 
     def add(self, engine: Engine) -> None:
-        """Appends a new engine."""
         assert engine.index == len(self._engines), "numbers are places"
         self._engines.append(engine)
 
@@ -205,7 +200,6 @@ PAUSE_S = 1.0
 """Between the end of an engine and its next start; doubled with every loss that counts."""
 LONGEST_PAUSE_S = 30.0
 REASON_CHARS = 400
-"""Of a problem, in a line of the log."""
 
 
 class Supervisor:

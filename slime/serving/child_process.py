@@ -337,7 +337,6 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the first process runs."""
         return self._popen is not None and self._popen.poll() is None
 
     @property

@@ -161,7 +161,6 @@ class LeasedServer:
     """A server process on leased ports."""
 
     what: ClassVar[str]
-    """For errors."""
 
     def __init__(self, *, host: str, log_path: str | Path) -> None:
         self.host = host.strip("[]")

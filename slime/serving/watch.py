@@ -1,4 +1,4 @@
-"""What is wrong with a running server (`ServerWatch`), and what an external server says about itself (`ask`).
+"""What is wrong with a running server (`ServerWatch`), and what an external server says about itself (`ServerFacts`).
 
 `ServerWatch.trouble` checks the processes at each call, so one that ended or was stopped (SIGSTOP) shows at once. A
 thread asks the server for its state at intervals (`/server_info`, which the scheduler answers between two batches, even
@@ -6,9 +6,9 @@ after it lent its memory). A busy scheduler answers late; a hanging one never do
 apart, also by the tokens that clients get (`heard`). Silence counts only while `expects_answers` is true: loading
 weights from disk may take a scheduler minutes.
 
-`ask` takes a second or two, each answer with a limit: settings (`/server_info`), model (`/model_info`), names and
-digests of tensors (`/weights_checker`), and a few tokens (`/generate`), which show how streams come and which hooks
-the server runs with. A server that an earlier run left paused is resumed first, or the tokens would never come.
+`facts_of_server` takes a second or two, each answer with a limit: settings (`/server_info`), model (`/model_info`),
+names and digests of tensors (`/weights_checker`), and a few tokens (`/generate`), which show how streams come and which
+hooks the server runs with. A server that an earlier run left paused is resumed first, or the tokens would never come.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ KEYS = ("api_key", "admin_api_key")
 HIDDEN = (*KEYS, "internal_states")
 """Parts of an answer that are dropped."""
 SAID = 300
-"""Characters of an answer in an error."""
 
 
 class NotAnswering(EngineError):
@@ -112,8 +111,6 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says about itself."""
-
     url: str
     info: Mapping[str, Any]
     """ServerArgs by name, and SGLang's `version`."""
@@ -138,12 +135,7 @@ def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
     return str(_object("GET", url, "model_info", None, api_key, timeout_s).get("weight_version"))
 
 
-def go_on(url: str, api_key: str | None, timeout_s: float) -> None:
-    """Resumes a server if it is paused. Raises `EngineError`."""
-    _answer("POST", url, "continue_generation", {}, api_key, timeout_s)
-
-
-def ask(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
+def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
     """All facts about a server. `digests_s`: limit of the digests, `timeout_s`: of each other answer; `experts`: ask
     for routed experts, too.
 
@@ -151,7 +143,7 @@ def ask(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, exper
     """
     info = server_info(url, keys.use, timeout_s)
     model = _object("GET", url, "model_info", None, keys.use, timeout_s)
-    go_on(url, keys.control, timeout_s)
+    _answer("POST", url, "continue_generation", {}, keys.control, timeout_s)
     report = _object("POST", url, "weights_checker", {"action": "checksum"}, keys.control, digests_s)
     resident = frozenset(name for rank in report.get("ranks") or () for name in rank["checksums"])
     try:

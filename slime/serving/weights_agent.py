@@ -39,8 +39,6 @@ PreRead = Callable[[str, int], object]
 
 
 class WeightsAgent:
-    """Answers the calls for one engine."""
-
     def __init__(
         self,
         folder: Path,
@@ -68,7 +66,6 @@ class WeightsAgent:
         }
 
     def run(self, over: threading.Event) -> None:
-        """Answers calls until `over` is set."""
         try:
             while not over.is_set():
                 self.answer_one()

@@ -17,7 +17,7 @@ from slime.models import table_for
 from slime.serving.leased_ports import request
 from slime.serving.router import ExistingRouter, Router, Routers
 from slime.serving.server import SGLangServer
-from slime.serving.watch import NotAnswering, ask
+from slime.serving.watch import NotAnswering, facts_of_server
 from tests.support.engines import fronting, send_nothing
 
 LIMIT_S = 120.0
@@ -34,7 +34,7 @@ def wanted_of(model: Path, **settings: object) -> Wanted:
 def test_a_real_server_fits_the_run_that_would_have_started_it(
     engine_server: SGLangServer, tiny_model_path: Path
 ) -> None:
-    facts = ask(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
+    facts = facts_of_server(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
     assert misfits(facts, wanted_of(tiny_model_path)) == []
     assert (layout_of_server(facts), facts.asks_for_key) == (ONE_RANK, False)
     assert "api_key" not in facts.info
@@ -43,7 +43,7 @@ def test_a_real_server_fits_the_run_that_would_have_started_it(
 def test_a_real_server_of_another_model_is_refused(
     engine_server: SGLangServer, tiny_model_path: Path, tiny_llama: Path
 ) -> None:
-    facts = ask(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=True)
+    facts = facts_of_server(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=True)
     assert any("Qwen3ForCausalLM" in problem for problem in misfits(facts, wanted_of(tiny_llama)))
     (problem,) = misfits(facts, wanted_of(tiny_model_path, chunked_prefill_size=-1))
     assert "--chunked-prefill-size" in problem
@@ -52,13 +52,13 @@ def test_a_real_server_of_another_model_is_refused(
 
 def test_a_paused_server_goes_on_when_it_is_asked(engine_server: SGLangServer) -> None:
     assert request("POST", f"{engine_server.url}/pause_generation", {"mode": "abort"})[0] == 200
-    facts = ask(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
+    facts = facts_of_server(engine_server.url, NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
     assert facts.probe is not None, facts.problem
 
 
 def test_nobody_is_not_a_server(tmp_path: Path) -> None:
     with pytest.raises(NotAnswering, match="does not answer"):
-        ask("http://127.0.0.1:9", NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
+        facts_of_server("http://127.0.0.1:9", NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
 
 
 @pytest.fixture

@@ -191,14 +191,14 @@ def test_each_question_has_the_key_and_its_own_limit(
 
     def ask(*given: Any, **named: Any) -> Any:
         asked.append(given)
-        return watch.ask(*given, **named)
+        return watch.facts_of_server(*given, **named)
 
     class Watch(ServerWatch):
         def __init__(self, *given: Any, **named: float) -> None:
             asked.append(named)
             super().__init__(*given, **named)
 
-    monkeypatch.setattr(external, "ask", ask)
+    monkeypatch.setattr(external, "facts_of_server", ask)
     monkeypatch.setattr(external, "ServerWatch", Watch)
     limits = ("--rollout-health-check-timeout", "17", "--weight-sync-timeout-s", "41")
     fleet = Fleet(args(server.url, flags=(*limits, "--rollout-health-check-first-wait", "3")))
