@@ -205,6 +205,13 @@ def test_after_a_wait_that_ran_out_one_that_hangs_has_the_time_to_show_it(fleet:
     assert [engine.index for engine in fleet.begin_sync()] == [0, 1]
 
 
+def test_a_busy_machine_makes_the_wait_for_a_loss_no_longer(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the process table shows at once what has ended; only silence is judged by the load."""
+    monkeypatch.setattr("slime.core.silence.load", lambda: 20.0)
+    takers, began = fleet.begin_sync(), time.monotonic()
+    assert not fleet.lost_any(takers) and time.monotonic() - began < 20 * engines_module.NOTICE_S
+
+
 def test_an_engine_that_serves_and_brings_no_tokens_is_lost(fleet: Fleet) -> None:
     began = time.monotonic()
     fleet.rollout.silent, takers = ["http://1"], fleet.begin_sync()
