@@ -253,9 +253,7 @@ class DataBuffer:
         self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:
-        """Settles groups that an optimizer step used. Raises `LedgerError` for a group that is not in flight (trained
-        twice).
-        """
+        """Settles groups that an optimizer step used. Raises `LedgerError` for one not in flight (trained twice)."""
         with self._lock:
             self._account.num_trained += self._account.settle(group_indices, "trained")
 

@@ -1,4 +1,4 @@
-"""`slime doctor`: can this machine run slime, and if not, what to do.
+"""`slime doctor`: checks whether this machine can run slime, and says how to fix problems.
 
 A check that raises also becomes a finding. Engines are imported in a separate process, so that a crash or a hang is
 reported like any other fault.

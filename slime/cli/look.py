@@ -88,7 +88,7 @@ def run_samples(options: argparse.Namespace) -> int:
             from rich.console import Console
 
             _show(chosen, Console(highlight=False, soft_wrap=True))
-    except BrokenPipeError:  # from `| head`; Python would complain again in its flush at exit
+    except BrokenPipeError:  # raised for `| head`; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -3,11 +3,11 @@
     slime schemas --write     after changing a pinned version
     slime schemas             prints what differs; exit code 1 if anything does
 
-The command line is parsed from these files, so no flag costs an import of an engine. Megatron's are every field of its
+The command line is parsed from these files, so parsing imports no engine. Megatron's flags are every field of its
 config classes plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` goes the
-other way); fields that a command line cannot express (callables, process groups) are listed as omitted. Those of SGLang
-and the router come from their argument parsers, under their own names; reading the files adds --sglang- and --router-.
-A deprecated flag keeps its name, so that the engine gets what the user wrote.
+other way); fields that a command line cannot express (callables, process groups) are listed as omitted. The flags of
+SGLang and the router come from their argument parsers, under their own names; reading the files adds --sglang- and
+--router-. A deprecated flag keeps its name, so that the engine gets what the user wrote.
 """
 
 from __future__ import annotations

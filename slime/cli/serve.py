@@ -35,7 +35,7 @@ def _port(text: str) -> int:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The flags of the loop; the flags for serving only come last and so override those of a training run."""
+    """The flags of the loop. Flags that turn training off come last, so they override those of a training run."""
     words: list[str] = options.words
     if words and not words[0].startswith("-"):
         words = [*_of_topology(words[0], words[1:]), *words[1:]]

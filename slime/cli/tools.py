@@ -43,7 +43,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
-    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` for another kind."""
+    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` for an unsupported kind."""
     from slime.core.files import FAST
     from slime.data.checkpoint_template import KEPT, write_fast
 

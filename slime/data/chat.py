@@ -61,7 +61,7 @@ class Disarmed:
         return self.rendered(self.chat.write(self.messages[:length], self.tools, asked=asked))
 
     def rendered(self, marked: str) -> Rendered:
-        """Wraps text of this conversation with its stand-ins."""
+        """Combines `marked`, a text of this conversation, with its stand-ins."""
         return Rendered(marked, self.stand_ins)
 
 

@@ -2,7 +2,7 @@
 
 Every sequence is split into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r` of each, so
 that causal attention costs every rank the same (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et
-al. 2024, section 3.3.2). Pure; knows no device and no process group.
+al. 2024, section 3.3.2). Pure: uses neither devices nor process groups.
 
 Invariants
 1. The positions of all ranks together are a permutation of the row.

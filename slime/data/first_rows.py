@@ -51,7 +51,7 @@ class Look:
     name: str
     """The data set's name in messages: `prompt_data`, `evaluation data NAME`."""
     path: str
-    """As in `--prompt-data`."""
+    """The value of `--prompt-data`, or of evaluation data."""
     input_key: str
     label_key: str | None
     metadata_key: str | None

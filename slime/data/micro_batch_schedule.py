@@ -47,7 +47,7 @@ class StepSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Per rank."""
+        """The number of micro-batches on each rank."""
         return len(self.micro_batches[0])
 
     @property
@@ -355,7 +355,7 @@ def _assign(bins: list[_Bin], dp_size: int, balance: bool) -> tuple[tuple[MicroB
         return tuple(tuple(micro_batches[rank::dp_size]) for rank in range(dp_size))
     weights = _costs_of(bins)
     shares = _balanced_differencing(weights, dp_size)
-    # Most expensive first on every rank: expert parallelism waits for the slowest micro-batch that runs at a time.
+    # Most expensive first on every rank: expert parallelism waits for the slowest rank in each micro-batch.
     ordered = [sorted(share, key=lambda i: (-weights[i], i)) for share in shares]
     return tuple(tuple(micro_batches[i] for i in share) for share in ordered)
 

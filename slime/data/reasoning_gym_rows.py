@@ -28,12 +28,12 @@ MOST_ROUNDS = 7
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question is held out, by its text alone."""
+    """Whether a question is held out, which depends only on its text."""
     return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_OF == 0
 
 
 def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The requested rows. Raises `ConfigError`, whose message follows "got NAME, "."""
+    """Yields the requested rows. Raises `ConfigError` with a message that continues "got NAME, "."""
     _import_when_used("cellpylib")  # it imports matplotlib, which doubles the start-up time for a single task
     from reasoning_gym.factory import DATASETS, create_dataset
 

@@ -1,8 +1,8 @@
 """Shared prefixes: samples of one prompt begin with the same tokens, and a row computes these once.
 
 A sample adds to its row only the tokens that no earlier sample of its group has in that row. So the row is the tree of
-the group's prefixes: it contains the prompt once, and so each turn that several samples share. The result for a token
-is valid for every sample that contains it, because no token sees later ones.
+the group's prefixes: it contains the prompt once, and also each shared turn. The result for a token is valid for every
+sample that contains it, because no token sees later ones.
 
 Invariants
 1. Tokens are shared only if everything that a forward pass reads of them, and of all tokens before them, is equal.

@@ -5,8 +5,8 @@ report feeds it the rows of `metrics.jsonl` and so finds the same.
 
 Invariants
 1. A detector looks only at the steps so far, so the same rows give the same findings, live or afterwards.
-2. A finding is reported once when it begins. It ends after as many good steps in a row as bad ones were needed to begin
-   it, and may begin again.
+2. A finding is reported once when it begins. It ends after as many good steps in a row as bad
+   ones were needed to begin it, and it may begin again.
 3. Thresholds are for failing runs: normal learning (falling entropy, more and more groups solved) gives no finding.
 """
 

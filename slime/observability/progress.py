@@ -137,8 +137,8 @@ def duration(seconds: float) -> str:
 
 # The phases of a run's start, and how long each one takes.
 #
-# The driver calls it from one thread. At its end a phase prints one line on the console; the `startup/*` metrics of the
-# first step hold all phases, so that the first step's own times exclude the start.
+# The driver calls it from one thread. When a phase ends, it prints one line on the console. The `startup/*` metrics of
+# the first step hold all phases, so that the first step's own times exclude the start.
 #
 # Invariants
 # 1. After `end` nothing is recorded: later phases are part of a step.

@@ -49,7 +49,7 @@ class ShownSample:
     response: str
     """Sampled text and tool results, with special tokens. SFT: the text from the first trained token on."""
     reward: float | None
-    """The score before any normalisation; None if it has no score."""
+    """The score before any normalisation; None without a score."""
     label: str | None
     """The reference answer, as text."""
     status: str
@@ -63,9 +63,9 @@ class ShownSample:
     picked: Picked
     """Why it was picked."""
     group_index: int | None = None
-    """Its prompt."""
+    """The number of its prompt."""
     index: int | None = None
-    """Its execution."""
+    """The number of its execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Optional facts: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`, `scores`
     (the numbers of a reward that is a dict), `trained_tokens`.

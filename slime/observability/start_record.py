@@ -45,12 +45,12 @@ ENVIRONMENT = re.compile(
 )
 """Variables that affect what a run computes or where it finds things."""
 MAX_HASHED_BYTES = 256 << 20
-"""Of larger files only the ends are hashed."""
+"""The largest file that is hashed whole; of larger ones only the ends are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""Limit for all files together; after that only the ends are hashed."""
+"""The most bytes to hash in all files together; after that only the ends of files are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
-"""The most files of one setting; a folder with more is recorded in part."""
+"""The most files to record per setting; a folder with more is recorded in part."""
 MAX_DIFF_BYTES = 1 << 20
 """The most bytes of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10

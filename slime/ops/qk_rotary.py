@@ -62,7 +62,7 @@ def reference(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """x [T, heads, d], cos and sin [T, r / 2] -> x with the first r entries of each head rotated in place."""
+    """x [T, heads, d], cos and sin [T, r / 2] -> the same, with the first r entries of each head rotated."""
     rotated, passed = x.split([2 * cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
     first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     c, s = (t.unsqueeze(1).to(x.dtype) for t in (cos, sin))

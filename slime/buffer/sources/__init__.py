@@ -62,7 +62,7 @@ class SampleSource(DataSource):
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Exactly `num_samples` groups: lists of samples of one prompt. New groups may leave their ids None."""
+        """Returns exactly `num_samples` groups, each a list of samples of one prompt. Ids of new groups may be None."""
 
     @abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:

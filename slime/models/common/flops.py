@@ -1,8 +1,9 @@
-"""How many floating-point operations a forward pass over one sequence takes, from the HF config alone.
+"""The floating-point operations of a forward pass over one sequence, computed from the HF config alone.
 
-For balancing ranks and for the `perf/*_tflops` metrics. Matrix products only, two operations per multiply-add; norms,
-softmax, rotary embedding and the embedding look-up are left out, as is usual for model FLOPs (Kaplan et al. 2020,
-"Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix).
+They are used to balance ranks and for the `perf/*_tflops` metrics. Only matrix products count, with two operations per
+multiply-add; norms, softmax, rotary embedding and the embedding look-up are left out, as is usual for model FLOPs
+(Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473,
+appendix).
 
 Invariants
 1. Attention counts the pairs that a causal mask lets through, n (n + 1) / 2, or those of a sliding window. Sparse

@@ -236,22 +236,22 @@ class StackedExperts(Module):
         return self.linear_fc2(inner, groups), None
 
 
-# Mixture-of-experts layers: Megatron's layer with our router and stacked experts; `dispatch` carries tokens.
+# Mixture-of-experts layers: Megatron's layer with our router and stacked experts, behind the dispatchers above.
 #
 # The router takes no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
-# tokens of its micro-batch (Law 3); `slime.settings.megatron.FIXED` refuses them. Which Megatron settings select
-# what (a family sets them from its HF config, see `experts`):
+# tokens of its micro-batch (Law 3); `slime.settings.megatron.FIXED` refuses them. A family sets these
+# Megatron settings from its HF config (`slime.models.common.config`):
 #
-# - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts of a layer, those of a token, their
-#   size;
+# - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: number of routed experts per layer and per
+#   token, and their size;
 # - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
-# - `moe_router_pre_softmax`: not HF's `norm_topk_prob`, for both functions: the chosen scores stay as they are (True)
-#   or are divided by their sum (False);
+# - `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores stay
+#   unchanged (True) or are divided by their sum (False);
 # - `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
 # - `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. A group counts by
 #   the sum of its two best experts;
-# - `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice and not for the
-#   weights. It is a float32 buffer that training leaves alone;
+# - `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice but not for the
+#   weights. It is a float32 buffer that training does not change;
 # - `moe_router_dtype`: "fp32" where transformers computes router logits in float32 (DeepSeek, GLM); None: in the dtype
 #   of the model (Qwen), and the weights of the chosen experts are rounded to it;
 # - `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.

@@ -99,21 +99,21 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
 
 
 def deepseek_duplicates(number: int) -> dict[str, str]:
-    """The second embedding and output layer in such checkpoints -> the first."""
+    """The second embedding and output layer in DeepSeek and GLM checkpoints -> the first."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 
 
 def carried_mtp(hf_config: HfConfig) -> tuple[str, ...]:
-    """Patterns of the multi-token prediction tensors in such checkpoints, and of an engine's draft tensors."""
+    """Patterns of multi-token prediction tensors in DeepSeek and GLM checkpoints, and of an engine's draft tensors."""
     first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
     return (*(rf"model\.layers\.{first + i}\." for i in range(count)), *((CARRIED_DRAFT,) if count else ()))
 
 
 def only_layer(hf_config: HfConfig) -> HfConfig | None:
-    """The config that makes layer 0 such a layer, which always has experts; None if the checkpoint has no such layer.
+    """The config that builds layer 0 as the multi-token prediction layer, which always has experts; None without one.
 
-    Raises `ConfigError` for several layers, because each would predict from the one before it.
+    Raises `ConfigError` for several of them, because each would predict from the previous one.
     """
     count = int(hf_config.get("num_nextn_predict_layers") or 0)
     if count > 1:

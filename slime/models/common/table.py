@@ -137,7 +137,7 @@ class Row:
     groups: int = 0
     """Megatron interleaves the segments in this many equal groups (KV heads, for example); 0: one group per rank."""
     wide: bool = False
-    """float32 in the trainer, in files and in the engine, whatever the training dtype."""
+    """float32 in the trainer, in files and in the engine, for any training dtype."""
     stacked: bool = False
     """The HF tensors hold all experts along dim 0."""
     trained: bool = True

@@ -1,6 +1,4 @@
-"""What a family that reads images provides: a processor on the host and a vision tower on the device; and the images of
-a packed row, as model and layers need them.
-"""
+"""Image support of a family: a processor on the host, a vision tower on the device, and the images of a packed row."""
 
 from __future__ import annotations
 
@@ -26,14 +24,10 @@ class ImageProcessor(Protocol):
         """The id of the placeholder: one per image in a rendered prompt, in token ids one per image token."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """The number of placeholders for an image of this size. Raises `DataError` for a size that the model cannot
-        read.
-        """
+        """The number of placeholders for an image. Raises `DataError` for a size that the model cannot read."""
 
     def patches(self, images: Sequence[bytes]) -> tuple[npt.NDArray[np.float32], Int64s]:
-        """PNG files -> the patches of all images, concatenated [P, D], and their grids [N, 3] of time, height and
-        width.
-        """
+        """PNG files -> the patches of all images, concatenated [P, D], and grids [N, 3] of time, height and width."""
 
     def tokens_of(self, grids: Int64s) -> Int64s:
         """grids [N, 3] -> number of placeholders per image [N]."""

@@ -60,7 +60,7 @@ class DeepSeek(Family):
         return deepseek_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """Without sparse attention only: the layer would choose keys with an indexer."""
+        """None with sparse attention, where the multi-token prediction layer would need an indexer."""
         return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:

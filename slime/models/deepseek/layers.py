@@ -62,9 +62,9 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Whether a sequence of the row is longer than the number of keys that a query may see.
+        """Whether a sequence of the row has more than `topk` tokens, the number of keys that a query may see.
 
-        Raises `ConfigError` for such a row under context parallelism.
+        If so, raises `ConfigError` under context parallelism.
         """
         longest = int(packed.cu_seqlens_q.diff().max())
         if longest > self.topk and packed.shard is not None:
@@ -81,8 +81,7 @@ class SparseIndexer(torch.nn.Module):
         """For each sequence the chosen keys of each query, int32 [n, topk], or None for a short sequence.
 
         hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are a part of the row under sequence parallelism; cos
-        and sin [T, 1, d / 2] are of the whole row. A query with fewer than topk keys before it fills up with later
-        keys.
+        and sin [T, 1, d / 2] are of the whole row. If fewer than topk keys precede a query, later keys fill the rest.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
         row = torch.cat(projected, dim=-1)
@@ -127,9 +126,9 @@ def _mask(chosen: Tensor) -> Tensor:
 
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one small latent.
 #
-# With the local specification, Megatron's own splits the down projections. Here they are whole on each tensor-parallel
-# rank, as in the engines, and only the parameters of heads are split. It feeds `PackedAttention`, so context
-# parallelism works as elsewhere. DeepSeek-V3 and GLM-4.7-Flash use it; GLM-5 uses it with a `SparseIndexer`.
+# With the local specification, Megatron's own layer splits the down projections. Here they are whole on each
+# tensor-parallel rank, as in the engines, and only the parameters of heads are split. The layer feeds
+# `PackedAttention`, so context parallelism works as elsewhere. DeepSeek-V3 and GLM-4.7-Flash use it; GLM-5 uses it with a `SparseIndexer`.
 #
 # Invariants
 # 1. All heads share the rotary part of a key: its gradient is summed over the tensor-parallel ranks.

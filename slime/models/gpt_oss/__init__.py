@@ -38,9 +38,7 @@ class GptOss(Family):
     shares_prefixes = True
 
     def check(self, args: Args) -> str | None:
-        """The problem with a kernel that reorders the engine's experts, or with adapters on experts; None if there is
-        no problem.
-        """
+        """Requires the triton kernel, because SGLang's others may reorder the experts; refuses adapters on experts."""
         rows = self.weight_map(read_hf_config(str(args.hf_checkpoint))).layers[0]
         names = [name for row in rows if EXPERT in row.megatron for name in (row.megatron, *row.hf)]
         if args.lora_rank and any(re.search(p, n) for p in args.lora_target_modules or ("",) for n in names):
@@ -83,7 +81,7 @@ class GptOss(Family):
 
     def spread(self, hf_config: HfConfig) -> Spread:
         """In pipeline stages of one rank, each with the output layer. SGLang 0.5.16 does not divide plain experts with
-        biases by EP, and with TP a weight update overwrites their biases.
+        biases by EP, and with TP it overwrites the biases in the sender's memory.
         """
         return Spread(stages=Head.EVERY, whole_stages=True)
 

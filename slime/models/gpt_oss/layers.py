@@ -131,9 +131,7 @@ class SinkAttention(PackedAttention):
             yield _softmax_attention(part, seen, values, self._mask(first, end, begin, query.device), scale)
 
     def _mask(self, first: int, end: int, begin: int, device: torch.device) -> Tensor:
-        """For the queries at positions `first` to `end`: whether they see the sink and each of the keys `begin` to
-        `end`.
-        """
+        """Whether the queries at positions `first` to `end` see the sink and each of the keys `begin` to `end`."""
         places = torch.arange(first, end, device=device).unsqueeze(1)
         keys = torch.arange(begin, end, device=device)
         seen = keys <= places

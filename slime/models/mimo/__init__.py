@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's decoder, and a multi-token prediction layer with names of its own."""
+"""MiMo-7B: Qwen2's decoder, and a multi-token prediction layer under its own names."""
 
 from __future__ import annotations
 

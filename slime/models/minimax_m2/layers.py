@@ -49,7 +49,7 @@ class WholeNorm(torch.nn.Module):
 class WholeNormedAttention(RotatingAttention):
     """Attention with these norms of its queries and keys; the rotation is in plain PyTorch.
 
-    They are not called `q_layernorm` and `k_layernorm` because Megatron sums the gradients of those over
+    They are not called `q_layernorm` and `k_layernorm` because Megatron sums gradients under these names over
     tensor-parallel ranks, as if each had the whole weight.
     """
 

@@ -160,8 +160,9 @@ def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
 
 
 def _delta_net(config: HfConfig) -> int:
-    """Per token: projections, convolution and recurrence (S k, the outer product and S q for each value head). The
-    chunked form does more operations, but is faster.
+    """Per token: projections, convolution and recurrence (S k, the outer product and S q for each value head).
+
+    The chunked form needs more operations, but is faster.
     """
     key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
     key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])

@@ -13,7 +13,7 @@ so everything but S itself is computed for all chunks at once, and a loop over c
 
 Invariants
 1. Each sequence starts from S = 0 and at the start of a chunk: its result does not depend on its neighbours in the row.
-2. Statistics, state and products are float32 (float64 for float64 inputs), whatever the dtype of the model.
+2. Statistics, state and products are float32 (float64 for float64 inputs) for any dtype of the model.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from slime.observability.samples import PICKS, ShownSample, number, where
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
-"""Samples shown open, those of the latest steps; the others are collapsed."""
+"""Samples of the latest steps that are shown open; older ones are collapsed."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
 COLUMNS = ("of", "reward", "label", "prompt", "response")
 TARGET = "target"
-"""The column of a response that comes from the data."""
+"""The heading of the response column if the data provides the responses."""
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
@@ -79,7 +79,7 @@ def samples_section(record: RunRecord) -> Markup | None:
 
 
 def _columns(record: RunRecord) -> Sequence[str]:
-    """Fine-tuning has no rewards and shows targets; labels are optional."""
+    """The columns of the table: fine-tuning shows targets and no rewards, and labels are optional."""
     columns = ("of", "label", "prompt", TARGET) if record.kind is RunKind.SFT else COLUMNS
     has_labels = any(one.label for one in record.samples)
     return [name for name in columns if name != "label" or has_labels]
@@ -327,7 +327,7 @@ def _timeline(record: RunRecord) -> Markup | None:
     )
 
 
-# Writes the report of a run: `report.md`, `report.html`, `report.png`.
+# The report of a run: `report.md`, `report.html`, `report.png`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yields (name, value, origin) of every setting: first those that the user gave; each part sorted by name."""
+    """Yields (name, value, origin) of every setting: the user's own first, then the others, each sorted by name."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]

@@ -1,7 +1,7 @@
 """The timeline of a step: all spans between the end of the previous step and its own end, from the driver's traces.
 
-Only the driver writes traces; it also notes when a batch was generated. A step ends where its times were logged. A row
-is a process and a name; touching spans of a row are merged, so that a thousand parallel requests are one bar.
+The driver also notes when a batch was generated. A step ends when its times are logged. A row is a process and a name;
+touching spans of a row are merged, so that a thousand parallel requests are one bar.
 """
 
 from __future__ import annotations
