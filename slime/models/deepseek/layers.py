@@ -128,7 +128,8 @@ def _mask(chosen: Tensor) -> Tensor:
 #
 # With the local specification, Megatron's own layer splits the down projections. Here they are whole on each
 # tensor-parallel rank, as in the engines, and only the parameters of heads are split. The layer feeds
-# `PackedAttention`, so context parallelism works as elsewhere. DeepSeek-V3 and GLM-4.7-Flash use it; GLM-5 uses it with a `SparseIndexer`.
+# `PackedAttention`, so context parallelism works as elsewhere. DeepSeek-V3 and GLM-4.7-Flash use it; GLM-5 uses it with
+# a `SparseIndexer`.
 #
 # Invariants
 # 1. All heads share the rotary part of a key: its gradient is summed over the tensor-parallel ranks.
