@@ -1,5 +1,5 @@
-"""Graders: from a finished sample to a score, in processes that can be killed.
+"""Graders: they score finished samples, in processes that can be killed.
 
-`graders` holds the graders and their contract, `scores` the results, `grader_worker` is the killable process, `process`
-its parent's side, and `pool` what the rollout calls. A grader's own libraries are imported inside its process.
+`graders` contains the graders and their contract, and `scores` the result types. The rollout calls `pool`, which starts
+processes through `process`; each process runs `grader_worker`. A grader's libraries are imported only in its process.
 """

@@ -1,22 +1,22 @@
-"""Assertions about a program, checked by another process: the program answers calls and never learns what is expected.
+"""Checks assertions about a program from another process: the program answers calls and never sees expected values.
 
 The program's process runs its definitions, then serves calls over a socket (`serve`). The checker's process runs the
 test's statements (`check`), in which the program's names stand for remote functions and classes. Only plain data
-crosses the socket, in either direction: numbers, texts, containers of them. The checker builds it from JSON, as
-built-in types, and compares it itself, so no `__eq__` of the program matters.
+crosses the socket, in either direction: numbers, strings, and containers of them. The checker builds built-in types
+from JSON and compares them itself, so an `__eq__` that the program defines has no effect.
 
-Any other object stays where it is, and the other side gets a `Remote` for it: an instance of a program's class, whose
-methods a test calls; a function or an object of the test that it hands to the program. A `Remote` cannot be compared or
-combined with plain data, because that would ask the program whether its answer is right, and tell it the right one. Two
-objects of the program may be compared with each other, which asks the program.
+Any other object stays on its side, and the other side gets a `Remote` for it. This applies to instances of the
+program's classes, on which a test calls methods, and to functions or objects that the test passes to the program. A
+`Remote` cannot be compared or combined with plain data, because that would ask the program whether its answer is right,
+and reveal the right one. Two objects of the program may be compared with each other, which asks the program.
 
 Invariants
 1. The checker sends the arguments of calls, and no other value of the test.
-2. The checker serves to the program only calls of functions that it handed over, and public attributes of objects whose
-   classes the test defines.
-3. The checker writes the verdict, after the last statement, if no message was missing or malformed.
+2. The checker lets the program call only functions that it received, and read only public attributes of objects of
+   classes that the test defines.
+3. The checker writes the verdict after the last statement, and only if no message was missing or malformed.
 
-Standard library only, and nothing of slime: the supervisor of the sandbox imports it, whose forks have no packages.
+Standard library only, and nothing of slime, because the sandbox's supervisor imports it and its forks have no packages.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 ARRAY_KINDS = "biufcU"
 """NumPy kinds whose arrays cross as arrays; others cross as lists."""
 MAX_ITEMS = 1_000_000
-"""Longest iterator that crosses to a program, as a list."""
+"""Longest iterator that is sent to a program, as a list."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
-"""Usual names of modules that differ from their own."""
+"""Usual alias -> module."""
 TESTS = "tests"
-"""The module of a test's definitions."""
+"""Name of the module in which a test's definitions live."""
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
@@ -75,7 +75,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__float__": float,
     "__round__": round,
 }
-"""What may be asked of an object on the other side."""
+"""Operations that may be requested on an object of the other side."""
 BETWEEN_REMOTES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
 """Operators between two objects of the same side."""
 OPERATIONS |= {f"__{name}__": getattr(operator, name) for name in BETWEEN_REMOTES}
@@ -102,12 +102,12 @@ PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], A
     "namedtuple": ((), lambda value: [type(value).__name__, [*value._fields], [*value]], lambda p: _named(*p)),
     "ndarray": ((), lambda value: [value.dtype.str, [*value.shape], value.ravel().tolist()], lambda p: _array(*p)),
 }
-"""Name on the wire -> type (() if `_plain_name` needs more than that to recognise it), its parts, and how to build it
-from them."""
+"""Name on the wire -> (type, function to take it apart, function to rebuild it). The type is () if `_plain_name`
+recognises it in another way."""
 
 
 class Remote:
-    """An object on the other side."""
+    """Stands for an object on the other side."""
 
     __slots__ = ("__ask", "__key")
 
@@ -147,30 +147,31 @@ for _name in OPERATIONS:
 
 
 class NotPlain(BaseException):
-    """A test hands over what cannot cross. Not an `Exception`, so that no test mistakes it for the program's error."""
+    """The test passes an object that cannot be sent. Not an `Exception`, so that no test mistakes it for the program's
+    error."""
 
 
 class Broken(BaseException):
-    """The other side is gone or sent garbage. Not an `Exception`, as above."""
+    """The other side is gone or sent garbage. Not an `Exception`, for the same reason as `NotPlain`."""
 
 
 class Peer:
-    """One end of the conversation. Calls nest: while one waits for its answer, it serves those that come before it."""
+    """One end of the connection. Calls nest: while a call waits for its answer, this end serves incoming calls."""
 
     def __init__(self, channel: int, *, guarded: bool) -> None:
-        """`guarded`: the checker's end, which serves only what it must."""
+        """`guarded`: this is the checker's end, which serves only what invariant 2 allows."""
         self._channel, self._guarded = channel, guarded
         self._kept: dict[int, Any] = {}
-        """Key -> object of this side for which the other side has a `Remote`."""
+        """Key -> object on this side for which the other side has a `Remote`."""
         self._keys: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
         self._own_errors: dict[str, type[Exception]] = {}
-        """Error classes that the program defines and the test names."""
+        """Name -> error class that the program defines and the test uses."""
         self.failure: BaseException | None = None
-        """What broke the conversation, even if the test caught it."""
+        """The error that broke the connection, even if the test caught it."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises `Broken`."""
+        """Sends one message. Raises `Broken`."""
         data = json.dumps(message).encode()
         data = HEADER.pack(len(data)) + data
         try:
@@ -180,7 +181,7 @@ class Peer:
             raise self._break(Broken(f"the program is gone: {error}")) from None
 
     def receive(self) -> dict[str, Any]:
-        """Raises `Broken`."""
+        """Waits for one message. Raises `Broken`."""
         (length,) = HEADER.unpack(self._read(HEADER.size))
         if length > MAX_MESSAGE_BYTES:
             raise self._break(Broken(f"a message of {length} bytes"))
@@ -207,7 +208,7 @@ class Peer:
         return failure
 
     def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of `operation` on an object of the other side. Raises what it raised, by name."""
+        """The result of `operation` on an object of the other side. Errors there are raised here, matched by name."""
         try:
             call = {"do": operation, "target": self.encode(target), "args": [self.encode(a) for a in args]}
             call["kwargs"] = {name: self.encode(value) for name, value in kwargs.items()}
@@ -228,7 +229,7 @@ class Peer:
         return value
 
     def converse(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message, and serves the other side until the answer comes."""
+        """Sends a message and returns its answer; serves the other side's calls in between."""
         self.send(message)
         while True:
             got = self.receive()
@@ -263,8 +264,8 @@ class Peer:
             return {"raised": {"names": names, "args": args, "state": state}}
 
     def _error(self, raised: dict[str, Any], operation: str) -> BaseException:
-        """An error of the other side as one of this side. Errors that would end a loop of the test, or the checker,
-        become `RuntimeError`, except the end of an iterator whose next item is asked for.
+        """Converts an error of the other side. Errors that would end a loop of the test, or the checker itself, become
+        `RuntimeError`, except `StopIteration` from `__next__`.
         """
         args = [self.decode(a) for a in raised["args"]]
         names = [str(name) for name in raised["names"]]
@@ -284,7 +285,7 @@ class Peer:
         return RuntimeError(names[0], *args)
 
     def define(self, names: Sequence[str]) -> dict[str, Any]:
-        """The program's objects of these names: functions and classes as `Remote`, error classes as such."""
+        """The program's objects with these names: functions and classes as `Remote`, error classes as local classes."""
         found = self.converse({"names": list(names)})
         space: dict[str, Any] = {}
         for name, value in found.items():
@@ -311,7 +312,7 @@ class Peer:
         return shown
 
     def encode(self, value: Any) -> Any:
-        """A value as JSON; an object that is not plain data as its key. Raises `NotPlain`."""
+        """The value as JSON; an object that is not plain data becomes its key. Raises `NotPlain`."""
         if value is None or isinstance(value, bool | float | str):
             return value if type(value) in (type(None), bool, float, str) else _bare(value)
         if isinstance(value, int):
@@ -330,7 +331,7 @@ class Peer:
         return self._key_of(value)
 
     def _key_of(self, value: Any) -> dict[str, Any]:
-        """The wire name of an object that stays here."""
+        """The JSON for an object that stays on this side."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if self._guarded:
             if module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
@@ -346,7 +347,7 @@ class Peer:
         return {"mine": key}
 
     def decode(self, data: Any) -> Any:
-        """The value of JSON. Raises `ValueError` and the like if it is invalid."""
+        """The value for `data` from `encode`. Raises `ValueError`, `KeyError` or the like if it is invalid."""
         if data is None or isinstance(data, bool | int | float | str):
             return data
         if isinstance(data, list):
@@ -370,7 +371,7 @@ class Peer:
 
 
 def _plain_name(value: Any) -> str | None:
-    """The name in `PLAIN` as which the value crosses; None without."""
+    """The key of `PLAIN` for the value; None if it has none."""
     kind = type(value)
     if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
         return "namedtuple"
@@ -382,7 +383,7 @@ def _plain_name(value: Any) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _named_type(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)  # which refuses private names
+    return namedtuple(name, fields)  # it refuses private names
 
 
 def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
@@ -390,7 +391,7 @@ def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
-    """Only numbers and texts: the items of an array of objects would compare themselves. Raises `ValueError`."""
+    """An array of numbers or strings. Raises `ValueError` for other types, because objects would compare themselves."""
     import numpy
 
     dtype = numpy.dtype(kind)
@@ -400,12 +401,12 @@ def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
 
 
 def _bare(value: Any) -> Any:
-    """The plain value of an instance of a subclass."""
+    """A float or string without its subclass."""
     return float(value) if isinstance(value, float) else "".join(value)
 
 
 def _replace_content(before: Any, after: Any) -> None:
-    """Gives a container the content that a program left in its copy."""
+    """Updates a container in place to the content that the program gave its copy."""
     if type(before) is not type(after):
         return
     if isinstance(before, list | bytearray):
@@ -421,7 +422,7 @@ def _replace_content(before: Any, after: Any) -> None:
 
 
 def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
-    """Whether the checker serves this: only the test's own code, and nothing that reveals the test."""
+    """Whether the checker serves this operation (invariant 2)."""
     if operation == "call":
         return callable(target)
     if type(target).__module__ != TESTS or isinstance(target, type):
@@ -430,7 +431,7 @@ def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
 
 
 def serve(channel: int, space: dict[str, Any]) -> None:
-    """The program's process, behind its definitions: answers calls until the checker is gone."""
+    """The program's side: after its definitions have run, answers calls until the checker is gone."""
     peer = Peer(channel, guarded=False)
     with contextlib.suppress(Broken):
         while True:
@@ -440,9 +441,10 @@ def serve(channel: int, space: dict[str, Any]) -> None:
 
 
 def check(channel: int, test: dict[str, Any]) -> Any:
-    """The checker's process: True if all of `test["statements"]` hold, False if not, else why that cannot be decided.
+    """The checker's side: returns True if all of `test["statements"]` hold, False if not, or the reason why that cannot
+    be decided.
 
-    `test["names"]`: the program's names in them. `test["modules"]`: names -> modules that they stand for.
+    `test["names"]`: the program's names that the statements use. `test["modules"]`: name -> module.
     """
     sys.set_int_max_str_digits(0)
     module = sys.modules[TESTS] = ModuleType(TESTS)
@@ -463,19 +465,19 @@ def check(channel: int, test: dict[str, Any]) -> Any:
 @dataclass(frozen=True, slots=True)
 class Names:
     asked: list[str]
-    """Names of the program. Built-in names are not, unless one is its entry point."""
+    """Names to request from the program. Excludes built-in names, except the entry point."""
     modules: dict[str, str]
     """Name -> module of the standard library (or `ALIASES`) that the checker imports, because the test uses its
     attributes without importing it."""
     free: frozenset[str]
-    """Names that the test uses and neither defines nor imports (as in `count = count(2)`). Without any, it does not
-    test the program."""
+    """Names that the test uses but neither defines nor imports (as in `count = count(2)`). If there are none, the
+    statements do not test the program."""
     bound: frozenset[str]
-    """Names that it defines, imports or assigns."""
+    """Names that the test defines, imports or assigns."""
 
 
 def names_in(statements: Sequence[str], entry_point: str | None = None) -> Names:
-    """Raises `SyntaxError`."""
+    """Sorts the names in a test's statements. Raises `SyntaxError`."""
     loads: set[str] = set()
     bound: set[str] = set()
     stored: set[str] = set()

@@ -1,7 +1,7 @@
 """The environment of a grader process: a short list of variables.
 
-Graders read text that a model wrote, so their processes get no secret of the run: keys of trackers, of Ray and of model
-hubs stay out. A user's own grader gets further variables by name: `SLIME_REWARD_ENV=A,B`.
+Graders read text that a model wrote, so their processes get no secrets of the run, such as keys of trackers, Ray or
+model hubs. A user's own grader gets additional variables by name: `SLIME_REWARD_ENV=A,B`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 EXTRA = "SLIME_REWARD_ENV"
-"""Names of further variables for users' graders, separated by commas."""
+"""Variable with the names of additional variables for users' graders, separated by commas."""
 _NAMES = """
 PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH PYTHONHOME PYTHONHASHSEED
 PYTHONUTF8 PYTHONDONTWRITEBYTECODE SLIME_RUN_ID CUDA_VISIBLE_DEVICES XDG_CACHE_HOME TRANSFORMERS_OFFLINE NLTK_DATA
@@ -17,11 +17,11 @@ PYTHONUTF8 PYTHONDONTWRITEBYTECODE SLIME_RUN_ID CUDA_VISIBLE_DEVICES XDG_CACHE_H
 ALLOWED = frozenset(_NAMES.split())
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
 SECRET_ENDS = ("TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD")
-"""Variables that end so are left out in spite of `ALLOWED_PREFIXES`."""
+"""Endings of names that are excluded in spite of `ALLOWED_PREFIXES`."""
 NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
 )
-"""For graders that may ask a server; proxies in upper or lower case, whose addresses can hold a password."""
+"""Only for graders with network access, because a proxy's address can contain a password. In upper or lower case."""
 FEW_THREADS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -30,11 +30,11 @@ FEW_THREADS = {
     # threads that hold nothing would use up the memory limit.
     "MALLOC_ARENA_MAX": "2",
 }
-"""For libraries that otherwise take the whole machine."""
+"""Limits libraries that would otherwise use the whole machine."""
 
 
 def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, str]:
-    """The variables of `full` that a grader gets; `offline`: a built-in one that only computes."""
+    """The variables of `full` that a grader process gets. `offline`: a process without the network."""
 
     def allowed(name: str) -> bool:
         if name in ALLOWED or (name.startswith(ALLOWED_PREFIXES) and not name.endswith(SECRET_ENDS)):

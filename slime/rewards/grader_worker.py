@@ -1,22 +1,22 @@
-"""One grader process: reads samples as frames from stdin and writes scores as frames to stdout. It may be killed any
+"""One grader process: reads samples as frames from stdin and writes scores as frames to stdout. It may be killed at any
 time.
 
-Consumes: frames of `process.GraderProcess`, which starts it and owns both pipes; the first configures it, each later
-one is a request. Produces, for each request: a frame when work on it begins, with its time limit; from a grader that
+Consumes: frames from `process.GraderProcess`, which starts it and owns both pipes. The first frame configures it; each
+later frame is a request. Produces, for each request: a frame with the time limit when work begins; from a grader that
 computes, a frame when it begins to look at the answer; then one reply. Waits for: the next frame, and the graders that
-it runs: async ones within their limit, others for as long as the parent lets it live. Woken by: a frame. It trusts the
-parent, whose first frame carries pickled args for user hooks. Nothing that a grader or a model wrote is ever unpickled:
+it runs (async ones within their limit, others until the parent kills it). Woken by: a frame. It trusts the parent,
+which sends pickled args for users' functions in the first frame. Output of graders and models is never unpickled:
 replies are JSON.
 
 Invariants
 1. It dies with its parent: the kernel sends SIGKILL when the parent thread ends, or stdin reaches its end.
-2. What a grader prints goes to stderr; graders do not know the descriptor of the reply pipe.
-3. Every request gets a reply unless the process dies; any exception becomes a reply, even one that should end the
-   process. It is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and the machine, the
-   installation and the row are not to blame.
-4. A process of kind `held` gives up everything but libraries (`held`) before it sees an answer, and runs no answer as a
-   program.
-5. Up to `CONCURRENT_PER_PROCESS` async graders run side by side, even if each waits in a thread (`to_thread`).
+2. A grader's prints go to stderr; graders do not know the descriptor of the reply pipe.
+3. Every request gets a reply unless the process dies. Any exception becomes a reply, even `SystemExit`. It is blamed on
+   the answer (`ungradable`) only if the grader was looking at the answer, and neither the machine, the installation nor
+   the row is the cause.
+4. A process of kind `held` gives up everything but libraries (`held`) before it sees an answer, and never runs an
+   answer as a program.
+5. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each waits in a thread (`to_thread`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from slime.rewards.held import Gate, shut_in
 from slime.rewards.scores import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 ONLINE, OFFLINE, HELD = "online", "offline", "held"
-"""Kinds of processes: with the network and the run's settings; without them; with nothing but libraries."""
+"""Kinds of processes. `ONLINE` has the network and the run's settings, `OFFLINE` has neither, and `HELD` has only
+libraries."""
 HEADER = struct.Struct("<I")
 """Length in bytes of the JSON that follows."""
 CONCURRENT_PER_PROCESS = 64
-"""Async graders that one process runs side by side, and threads for what they block on."""
+"""Limit of async graders that run concurrently in one process, and of threads for their blocking calls."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Size limit of files that a grader writes."""
 
 
 def limit_resources(memory_limit_bytes: int | None) -> None:
-    """Bounds memory and file sizes, and turns core dumps off. A grader above the memory limit gets `MemoryError`."""
+    """Limits memory and file sizes, and disables core dumps. A grader above the memory limit gets `MemoryError`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     if memory_limit_bytes is not None:
@@ -65,7 +66,7 @@ def limit_resources(memory_limit_bytes: int | None) -> None:
 
 
 def load_custom(path: str) -> Callable[..., Any]:
-    """A user's reward function, for samples or groups. Raises `HookError`."""
+    """Loads a user's reward function, for single samples or groups. Raises `HookError`."""
     from slime.settings.hooks import load_hook
 
     return load_hook(path, "custom_rm")
@@ -77,13 +78,13 @@ class Server:
     def __init__(self, replies: BinaryIO, *, parent: int, kind: str) -> None:
         self.replies, self.parent, self.kind = replies, parent, kind
         self.gate: Gate | None = None
-        """In a `held` process."""
+        """Set only in a `held` process."""
         self.args: object = None
         self.limit_s = 0.0
         self.functions: dict[str, Callable[..., Any]] = {}
-        """Users' functions by path."""
+        """Path -> user's function."""
         self.graders: dict[str, Grader] = {}
-        """By `rm_type`."""
+        """`rm_type` -> grader."""
 
     def configure(self, message: dict[str, Any]) -> tuple[str, ...]:
         """Applies the settings of the first frame; returns the parts of the confinement that this machine lacks."""
@@ -91,7 +92,7 @@ class Server:
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
         self.limit_s = message["limit_s"]
         limit_resources(message["memory_limit_bytes"])
-        with contextlib.suppress(Exception):  # grading a sample will raise it again, as a reason
+        with contextlib.suppress(Exception):  # grading a sample will fail again and report the reason
             if message["custom"]:
                 self.function(message["grader"])
             else:
@@ -99,7 +100,7 @@ class Server:
         if self.kind != HELD:
             return ()
         for name, settings in message["others"]:
-            with contextlib.suppress(Exception):  # as above; later its files could not be read
+            with contextlib.suppress(Exception):  # as above; its files are unreadable after `shut_in`
                 self.grader(name, settings)
         missing = shut_in()
         die_with_parent(self.parent)  # a change of user cancels the first call
@@ -112,7 +113,7 @@ class Server:
         self.replies.flush()
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the requested grader. Any failure becomes a reason."""
+        """Runs the requested grader. Any failure becomes a reason in the reply."""
         limit_s, failure, memory = self.limit_s, "unscored", False
         try:
             samples = [Sample.from_dict(s) for s in request["samples"]]
@@ -165,14 +166,14 @@ class Server:
 
 
 class _Exited(Exception):
-    """Carries a `BaseException` of a grader out of its task, where it would end the event loop."""
+    """Wraps a `BaseException` of a grader, which would otherwise end the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
-    """Raises `_Exited` for `SystemExit` and the like, which would end more than this grading."""
+    """Awaits `work`. Raises `_Exited` for `SystemExit` and the like, which would end the whole process."""
     try:
         return await work
     except (Exception, asyncio.CancelledError):
@@ -187,7 +188,7 @@ def _is_ended() -> bool:
 
 
 def encode(value: Any, failure: str) -> dict[str, Any]:
-    """A reward for the wire; or, under the key `failure`, why it is not one."""
+    """The JSON for a valid reward; for any other value, the key `failure` with the reason."""
     score = check_reward(value)
     if isinstance(score, Unscored):
         return {failure: score.reason}
@@ -202,7 +203,7 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
 
 
 async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
-    """Reads frames until the end of the file. Requests marked `concurrent` run as tasks; others block the reading."""
+    """Reads frames until the end of input. Requests marked `concurrent` run as tasks; others block the reading."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)
@@ -233,7 +234,7 @@ def main() -> None:
     parent, kind = int(sys.argv[1]), sys.argv[2]
     if kind == OFFLINE:
         confine.leave(confine.NEW_NETWORK)
-        confine.Calls(namespaces=True).give_up()  # nor sockets of other programs; the sandbox of code needs namespaces
+        confine.Calls(namespaces=True).give_up()  # no Unix sockets either; the code sandbox needs namespaces
     die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")

@@ -1,17 +1,19 @@
-"""Confinement of a process that grades texts: no answer runs in it, and if one did, it could do nothing.
+"""Confinement of a process that grades texts: answers do not run in it, and if one did, it could do no harm.
 
-Libraries of graders evaluate answers as Python: verifiers of reasoning-gym do (`eval`), and sympy's `parse_expr`, which
-they give formulas to. Such an answer could read the label, write its own reward and all later ones, and use the
-machine. Two things prevent that in a process that many gradings share (`grader_worker`):
+Graders' libraries evaluate answers as Python: verifiers of reasoning-gym use `eval`, and pass formulas to sympy's
+`parse_expr`, which does so too. Such an answer could read the label, write its own reward and all later ones, and use
+the machine. Two barriers prevent that in a process that many gradings share (`grader_worker`):
 
-- the gate (`Gate`) inspects all code before Python runs it. While a grader looks at an answer, it lets through modules
-  that are being imported, and formulas: numbers, texts, lists, sympy's classes, a few functions.
-- the process gives up everything but libraries (`shut_in`, by `slime.core.confine`): no network, no other process, no
-  program, a root of its own with libraries only, a small memory disk to write to, and a user that nobody else is.
+- The gate (`Gate`) inspects all code before Python runs it. While a grader looks at an answer, the gate admits only
+  modules that are being imported, and formulas: numbers, strings, lists, sympy's classes, a few functions.
+- The process gives up everything except libraries (`shut_in`, through `slime.core.confine`). It has no network, sees no
+  other process, can start no program, and has its own root with only libraries, a small writable memory disk, and an
+  otherwise unused user id.
 
 Invariants
-1. An answer cannot run an attribute, an import, a function of Python that is not in `FUNCTIONS`, or a definition.
-2. If the machine lacks a part of the confinement, the other parts still hold, and the process reports what is missing.
+1. An answer cannot access an attribute, import a module, define a function, or call a Python function that is not in
+   `FUNCTIONS`.
+2. If the machine lacks a part of the confinement, the other parts still apply, and the process reports what is missing.
 """
 
 from __future__ import annotations
@@ -32,25 +34,25 @@ from slime.core.confine import view
 
 NAMESPACES = "namespaces"
 ROOT = "/tmp"
-"""Where the view is built: a folder of every system, which is out of sight afterwards."""
+"""The folder in which the view is built. It exists on every system, and is hidden afterwards."""
 TMP_BYTES, TMP_FILES = 1 << 24, 1000
 MAX_THREADS, MAX_FILES = 32, 64
 DEVICES = ("/dev/null", "/dev/urandom")
 
 FUNCTIONS = frozenset({"abs", "divmod", "float", "int", "list", "max", "min", "pow", "round", "str", "sum", "tuple"})
 FUNCTIONS |= {"cbrt", "diff", "expand", "factor", "integrate", "real_root", "root", "simplify", "sqrt", "sympy"}
-"""Names that formulas may use besides sympy's classes and constants; `sympy` is for its `from sympy import *`."""
+"""Names that formulas may use besides sympy's classes and constants; `sympy` allows its own `from sympy import *`."""
 LIBRARIES_MAKE = frozenset({"collections", "dataclasses"})
-"""Python's modules that generate code from names that a library gives them."""
+"""Modules of Python that generate code for libraries, such as named tuples and dataclasses."""
 IMPORTS, PARSER = "importlib._bootstrap", "sympy.parsing.sympy_parser"
 
 
 class NotAFormula(ValueError):
-    """A library was about to run an answer as a program."""
+    """A library tried to run an answer as a program."""
 
 
 class Gate:
-    """While it is closed, refuses to run anything but formulas. Lasts as long as the process."""
+    """While closed, refuses to run any code except formulas. It cannot be removed from the process."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -58,7 +60,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """For the time in which a grader looks at an answer."""
+        """Closes the gate for the block, in which a grader looks at an answer."""
         self._closed = True
         try:
             yield
@@ -76,8 +78,9 @@ class Gate:
 
 
 def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
-    """Whether code uses only `symbols` and the names that formulas may, and defines nothing. Attributes and imports are
-    names, too.
+    """Whether code defines nothing, and uses only `symbols` and the names that formulas may use.
+
+    Attributes and imports count as names.
     """
     if any(isinstance(one, CodeType) for one in code.co_consts):
         return False
@@ -85,7 +88,7 @@ def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
 
 
 def _symbols_of(asks: FrameType) -> list[str]:
-    """Names of a task's own symbols, from the arguments of `parse_expr`."""
+    """Names of the symbols that a task passes to `parse_expr`."""
     given = asks.f_locals.get("local_dict") if asks.f_globals.get("__name__") == PARSER else None
     import sympy
 
@@ -93,7 +96,7 @@ def _symbols_of(asks: FrameType) -> list[str]:
 
 
 def _is_library(asks: FrameType) -> bool:
-    """Whether code is run by a library that generates code, or by the import of a module."""
+    """Whether the code comes from a module in `LIBRARIES_MAKE`, or from the import of a module."""
     if asks.f_globals.get("__name__") in LIBRARIES_MAKE:
         return True
     above: FrameType | None = asks
@@ -106,7 +109,7 @@ def _is_library(asks: FrameType) -> bool:
 
 @functools.cache
 def _of_sympy() -> frozenset[str]:
-    """sympy's classes and constants, under the names that `parse_expr` knows."""
+    """Names of sympy's classes and constants, as `parse_expr` knows them."""
     import sympy
 
     def is_part(value: object) -> bool:
@@ -116,9 +119,9 @@ def _of_sympy() -> frozenset[str]:
 
 
 def shut_in() -> tuple[str, ...]:
-    """Gives up everything but libraries, for good; returns the parts that this machine lacks.
+    """Gives up everything except libraries, permanently; returns the parts that this machine lacks.
 
-    The process must have one thread. What is in `sys.modules`, and beside it, can still be imported.
+    The process must have only one thread. Modules next to those in `sys.modules` can still be imported.
     """
     shown = libraries()
     user = confine.any_user() if os.getuid() == 0 else None
@@ -133,7 +136,7 @@ def shut_in() -> tuple[str, ...]:
 
 
 def libraries() -> list[str]:
-    """Where imported modules are, and all that may be imported."""
+    """Files and folders of the imported modules, and of everything that may be imported later."""
     places = [sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     places += [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     for name, module in list(sys.modules.items()):
@@ -144,7 +147,7 @@ def libraries() -> list[str]:
 
 
 def _works(user: int | None, shown: list[str]) -> bool:
-    """Whether this machine has namespaces and a view. A child tries it, because half of it could not be undone."""
+    """Whether `_leave` works on this machine. Tries it in a child, because a partial failure cannot be undone."""
     child = os.fork()
     if child == 0:
         try:

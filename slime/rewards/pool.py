@@ -1,22 +1,22 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
 Consumes: samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
-reason why there is none. Waits for: a slot of a lane, then one of its processes, then the reply, which must come within
-the grader's limit (`process`). Woken by: a freed slot, the end of a process's start, the reply or the death of the
-process, and the clock; for a free place in a full lane it polls every `START_POLL_S`.
+reason why there is none. Waits for: a slot of a lane, then one of the lane's processes, then the reply, which must come
+within the grader's limit (`process`). Woken by: a freed slot, the end of a process's start, the reply or death of the
+process, and the clock. It polls a full lane for a free process every `START_POLL_S`.
 
-The `held` lane runs graders that compute from texts alone and can be confined (`held`); the `offline` lane runs other
-registered graders that compute; each has at most as many processes as there are cores. The `serial` lane runs users'
-functions and graders that need the network, one request per process. The `concurrent` lane runs async graders, which
-wait on the network, many per process.
+The `held` lane runs graders that need only texts and can be confined (`held`). The `offline` lane runs the other
+registered graders that only compute. Both have at most as many processes as there are cores. The `serial` lane runs
+users' functions and graders that need the network, one request per process. The `concurrent` lane runs async graders,
+which wait for the network, many per process.
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only for a configuration mistake or after `close`. Unless
    the settings say otherwise, an answer that a computing grader cannot handle scores like a wrong one.
-2. A request beyond its limit costs its process, which is killed and replaced. Requests that shared the process are
-   repeated, each in a process of its own, because nobody can see which one blocked it.
+2. If a request exceeds its limit, its process is killed and replaced. Requests that shared the process are repeated,
+   each in its own process, because it is unknown which one blocked it.
 3. Processes start on first use; after `close` all are gone.
-4. Grading has its own threads, because users' code may hold the event loop's.
+4. Grading has its own threads, because users' code may occupy those of the event loop.
 5. No process gets a secret of the run in its settings or environment (`environment`).
 """
 
@@ -47,16 +47,17 @@ from slime.settings.eval_config import eval_datasets
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-"""Tries of a request whose process dies, or runs out of memory that earlier gradings used."""
+"""Tries of a request if its process dies, or lacks memory because of earlier gradings."""
 ASYNC_GRACE_S = 5.0
-"""Time beyond the worker's own limit before the pool kills the process of an async grader."""
+"""Extra time after the worker's own limit, before the pool kills the process of an async grader."""
 ENCODING_THREADS = 2
-"""They hold the GIL while they work, so more would not be faster."""
+"""More would not be faster, because encoding holds the GIL."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
-"""Samples with more text (prompt, response, label, metadata) are not sent, because encoding them would hold the GIL."""
+"""Samples with more text (prompt, response, label, metadata) are not sent, because encoding would block the GIL."""
 SLOW_S, SLOW_SHARE, SLOW_PER_PROCESS = 2.0, 0.25, 3
-"""A request slower than this, or than this share of its limit, lets another use its slot; so many per process may."""
+"""A request that takes longer than `SLOW_S`, or than `SLOW_SHARE` of its limit, releases its slot. At most
+`SLOW_PER_PROCESS` requests per process of the lane may do so at a time."""
 
 
 @dataclass(slots=True)
@@ -67,15 +68,15 @@ class _Lane:
     per_process: int
     slots: asyncio.Semaphore
     kind: str = ONLINE
-    """A kind in `grader_worker`."""
+    """`ONLINE`, `OFFLINE` or `HELD` of `grader_worker`."""
     processes: list[GraderProcess] = field(default_factory=list)
     starting: set[asyncio.Task[None]] = field(default_factory=set)
     num_slow: int = 0
-    """Running requests that gave up their slots, each in a process beyond `max_processes`."""
+    """Number of running requests that released their slots; each allows one process beyond `max_processes`."""
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_s: float) -> AsyncIterator[None]:
-        """A place among the running requests. Hung requests must not keep it from others until their limit."""
+        """Takes a slot for the block. A slow request releases it early, so that hung requests do not block others."""
         await self.slots.acquire()
         slow = False
 
@@ -107,9 +108,9 @@ class _Choice:
     """Registered name, or path of a user's function."""
     lane: _Lane
     custom: bool = False
-    """A user's function."""
+    """Whether `grader` is a user's function."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of a registered grader."""
+    """The settings of a registered grader."""
     wrong: Reward | None = None
     """The reward of a wrong answer, if the grader only computes."""
 
@@ -122,7 +123,8 @@ class _Failed:
 
 
 class GraderPool:
-    """Scores by the first given of sample.custom_rm_path, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`."""
+    """Scores samples. The first of these that is set chooses the grader: `sample.custom_rm_path`, `--custom-rm-path`,
+    `metadata["rm_type"]`, `--rm-type`."""
 
     def __init__(
         self,
@@ -136,13 +138,13 @@ class GraderPool:
         args: object = None,
         ungradable_is_wrong: bool = True,
     ) -> None:
-        """`eval_rm_types`: those of evaluation datasets. `args`: the source of graders' settings; users' functions get
-        it without secrets. `ungradable_is_wrong`: if off, an answer that a grader cannot handle is unscored. Raises
-        `ConfigError` for an unknown `rm_type`.
+        """`eval_rm_types`: graders of evaluation datasets. `args`: all settings, from which graders get their fields;
+        users' functions get it without secrets. `ungradable_is_wrong`: whether an answer that a grader cannot handle
+        scores like a wrong one; if not, it is unscored. Raises `ConfigError` for an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
         self._graders = {name: GRADERS.get(name) for name in named if name}
-        """By name. Graders that rows name are added when met, and cannot be import paths."""
+        """Name -> grader class. Names from data rows are added on first use, and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
         self._args, self._ungradable_is_wrong = args, ungradable_is_wrong
         shown = args.without_secrets() if isinstance(args, Args) else args
@@ -160,18 +162,18 @@ class GraderPool:
         self._closed = self._warned = False
 
     async def score(self, sample: Sample) -> Score:
-        """`Unscored` says why there is no score. Raises `ConfigError` if no grader is chosen."""
+        """Scores one sample. Raises `ConfigError` if no grader is chosen."""
         return (await self._grade([sample], group=False))[0]
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores a prompt's samples in order: in one call of the user's function, or one by one by a built-in
+        """Scores a prompt's samples, in order: with one call of the user's function, or separately by a built-in
         grader."""
         if self._custom_rm_path is None:
             return list(await asyncio.gather(*(self.score(s) for s in samples)))
         return await self._grade(list(samples), group=True)
 
     async def close(self) -> None:
-        """Kills every process, even those that are starting."""
+        """Kills all processes, including those that are still starting."""
         self._closed = True
         lanes = (self._held, self._offline, self._serial, self._concurrent)
         starts = [start for lane in lanes for start in lane.starting]
@@ -184,7 +186,7 @@ class GraderPool:
         self._threads.shutdown(wait=False)
 
     def _choose(self, sample: Sample) -> _Choice:
-        """The sample's own choice overrides the run's."""
+        """The grader of a sample; the sample's own choice overrides the run's."""
         custom = sample.custom_rm_path or self._custom_rm_path
         if custom is not None:
             return self._function(custom)
@@ -217,7 +219,7 @@ class GraderPool:
         return _Choice(name, self._held if kind.held else self._offline, settings=settings, wrong=kind.wrong)
 
     def _settings_of(self, kind: type[Grader]) -> dict[str, Any]:
-        """A grader may see its own secret settings."""
+        """The grader's fields from the settings, including its own secrets."""
         return {} if self._args is None else settings_of(kind, self._args)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
@@ -245,7 +247,7 @@ class GraderPool:
                 return self._scores(choice, reply, len(samples))
             failed = reply
             if failed.reason.startswith("timeout") and lane.per_process == 1:
-                break  # it was alone in its process, so the time was its own
+                break  # it had the process for itself, so it used the time itself
             lane = self._serial if lane is self._concurrent else lane
         return [self._failed(choice, failed.reason, by_answer=failed.by_answer)] * len(samples)
 
@@ -256,7 +258,7 @@ class GraderPool:
         return Scored(copy.deepcopy(choice.wrong), ungradable=reason)
 
     def _scores(self, choice: _Choice, reply: dict[str, Any], num_samples: int) -> list[Score]:
-        """Decodes a reply; what does not fit becomes a reason."""
+        """Decodes a reply; an invalid entry becomes `Unscored` with the reason."""
         entries = reply.get("scores")
         if not isinstance(entries, list) or len(entries) != num_samples:
             return [Unscored("the grader process sent a malformed reply")] * num_samples
@@ -268,7 +270,7 @@ class GraderPool:
         ]
 
     async def _ask(self, lane: _Lane, message: dict[str, Any]) -> dict[str, Any] | _Failed:
-        """One try: the reply, or why there is none."""
+        """Makes one try; returns the reply, or why it failed."""
         try:
             process = await self._process(lane, message)
         except (GraderDied, OSError) as problem:
@@ -278,7 +280,7 @@ class GraderPool:
             reply = await process.ask(message, grace_s=grace_s, computes=message["computes"])
             if not reply.get("out_of_memory") or lane.per_process > 1:
                 return reply
-            await self._drop(lane, process)  # with the memory that earlier gradings left; the next try gets another
+            await self._drop(lane, process)  # earlier gradings may have used its memory; the next try gets a new one
             ((name, reason),) = reply["scores"][0].items()
             return _Failed(reason, name == "ungradable")
         except GradingTimeout as expiry:
@@ -290,14 +292,14 @@ class GraderPool:
             told = f"{death}: it {process.end}" if death.by_itself else str(death)
             return _Failed(told, death.looked and process.crashed)
         except asyncio.CancelledError:
-            if lane.per_process == 1:  # it is still busy for nobody
+            if lane.per_process == 1:  # it is still busy, but nobody needs the result
                 await asyncio.shield(self._drop(lane, process))
             raise
         finally:
             process.num_reserved -= 1
 
     async def _process(self, lane: _Lane, message: dict[str, Any]) -> GraderProcess:
-        """Reserves a place: in an idle process, else a new one, else the least busy one that takes several requests."""
+        """Reserves an idle process, or else starts one, or else shares the least busy one, if the lane allows it."""
         while True:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
@@ -314,13 +316,13 @@ class GraderPool:
             await self._start(lane, message)
 
     async def _start(self, lane: _Lane, message: dict[str, Any]) -> None:
-        """Adds a process to the lane. Raises `SlimeError` once the pool is closed, which ends the start."""
+        """Starts a process and adds it to the lane. Raises `SlimeError` if the pool is closed or closes meanwhile."""
 
         async def start() -> None:
             others = [(name, self._settings_of(kind)) for name, kind in self._graders.items() if kind.held]
             warm_up = {**message, "others": others if lane is self._held else []}
             process = await GraderProcess.start(self._settings, warm_up=warm_up, kind=lane.kind)
-            lane.processes.append(process)  # here, so that a cancellation cannot come between
+            lane.processes.append(process)  # inside the task, so that a cancelled caller does not lose the process
             if process.missing and not self._warned:
                 self._warned = True
                 logger.warning("this machine lacks %s to confine graders of texts", " and ".join(process.missing))
@@ -346,7 +348,7 @@ class GraderPool:
 
 
 def _num_chars(value: Any) -> int:
-    """Characters of all text in nested lists and dicts."""
+    """Number of characters of all text in nested lists and dicts."""
     if isinstance(value, dict):
         return sum(_num_chars(k) + _num_chars(v) for k, v in value.items())
     return (
@@ -355,24 +357,24 @@ def _num_chars(value: Any) -> int:
 
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
-    """The sample as JSON; unless `whole`, without per-token lists, which are most of the bytes and unused by built-ins.
+    """The sample as JSON, without routed experts, which no grader needs.
 
-    Routed experts are left out, because they say nothing about an answer.
+    Unless `whole`, also without the per-token lists, which are most of the bytes and not used by built-in graders.
     """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
 
 
-# Whether this machine can confine the code that graders run, checked before any process starts. It is not a rule of the
-# settings, because another machine may run what this one refuses.
+# Checks before the start whether this machine can confine the code that graders run. This is not a rule of the
+# settings, because it depends on the machine.
 ALLOW = "allow_unconfined_code"
-"""Setting of graders that run code."""
+"""The setting of graders that allows running code unconfined."""
 
 
 def code_problems(args: Args) -> list[str]:
-    """Why this machine cannot confine the code that the graders in the settings run; empty if it can.
+    """Why this machine cannot confine the code that the configured graders run; empty if it can.
 
-    A grader that only a row names is refused when it is used: its samples stay unscored, with the same reason.
+    A grader that only data rows name is refused on first use: its samples stay unscored, with the same reason.
     """
     named = {args.rm_type, *(one.rm_type for one in eval_datasets(args))}
     kinds = [GRADERS.get(name) for name in sorted(name for name in named if name)]

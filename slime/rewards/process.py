@@ -1,16 +1,18 @@
 """The parent's side of one grader process: start, ask, kill.
 
 Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that encodes
-the request; the frame that says that work on it begins (`TAKE_LIMIT_S`); and the reply, within the limit in that frame.
-Woken by: the clock, and the reader task, which resolves the futures of a request, or fails them all when the process
+the request; the frame that announces the start of work (`TAKE_LIMIT_S`); and the reply, within the limit in that frame.
+Woken by: the clock, and the reader task, which resolves the futures of a request, or fails all futures when the process
 ends. All methods run on one event loop.
 
 Invariants
-1. After `kill` the process is reaped and both pipes are closed, even if data is unread or others hold the pipes.
-2. The clock of a grading starts when the grader does; queue, encoding and pipe do not count. A grader that computes is
-   limited in processor time, which a busy machine does not lengthen, and by the clock only at `WALL_FACTOR` times that.
-3. A failure is blamed on the answer only if the grader was looking at it, and used up its processor time or died of a
-   signal that its own computing raised.
+1. After `kill` the process is reaped and both pipes are closed, even if data is unread or other processes hold the
+   pipes.
+2. The time of a grading starts when the grader does; queue, encoding and pipe do not count. A grader that computes is
+   limited in processor time, which does not depend on the load of the machine, and to `WALL_FACTOR` times as much
+   wall-clock time.
+3. A failure is blamed on the answer only if the grader was looking at it, and either used up its processor time or died
+   from a signal that its own computation raised.
 4. Threads of the pool encode requests, so users' threads cannot delay them.
 """
 
@@ -38,24 +40,24 @@ from slime.rewards.grader_worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
-"""Limit for starting the interpreter and taking the settings, and for taking a request; gradings have their own."""
+"""Time limit for starting and configuring the process, and for beginning a request. Gradings have their own limits."""
 MAX_LIMIT_S = 7 * 86400.0
-"""Longest limit that a grader may ask for."""
+"""The longest limit that a grader may request."""
 WALL_FACTOR = 5.0
-"""A grader that computes is stopped after so many limits by the clock, because many graders may share a machine."""
+"""A grader that computes may take this many times its limit in wall-clock time, because the machine may be busy."""
 MIN_WAIT_S = 0.02
-"""Between looks at the processor time."""
+"""Shortest time between looks at the processor time."""
 OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
-"""Signals that a process raises by what it computes, for example when a library runs out of stack or memory."""
+"""Signals that a process's own computation raises, for example when a library runs out of stack or memory."""
 
 
 class GraderDied(SlimeError, RuntimeError):
     """The grader process ended before it answered."""
 
     looked = False
-    """Whether it was looking at the answer."""
+    """Whether the grader was looking at the answer."""
     by_itself = False
-    """Whether it ended without being killed from here."""
+    """Whether the process ended without being killed by this side."""
 
 
 class GradingTimeout(SlimeError, TimeoutError):
@@ -64,7 +66,7 @@ class GradingTimeout(SlimeError, TimeoutError):
     def __init__(self, reason: str, *, by_answer: bool = False) -> None:
         super().__init__(reason)
         self.by_answer = by_answer
-        """Whether it spent the time computing on the answer."""
+        """Whether the grader spent the time computing on the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +76,23 @@ class ProcessSettings:
     limit_s: float
     """`--reward-timeout-s`."""
     memory_limit_bytes: int | None
-    """Address space; None: no limit."""
+    """Limit of the address space; None: no limit."""
     args: object
-    """For users' functions; must pickle."""
+    """The settings for users' functions; must be picklable."""
     threads: ThreadPoolExecutor
-    """They encode requests."""
+    """Threads that encode requests."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     taken: asyncio.Future[float]
-    """Resolves to the grading's limit in seconds when it begins."""
+    """Resolves when the grading begins, to its limit in seconds."""
     reply: asyncio.Future[dict[str, Any]]
     since_s: float = 0.0
-    """Processor time of the process when work on it began, later when the grader began to look at the answer."""
+    """Processor time of the process when work on the request began; later, when the grader began to look at the answer.
+    """
     looks: bool = False
-    """Whether the grader looks at the answer."""
+    """Whether the grader is looking at the answer."""
 
     def fail(self, death: GraderDied) -> None:
         for future in (self.taken, self.reply):
@@ -99,7 +102,7 @@ class _Waiting:
 
 
 class GraderProcess:
-    """A running worker. Create with `start`."""
+    """A running worker process. Create it with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, threads: ThreadPoolExecutor) -> None:
         self._process, self._threads = process, threads
@@ -109,16 +112,16 @@ class GraderProcess:
         self._write_lock = asyncio.Lock()
         self.dead = False
         self.missing: tuple[str, ...] = ()
-        """Parts of the confinement that its machine lacks."""
+        """Parts of the confinement that the machine lacks."""
         self.num_reserved = 0
-        """Requests that the pool has assigned to this process; counted by the pool."""
+        """Number of requests assigned to this process. The pool updates it."""
 
     @classmethod
     async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], kind: str) -> GraderProcess:
         """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded.
 
-        `kind`: one of those in `grader_worker`. `warm_up`: a request, with the `others` that a `held` process must
-        load.
+        `kind`: `ONLINE`, `OFFLINE` or `HELD` of `grader_worker`. `warm_up`: a request, plus the graders (`others`) that
+        a `held` process must load as well.
         """
         offline = kind != ONLINE
         process = await asyncio.create_subprocess_exec(
@@ -157,7 +160,7 @@ class GraderProcess:
     async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0, computes: bool = False) -> dict[str, Any]:
         """Sends one request and waits for its reply. Raises `GraderDied` or `GradingTimeout`.
 
-        `grace_s`: extra time for a grader that watches the limit itself. `computes`: the limit is in processor time.
+        `grace_s`: extra time for a grader that enforces the limit itself. `computes`: the limit is in processor time.
         """
         if self.dead:
             raise GraderDied(self._ended("is gone"))
@@ -187,7 +190,7 @@ class GraderProcess:
             self._waiting.pop(request_id, None)
 
     async def _computed(self, waiting: _Waiting, limit_s: float) -> dict[str, Any]:
-        """The reply of a grader that computes. Raises as `ask`."""
+        """Waits for the reply of a grader that computes. Raises as `ask` does."""
         end = time.monotonic() + WALL_FACTOR * limit_s
         while True:
             used_s, left_s = self._processor_s() - waiting.since_s, end - time.monotonic()
@@ -206,7 +209,7 @@ class GraderProcess:
 
     @property
     def end(self) -> str:
-        """How it ended; for use after `kill`."""
+        """How the process ended; for use after `kill`."""
         return how_it_ended(self._process.returncode)
 
     def _ended(self, how: str) -> str:
@@ -214,11 +217,11 @@ class GraderProcess:
 
     @property
     def crashed(self) -> bool:
-        """Whether its own computing ended it; for use after `kill`."""
+        """Whether its own computation crashed the process; for use after `kill`."""
         return -(self._process.returncode or 0) in OWN_CRASHES
 
     async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:
-        """Writes a request; returns its limit when the grader begins to work on it. Raises `GraderDied`."""
+        """Writes a request and waits until the grader begins; returns its time limit. Raises `GraderDied`."""
         silence = Silence(self._processor_s)
         try:
             return await within(self._taken(data, taken), TAKE_LIMIT_S, silence)
@@ -237,8 +240,8 @@ class GraderProcess:
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose its exit status
-        # The wait below lasts until both pipes are closed, which an unread one, or one that a child of the grader
-        # holds, would not be. Pipes left open are closed by the garbage collector, perhaps after the event loop.
+        # The wait below lasts until both pipes are closed. A pipe with unread data, or one that a child of the grader
+        # holds, would stay open, until the garbage collector closes it, perhaps after the event loop.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
         for pipe in (transport.get_pipe_transport(0), transport.get_pipe_transport(1)):
             if pipe is not None and not pipe.is_closing():
@@ -249,7 +252,7 @@ class GraderProcess:
         transport.close()
 
     async def _read(self) -> None:
-        """Resolves waiting requests until the pipe ends or carries garbage."""
+        """Reads replies and resolves waiting requests, until the pipe ends or carries garbage."""
         assert self._process.stdout is not None, "the worker is started with a stdout pipe"
         try:
             while True:
@@ -282,5 +285,5 @@ class GraderProcess:
 
 
 def _import_path() -> list[str]:
-    """Import paths of this process for the worker, with the current directory."""
+    """This process's import paths and current directory, for the worker."""
     return [os.path.abspath(p) for p in sys.path if p != ""] + [os.getcwd()]

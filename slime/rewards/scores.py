@@ -1,10 +1,10 @@
-"""The result of every grader: a score, or the reason why there is none.
+"""The result of a grading: a score, or the reason why there is none.
 
 Invariants
-1. A failure of anything but the answer is never a number: it gives `Unscored`, and the rollout decides whether to try
-   again.
-2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle it, it scores like a
-   wrong answer and says so (`Scored.ungradable`).
+1. A failure that the answer did not cause is never a number. It gives `Unscored`, and the rollout decides whether to
+   try again.
+2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle the answer, it scores
+   like a wrong one, and `Scored.ungradable` says why.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from slime.core.blame import RAISED_AT
 
 MAX_RESULT_BYTES = 64 * 1024
-"""Limit of one reward as JSON; a longer one is hostile or a mistake."""
+"""Size limit of a reward as JSON. A larger one is hostile or a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     value: float | dict[str, Any]
-    """Finite; a dict has several numbers, of which `--reward-key` picks one."""
+    """A finite number, or a dict of numbers from which `--reward-key` picks one."""
     ungradable: str = ""
-    """Why the grader could not handle the answer, which then has the reward of a wrong one; else empty."""
+    """Why the grader could not handle the answer, which then gets the reward of a wrong one; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """There is no reward."""
+    """The sample has no reward."""
 
     reason: str
     """One line, for the sample's metadata, the log and the counters."""
@@ -39,7 +39,7 @@ Score = Scored | Unscored
 
 
 def check_reward(value: Any) -> Score:
-    """A finite number, or a dict of finite numbers, is a score; anything else is unscored."""
+    """Accepts a finite number, or a dict of finite numbers, as a score; anything else is `Unscored`."""
     if isinstance(value, bool):
         return Scored(float(value))
     if isinstance(value, int | float):
@@ -61,7 +61,7 @@ def check_reward(value: Any) -> Score:
 
 
 def reason_kind(reason: str) -> str:
-    """A reason without details, as a metric name: lower case words joined by `_`, at most four."""
+    """Turns a reason into a metric name: its first four words, in lower case, joined by `_`."""
     reason = reason.partition(RAISED_AT)[0].lower()
     words = "".join(c if c.isalpha() else " " for c in reason).split()
     return "_".join(words[:4]) or "unknown"

@@ -5,10 +5,10 @@
         "What it wants and what it returns."
         def grade(self, sample, limit_s): ...
 
-Built-in graders are in the modules of this package; a user's own is named by its import path (`--rm-type
-my_pkg.my_grader`). The fields of a grader that is a dataclass are settings of the same names; it sees nothing else of
-the run. Graders run in processes of their own (`slime.rewards.grader_worker`), which import their libraries, so modules
-here import them inside methods.
+Built-in graders are in the modules of this package. A user's own is selected by its import path (`--rm-type
+my_pkg.my_grader`). If a grader is a dataclass, its fields are settings with the same names; it sees nothing else of the
+run. Graders run in separate processes (`slime.rewards.grader_worker`), so modules here import libraries only inside
+methods.
 
 With the prefix `boxed_` a grader sees only the content of the last `\\boxed{}`.
 """
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 BUILT_IN_LIMIT_S = 10.0
-"""Limit of graders that only compute a formula: they need milliseconds, or they hang."""
+"""Time limit of graders that only compute a formula. They need milliseconds unless they hang."""
 
 Reward = float | dict[str, Any]
-"""A finite number, or several by name, of which `--reward-key` picks one."""
+"""A finite number, or a dict of numbers from which `--reward-key` picks one."""
 
 NOT_OF_THE_ANSWER = (OSError, ImportError, SlimeError)
-"""Exceptions of computing graders that blame the machine, the installation or the row, not the answer."""
+"""Exceptions of a computing grader that the machine, the installation or the row causes, not the answer."""
 
 BOXED_PREFIX = "boxed_"
 
@@ -44,59 +44,59 @@ class Grader(ABC):
 
     name: ClassVar[str]
     waits: ClassVar[bool] = False
-    """`grade` is async and mostly waits: one process runs many at a time, with the network."""
+    """Whether `grade` is async and mostly waits. Many such gradings share one process, with the network."""
     is_slow: ClassVar[bool] = False
-    """It computes longer than a formula takes and may use the whole `limit_s`."""
+    """Whether it computes more than a formula and may use the whole `limit_s`."""
     needs_network: ClassVar[bool] = False
-    """Its process keeps the network, as all that `waits` do; others lose it, where the kernel permits."""
+    """Whether its process keeps the network. Graders with `waits` always do; others lose it if the kernel permits."""
     held: ClassVar[bool] = False
-    """It computes from the sample alone, with libraries: its process gives up everything else (`slime.rewards.held`)
-    and runs no program in an answer."""
+    """Whether it needs only the sample and libraries. Its process then gives up everything else (`slime.rewards.held`)
+    and never runs an answer as a program."""
     runs_code: ClassVar[bool] = False
-    """It runs a model's code in the `sandbox`; machines that cannot confine that are refused before the start."""
+    """Whether it runs a model's code in the `sandbox`. Machines that cannot confine code are refused at start."""
     finds_box: ClassVar[bool] = False
-    """It needs the text around the box, so with the prefix `boxed_` it would only fail."""
+    """Whether it needs the text around the box, so that the prefix `boxed_` makes no sense."""
     needs_label: ClassVar[bool] = False
-    """Without a label it cannot score."""
+    """Whether it cannot score without a label."""
     score_keys: ClassVar[tuple[str, ...]] = ()
-    """What `--reward-key` may pick, if it returns several numbers."""
+    """The keys that `--reward-key` may pick, if it returns several numbers."""
     wrong: ClassVar[Reward | None] = None
-    """The reward of a wrong answer, and of one that the grader cannot handle, if it computes from the answer alone.
+    """For graders that only compute: the reward of a wrong answer, and of one that the grader cannot handle.
     None: a failure may be the fault of a service, so the sample stays unscored."""
 
     @abstractmethod
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
-        """The reward of one finished sample. `limit_s`: from `limit_of`.
+        """The reward of one finished sample. `limit_s`: the result of `limit_of`.
 
-        An exception leaves the sample unscored. In a grader with `wrong` it is the answer's fault, except those in
-        `NOT_OF_THE_ANSWER`.
+        An exception leaves the sample unscored. If the grader has `wrong`, the answer is blamed and gets that reward,
+        except for exceptions in `NOT_OF_THE_ANSWER`.
         """
 
     def prepare(self, sample: Sample) -> None:
-        """Prepares without looking at the answer: reads the label, loads what the row's task needs.
+        """Reads the label and loads what the row's task needs, without looking at the answer.
 
-        If it raises or takes too long, the sample stays unscored, whatever the answer.
+        If it raises or takes too long, the sample stays unscored, whatever its answer.
         """
         return
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Seconds before the pool gives up on this sample: of processor time for graders with `wrong`, else by the
-        clock. `limit_s`: `--reward-timeout-s`.
+        """Time limit for this sample in seconds: processor time for graders with `wrong`, else wall-clock time.
+        `limit_s`: `--reward-timeout-s`.
         """
         return limit_s if self.waits or self.is_slow else min(limit_s, BUILT_IN_LIMIT_S)
 
     def warm_up(self) -> None:
-        """Imports slow libraries before the first sample's time runs."""
+        """Imports slow libraries, so that this does not count towards the first sample's limit."""
         return
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work with it, checked before the start; None if they can."""
+        """Why the settings cannot work with this grader, checked before the start; None if they can."""
         return None
 
 
 class GraderRegistry(Registry[Grader]):
     def get(self, name: str) -> type[Grader]:
-        """Raises `ConfigError` for an unknown grader, or one that cannot have the prefix."""
+        """The grader class for a name. Raises `ConfigError` if it is unknown, or cannot have the prefix `boxed_`."""
         base = name.removeprefix(BOXED_PREFIX)
         grader = super().get(base)
         if grader.finds_box and base != name:
@@ -104,7 +104,7 @@ class GraderRegistry(Registry[Grader]):
         return grader
 
     def get_registered(self, name: str) -> type[Grader]:
-        """For names in the data, which may not choose code: an import path is refused."""
+        """The grader class for a name in the data. Refuses import paths, because data may not choose code."""
         if name.removeprefix(BOXED_PREFIX) not in self:
             raise ConfigError(
                 f"metadata rm_type {name!r} is not a grader; a row may name {', '.join(self.names())}, or what "
@@ -117,13 +117,13 @@ GRADERS = GraderRegistry("grader", flag="--rm-type", package="slime.rewards.grad
 
 
 def make_grader(rm_type: str, settings: Mapping[str, Any] | None = None) -> Grader:
-    """The grader of a name, with the settings that are its fields. Raises `ConfigError`."""
+    """An instance of the named grader, with `settings` as its fields. Raises `ConfigError`."""
     grader = GRADERS.get(rm_type)(**(settings or {}))
     return Boxed(grader) if rm_type.startswith(BOXED_PREFIX) else grader
 
 
 class Boxed(Grader):
-    """Shows a grader only the content of the last `\\boxed{}`."""
+    """Wraps a grader so that it sees only the content of the last `\\boxed{}`."""
 
     def __init__(self, inner: Grader) -> None:
         self._inner = inner

@@ -1,5 +1,5 @@
-"""Graders that compare a final answer with the label, by math-verify, text, token F1 or the rules of DAPO and reasoning
-models; and finding that answer: the last `\\boxed{}`, the last `<answer>` element, or the whole text.
+"""Graders that compare the final answer with the label, by math-verify, exact text, token F1, or the rules of DAPO and
+DeepScaleR. The final answer is the last `<answer>` element, the last `\\boxed{}`, or the whole text.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
 
 def after_thinking(text: str) -> str:
-    """The text behind the last `</think>`; the whole text without one."""
+    """The text after the last `</think>`, or the whole text if there is none."""
     return text.rpartition("</think>")[2]
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{...}` (or `\\fbox{...}`) with balanced braces; None without one.
+    """The content of the last complete `\\boxed{...}` (or `\\fbox{...}`) with balanced braces; None if there is none.
 
-    Only the last box counts, so listing every candidate in boxes gains nothing. Takes linear time per unclosed box.
+    Only the last box counts, so boxing every candidate does not help. Takes linear time per unclosed box.
     """
     end = len(text)
     while True:
@@ -42,12 +42,12 @@ def last_boxed(text: str) -> str | None:
             if depth == 0:
                 return text[opening + 1 : position].strip()
         if end - start > 1 and text.count("\\boxed{", 0, start) > 64:
-            return None  # so many unclosed boxes are not an answer, and scanning them all would be quadratic
+            return None  # this many unclosed boxes are not an answer, and scanning them all would take quadratic time
         end = start
 
 
 def last_answer_element(text: str) -> str | None:
-    """The content of the last `<answer>...</answer>`; None without one."""
+    """The content of the last `<answer>...</answer>`; None if there is none."""
     close = text.rfind(ANSWER_CLOSE)
     start = text.rfind(ANSWER_OPEN, 0, close) if close >= 0 else -1
     return text[start + len(ANSWER_OPEN) : close].strip() if start >= 0 else None
@@ -69,9 +69,9 @@ TAIL_CHARS = 4_000
 
 @functools.lru_cache(maxsize=256)
 def reference(label: str) -> list[Any]:
-    """The label as math-verify parses it. Raises `DataError` if it finds no expression.
+    """The label, parsed by math-verify. Raises `DataError` if it contains no expression.
 
-    Compares it with a number once, so that a label that takes too long is noticed before an answer is blamed.
+    Compares the label with a number once, so that a label that takes too long is not blamed on an answer.
     """
     import math_verify
 
@@ -84,7 +84,7 @@ def reference(label: str) -> list[Any]:
 
 
 def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
-    """Raises `DataError` if the label cannot be parsed."""
+    """Whether math-verify finds both equal. `boxed`: `answer` came from a box. Raises `DataError` for a bad label."""
     if answer.strip() == label.strip():
         return True
     import math_verify
@@ -95,14 +95,14 @@ def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
 
 
 class WithLabel(Grader):
-    """Compares the final answer with a label."""
+    """Base of graders that compare the final answer with a label."""
 
     needs_label = True
     held = True
     wrong: ClassVar[Reward | None] = 0.0
 
     def prepare(self, sample: Sample) -> None:
-        """Raises `DataError` if the label is missing, or cannot be read."""
+        """Raises `DataError` if the label is missing or cannot be read."""
         self.label_of(sample)
 
     def label_of(self, sample: Sample) -> str:
@@ -113,10 +113,10 @@ class WithLabel(Grader):
 
 
 class WithMathLabel(WithLabel):
-    """The label is one that math-verify reads."""
+    """Base of graders with a label that math-verify must be able to parse."""
 
     def label_of(self, sample: Sample) -> str:
-        """Also raises `DataError` if `reference` cannot read it."""
+        """The label as text. Raises `DataError` if it is missing or math-verify cannot parse it."""
         label = super().label_of(sample)
         reference(label)
         return label
@@ -126,8 +126,9 @@ class WithMathLabel(WithLabel):
 class MathAnswer(WithMathLabel):
     """1.0 if math-verify finds the final answer equal to the label, else 0.0.
 
-    The answer is the last `\\boxed{}`, else whatever math-verify extracts from the response. math-verify's own time
-    limit is off: it relies on SIGALRM, which a long big-integer power ignores, and the pool kills the process instead.
+    The answer is the last `\\boxed{}`, or else what math-verify extracts from the response. math-verify's own time
+    limit is off, because it relies on SIGALRM, which a long big-integer power ignores. The pool kills the process
+    instead.
     """
 
     def grade(self, sample: Sample, limit_s: float) -> float:
@@ -144,7 +145,7 @@ class MathAnswer(WithMathLabel):
 
 @GRADERS.register("exact_match")
 class ExactMatch(WithLabel):
-    """1.0 if the final answer equals the label as text, except for white space at the ends; else 0.0."""
+    """1.0 if the final answer equals the label as text, ignoring white space at both ends; else 0.0."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         return float(final_answer(sample.response) == self.label_of(sample).strip())
@@ -155,7 +156,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
+    """The lower-case words of a text, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
@@ -173,7 +174,7 @@ class TokenF1(WithLabel):
 
 @GRADERS.register("random")
 class Chance(Grader):
-    """A coin for tests, 0.0 or 1.0, which is the same again for the same execution and response."""
+    """For tests: 0.0 or 1.0 at random, but always the same for the same execution and response."""
 
     held = True
     wrong = 0.0
@@ -195,7 +196,7 @@ class Dapo(WithMathLabel):
     wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
-        """`{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare`."""
+        """`{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare` does."""
         label = self.label_of(sample)
         tail = sample.response[-DAPO_TAIL_CHARS:]
         lines = _ANSWER_LINE.findall(tail)
@@ -214,7 +215,7 @@ class DeepScaler(WithMathLabel):
     finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """0.0 for a response that never ends its thinking or boxes nothing. Raises as `prepare`."""
+        """0.0 if the response never ends its thinking or has no box after it. Raises as `prepare` does."""
         for marker in MARKERS:
             _, found, answer = sample.response.rpartition(marker)
             if found:
@@ -225,16 +226,16 @@ class DeepScaler(WithMathLabel):
 
 
 def deepscaler_reward(response: str, label: object) -> float:
-    """`--rm-type deepscaler` for users' functions. Raises `DataError` for a label without an expression."""
+    """Grades as `--rm-type deepscaler`, for users' functions. Raises `DataError` for a label without an expression."""
     return DeepScaler().grade(Sample(response=response, label=label), BUILT_IN_LIMIT_S)
 
 
 def dapo_score(solution: str, label: object) -> dict[str, Any]:
-    """`--rm-type dapo` for users' functions. Raises as above."""
+    """Grades as `--rm-type dapo`, for users' functions. Raises `DataError` for a label without an expression."""
     return Dapo().grade(Sample(response=solution, label=label), BUILT_IN_LIMIT_S)
 
 
 def boxed_equals(solution: str, label: object) -> bool:
-    """Whether the last box of a solution has the reference's value. Raises as above."""
+    """Whether the last box of a solution equals the label. Raises `DataError` for a label without an expression."""
     answer, reference = last_boxed(solution), str(label)
     return answer is not None and equal_answers(answer, last_boxed(reference) or reference, boxed=True)

@@ -1,9 +1,10 @@
 """Multiple choice (GPQA; Rein et al., 2023, arXiv:2311.12022): 1.0 if the answer commits to the right letter, else 0.0.
 
 The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, a number from 0.
-`metadata["choices"]` lists the texts in order; without it the letters are A to D, or as many as the label needs. In
-this order, what counts behind the last `</think>` is the `<answer>` element, the last box, the last "answer is C", or a
-last line that is a letter. Several letters in one place, or a letter inside a text, are not an answer.
+`metadata["choices"]` lists the texts in order; without it the letters are A to D, or as many as the label needs. After
+the last `</think>`, the answer is the first of these that exists: the `<answer>` element, the last box, the last
+"answer is C", or a last line that is a letter. Several letters in one place, or a letter within prose, are not an
+answer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking, last_answer_element, last_boxed
 
 TAIL_CHARS = 4_000
-"""Without a mark, only the end of the response is searched."""
+"""Without a marked answer, only the end of the response is searched."""
 MAX_MARKED_CHARS = 500
-"""A longer marked answer is a text."""
+"""A longer marked answer is prose, not a choice."""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|mathit|boxed|bf|rm)\s*\{([^{}]*)\}")
 _SAID = re.compile(
@@ -39,7 +40,7 @@ _PROSE = re.compile(r"\s+(?!because|since|as\b|due|for\b|which|given|based|with|
 
 
 def plain(text: str) -> str:
-    """The text without markup of LaTeX and Markdown, and with full-width letters made plain."""
+    """The text without LaTeX and Markdown markup, with full-width letters converted to ASCII."""
     text = unicodedata.normalize("NFKC", text)
     for _ in range(3):  # \text{\textbf{C}}
         text = _WRAPPED.sub(r" \1 ", text)
@@ -47,12 +48,12 @@ def plain(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """The text of a choice, for comparisons."""
+    """The text of a choice in normalised form, for comparisons."""
     return " ".join(plain(text).split()).casefold().rstrip(".")
 
 
 def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
-    """The one letter at the beginning of `text`; None if it is a word of prose or the first of several letters."""
+    """The letter with which `text` begins; None if it is a word of prose or the first of several letters."""
     found = _LETTER.match(text)
     if found is None or found[1].upper() not in letters:
         return None
@@ -69,7 +70,7 @@ def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
 
 
 def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
-    """The letter of a marked answer, which may be the text of the choice."""
+    """The letter of a marked answer, which may be a letter or the text of a choice."""
     words = folded(text)
     same = [letter for letter, choice in zip(letters, choices, strict=False) if words == choice]
     if len(same) == 1:
@@ -80,7 +81,7 @@ def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
 
 
 def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> str | None:
-    """The letter that the response commits to; None without one. `choices`: folded texts, in the order of letters."""
+    """The letter to which the response commits; None if there is none. `choices`: folded texts, in letter order."""
     answer = after_thinking(response)
     for marked in (last_answer_element(answer), last_boxed(answer)):
         if marked is not None:
@@ -98,12 +99,12 @@ def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> 
 
 
 def choices_of(sample: Sample) -> list[str]:
-    """The folded texts of the row's choices."""
+    """The row's choices as `folded` texts."""
     return [folded(str(choice)) for choice in sample.metadata.get("choices") or ()]
 
 
 def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
-    """The label's letter. Raises `DataError` if it names none."""
+    """The letter of the correct choice. Raises `DataError` if the label names no choice."""
     label = sample.label
     if label is None:
         label = sample.metadata.get("correct_letter")
@@ -123,7 +124,7 @@ def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
 
 @GRADERS.register("gpqa")
 class MultipleChoice(Grader):
-    """The answer commits to the right letter."""
+    """1.0 if the answer commits to the right letter, else 0.0."""
 
     held = True
     wrong = 0.0

@@ -1,7 +1,7 @@
 """Verifiable instructions, in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911): one check for each id.
 
-A check gets the response and its arguments and returns whether the instruction is followed. Nothing here knows a
-language: a word is a run of letters and digits, a sentence ends with its punctuation mark.
+A check gets the response and its arguments, and returns whether the response follows the instruction. Checks do not
+depend on the language: a word is a run of letters and digits, and a sentence ends with a punctuation mark.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def words(text: str) -> list[str]:
 
 
 def num_sentences(text: str) -> int:
-    """Counts end marks of sentences, except after an abbreviation, an initial or the number of a list item."""
+    """The number of sentence ends. Ignores full stops after abbreviations, initials and numbers of list items."""
     count, start = 0, 0
     for mark in _SENTENCE_END.finditer(text):
         before = text[max(start, mark.start() - 40) : mark.start()].split()
@@ -61,19 +61,19 @@ def compare(value: int, target: Any, relation: str | None) -> bool:
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the word or phrase stands alone in the text, in any case."""
+    """Whether the word or phrase occurs in the text as a whole, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def paragraphs(text: str, divider: str = r"\s?\*\*\*\s?") -> list[str] | None:
-    """Texts between dividers. An empty one at either end does not count; None if one in between is empty."""
+    """The texts between dividers, without empty ones at either end; None if one in between is empty."""
     parts = [part.strip() for part in re.split(divider, text)]
     parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
     return parts if all(parts) else None
 
 
 def is_json(text: str) -> bool:
-    """An object or list in JSON, with or without a code fence."""
+    """Whether the text is a JSON object or list, with or without a code fence."""
     body = re.sub(r"^```\w*\s*\n?|\n?```$", "", text.strip()).strip()
     try:
         return isinstance(json.loads(body), dict | list)
@@ -82,7 +82,7 @@ def is_json(text: str) -> bool:
 
 
 def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """This number of paragraphs, separated by empty lines, of which the n-th (from 1) begins with the word."""
+    """Whether there are `num_paragraphs`, separated by empty lines, and the n-th (from 1) begins with `first_word`."""
     parts = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(parts) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(parts):
         return False
@@ -91,25 +91,25 @@ def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word
 
 
 def two_responses(text: str) -> bool:
-    """Two different texts separated by six asterisks."""
+    """Whether the text consists of two different texts, separated by six asterisks."""
     parts = paragraphs(text, r"\*{6}")
     return parts is not None and len(parts) == 2 and parts[0] != parts[1]
 
 
 def postscript(text: str, postscript_marker: str = "P.S.") -> bool:
-    """A line that begins with the marker, whatever blanks are between its letters."""
+    """Whether a line begins with the marker, allowing a blank between its letters."""
     marker = r"\s?".join(re.escape(c) for c in postscript_marker if not c.isspace())
     return re.search(rf"^\s*{marker}.+$", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def sections(text: str, num_sections: int, section_spliter: str = "Section") -> bool:
-    """At least this many headings of the form `<splitter> <number>`."""
+    """Whether there are at least `num_sections` headings of the form `<section_spliter> <number>`."""
     found = re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)
     return len(found) >= int(num_sections)
 
 
 def highlights(text: str, num_highlights: int) -> bool:
-    """At least this many `*highlighted*` or `**highlighted**` parts of lines."""
+    """Whether there are at least `num_highlights` parts marked as `*highlighted*` or `**highlighted**`."""
     found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
     return sum(1 for part in found if part.strip("* ")) >= int(num_highlights)
 
@@ -186,7 +186,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(id, arguments) of each instruction. Raises `DataError` without any, or for an unknown one."""
+    """(id, arguments) of each instruction. Raises `DataError` if there are none, or one is unknown."""
     ids = metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
         raise DataError("the row has no metadata['instruction_id_list']; the ifbench grader needs at least one id")
@@ -200,12 +200,12 @@ def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether an instruction is followed; an empty text follows none."""
+    """Whether the text follows the instruction `name`. An empty text follows none."""
     return bool(text.strip()) and CHECKS[name](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
-    """The texts that count for the loose score."""
+    """The variants of the text for the loose score."""
     lines = text.split("\n")
     shortened = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return list(dict.fromkeys([*shortened, *(part.replace("*", "") for part in shortened)]))
@@ -213,11 +213,11 @@ def variants(text: str) -> list[str]:
 
 @GRADERS.register("ifbench")
 class InstructionFollowing(Grader):
-    """Whether the row's instructions are followed, strictly and loosely.
+    """Whether the answer follows the row's instructions, strictly and loosely.
 
     The row has `metadata["instruction_id_list"]` (ids in `CHECKS`) and `metadata["kwargs"]`, one object of arguments
-    per id, as in IFEval's data; null arguments are left out. Strict: the answer as it is, behind the last `</think>`.
-    Loose: also without its first line, its last line or both, and each of these without asterisks.
+    per id, as in IFEval's data; null arguments are ignored. Strict: the text after the last `</think>` must follow.
+    Loose: it may also follow without its first line, its last line or both, and without asterisks.
     """
 
     score_keys = ("score", "loose", "strict_share", "loose_share")
@@ -233,7 +233,10 @@ class InstructionFollowing(Grader):
                 raise DataError(f"the arguments {arguments} do not fit {name}: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """`score` and `loose` (1.0 if all are followed, else 0.0), and their shares. Raises as `prepare`."""
+        """`score` and `loose` (1.0 if all instructions are followed, else 0.0), and the shares of followed ones.
+
+        Raises as `prepare` does.
+        """
         self.prepare(sample)
         wanted = instructions(sample.metadata)
         answer = after_thinking(sample.response).strip()

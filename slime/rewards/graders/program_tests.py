@@ -1,16 +1,17 @@
-"""Code: the answer's last code block, a Python program, runs against the tests of its row, each in a sandbox.
+"""Code: runs the answer's last code block, a Python program, against the tests of the row, each test in a sandbox.
 
-The tests are in `metadata["tests"]`, else in the label (as JSON text or not), in one of these forms:
+The tests are in `metadata["tests"]`, or else in the label (as JSON text or not), in one of these forms:
 - `[{"input": text, "output": text}, ...]` or `{"inputs": [...], "outputs": [...]}`: standard input and output;
-- the latter with `"fn_name"`: each input is a list of arguments, each output the function's return value;
-- a list of Python statements, or one text of them: assertions. With `metadata["entry_point"]`, the text or one of the
-  list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). Statements of a list that name
-  nothing of the program are not tests; they run before each of the others.
+- the latter with `"fn_name"`: each input is a list of arguments, each output is the function's return value;
+- a list of Python statements, or a single text of statements: assertions. With `metadata["entry_point"]`, the text or
+  one of the list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). Statements in a
+  list that use no name of the program are not tests; they run before each test.
 
-The score is the share of tests passed, or with `metadata["code_reward"] = "all"` 1.0 for all of them, else 0.0.
+The score is the share of passed tests. With `metadata["code_reward"] = "all"` it is 1.0 if all pass, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) limit each test. A program that is too slow
-fails its test and all later ones. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` for each, by
-the program's own clock (`sandbox`); later ones fail, too. What a test expects never shares a process with the program.
+fails its test and all later ones. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` per test, on
+the program's own clock (`sandbox`); after that, later tests fail. A test's expected values are never in the same
+process as the program.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from slime.rewards.graders.answers import after_thinking
 
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
 SECONDS_PER_TEST = 1.0
-"""Each test adds this to the common limit, unless its own limit is lower."""
+"""Each test adds this to the common time limit, unless its own limit is lower."""
 _BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
 PYTHON = frozenset({"", "python", "py", "python3"})
 
@@ -37,7 +38,7 @@ PYTHON = frozenset({"", "python", "py", "python3"})
 @dataclass(frozen=True, slots=True)
 class Case:
     request: dict[str, Any]
-    """For the sandbox, besides the program."""
+    """The request for the sandbox, without the program."""
     stdin: str
     expected: Any
     """Printed text, return value, or True for assertions."""
@@ -46,13 +47,13 @@ class Case:
 
 
 def last_program(response: str) -> str | None:
-    """The last complete code block that is Python or names no language; None without one."""
+    """The last complete code block that is marked as Python or has no language; None if there is none."""
     blocks = [body for language, body in _BLOCK.findall(after_thinking(response)) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None
 
 
 def cases_of(sample: Sample) -> list[Case]:
-    """Raises `DataError` if the row has no tests, or in an unknown form."""
+    """The tests of a row. Raises `DataError` if there are none, or their form is unknown."""
     tests = sample.metadata.get("tests", sample.label)
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
@@ -81,7 +82,7 @@ def cases_of(sample: Sample) -> list[Case]:
 
 
 def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
-    """Raises `DataError` if the statements are not Python, or do not name the program."""
+    """Test cases from assertions. Raises `DataError` if they are not Python, or use no name of the program."""
     entry = str(entry_point) if entry_point else None
     try:
         found = [names_in([statement], entry) for statement in statements]
@@ -116,7 +117,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal except for trailing white space; or word by word, where floats may differ by 1e-6."""
+    """Whether the outputs are equal, except for trailing white space; or word by word, with floats within 1e-6."""
     if _lines(printed) == _lines(expected):
         return True
     ours, theirs = printed.split(), expected.split()
@@ -133,8 +134,10 @@ def _close(word: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Equal as JSON values (a tuple is a list), floats within 1e-6; True is not 1. Values that cannot be compared (a
-    float with an integer beyond all floats) differ."""
+    """Whether two values are equal as JSON (a tuple equals a list), with floats within 1e-6; True does not equal 1.
+
+    Values that cannot be compared, such as a float and an integer beyond the range of floats, are not equal.
+    """
     try:
         return _same(got, expected)
     except (ArithmeticError, RecursionError):
@@ -154,7 +157,7 @@ def _same(got: Any, expected: Any) -> bool:
 @GRADERS.register("code")
 @dataclass(frozen=True, kw_only=True)
 class ProgramTests(Grader):
-    """The program passes the tests of its row."""
+    """The share of the row's tests that the program passes."""
 
     is_slow = True
     runs_code = True
@@ -164,18 +167,18 @@ class ProgramTests(Grader):
     """Run programs even if nothing can confine them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """For all tests, by the program's own clock. Raises `DataError` for a row without tests."""
+        """The time limit for all tests, on the program's clock. Raises `DataError` for a row without tests."""
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
 
     def prepare(self, sample: Sample) -> None:
         cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """The share of tests passed, or 0.0 / 1.0; 0.0 without a complete code block.
+        """The share of passed tests, or 0.0 / 1.0 with `code_reward` "all"; 0.0 without a complete code block.
 
-        Raises `DataError` for a row without tests, or with one that cannot be checked from outside of the program;
-        `Unconfined` if nothing can confine a program and `--allow-unconfined-code` is not given; `OSError` if the
-        machine cannot run it.
+        Raises `DataError` for a row without tests, or with a test that cannot be checked from outside the program;
+        `Unconfined` if this machine cannot confine programs and `--allow-unconfined-code` is not given; `OSError` if
+        the machine cannot run the program.
         """
         from slime.rewards.graders.sandbox import Sandbox
 

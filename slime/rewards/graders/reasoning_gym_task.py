@@ -1,9 +1,9 @@
-"""reasoning-gym: the score of the task's own verifier (0.0 to 1.0), for the entry that the sample was made from.
+"""reasoning-gym: the score of the task's own verifier (0.0 to 1.0) for the row's entry.
 
-The row names the task and its entry: `metadata["reasoning_gym"] = {"dataset": ..., "entry": ...}` (with `settings` if
-they are not the task's defaults), as in rows of `--prompt-data rg:TASK`; or `metadata["source_dataset"]` with the entry
-(question, answer, metadata) in `metadata["entry"]`, beside it, or with only the label. Verifiers want the bare answer,
-which `bare_answer` extracts from the response.
+Rows of `--prompt-data rg:TASK` name the task and its entry as `metadata["reasoning_gym"] = {"dataset": ..., "entry":
+...}`, with `settings` if they are not the task's defaults. Other rows name the task in `metadata["source_dataset"]` and
+have the entry (question, answer, metadata) in `metadata["entry"]`, directly in the metadata, or only its answer in the
+label. Verifiers expect the bare answer, which `bare_answer` extracts from the response.
 Source: `score_answer` of the tasks of reasoning_gym.
 """
 
@@ -24,12 +24,12 @@ NUMBER = re.compile(r"[-+]?\d+(?:[.,/]\d+)*")
 TAIL_CHARS = 2_000
 """Without a marked answer, only the end of the response is searched."""
 BOARDS = ("arc_agi", "rearc")
-"""Tasks whose verifier compares boards as tuples, which JSON turned into lists."""
+"""Tasks with a verifier that compares boards as tuples. JSON has turned the tuples into lists."""
 
 
 @functools.lru_cache(maxsize=256)
 def score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
-    """`settings`: the task's, as JSON."""
+    """The verifier of a task. `settings`: the task's settings, as JSON."""
     import reasoning_gym
 
     function: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
@@ -50,7 +50,7 @@ def _with_boards(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
-    """The task's name and entry. Raises `DataError` if the metadata lack them."""
+    """(name of the task, its entry). Raises `DataError` if the metadata lack them."""
     metadata = sample.metadata
     task = metadata.get("reasoning_gym")
     if isinstance(task, dict) and task.get("dataset") and isinstance(task.get("entry"), dict):
@@ -68,7 +68,7 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
 
 
 def bare_answer(response: str, reference: str) -> str:
-    """The `<answer>` element, else the last box, else the last number (if the reference is one), else the last line."""
+    """The `<answer>` element, else the last box, the last number (if the reference is a number), or the last line."""
     for marked in (last_answer_element(response), last_boxed(response)):
         if marked is not None:
             return marked
@@ -87,7 +87,7 @@ class ReasoningGymTask(Grader):
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:
-        """Loads the task. Raises `DataError` if the row names none."""
+        """Loads the task. Raises `DataError` if the row does not name one."""
         score_function(task_entry(sample)[0], _settings_of(sample))
 
     def grade(self, sample: Sample, limit_s: float) -> float:

@@ -1,15 +1,15 @@
 """Remote reward: POSTs prompt, response, label and metadata as JSON to `--rm-url`; the answer is the reward.
 
-The service answers with a number, or an object: if it has only `reward` or `score`, that number, else the whole object.
-With `--rm-batch-size` N > 1, samples that wait at the same time are sent together as a list of at most N objects, and
-the answer is a list of as many rewards.
+The service answers with a number or an object. If the object has only the key `reward` or `score`, that number is the
+reward; else the whole object is. With `--rm-batch-size` N > 1, concurrent samples are sent together as a list of at
+most N objects, and the answer is a list with one reward per sample.
 
-Broken connections, 429 and 5xx are tried again with a growing pause (or the service's `Retry-After`), until the pool's
-limit for each sample; other statuses are not. A batch refused with a 4xx is sent once more one by one, so that one bad
-sample costs no other its reward.
+Broken connections, 429 and 5xx are retried with a growing pause (or the service's `Retry-After`), until the pool's
+limit for each sample; other statuses are not retried. If a batch is refused with a 4xx, its samples are sent once more
+one by one, so that one bad sample does not cost the others their rewards.
 
-Who wakes whom: `grade` adds a sample to the batcher's open list. The first sample of a list starts the task that sends
-it after `GATHER_S` and wakes all its waiters. All of it runs on the worker's event loop.
+Who wakes whom: `grade` adds a sample to the batcher's open list. The first sample of a list starts a task that sends
+the list after `GATHER_S` and wakes all its waiters. Everything runs on the worker's event loop.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 def reward_of(answer: Any) -> Any:
-    """Unwraps a lone `reward` or `score`; anything else is returned as it is."""
+    """Unwraps an object with the single key `reward` or `score`; returns anything else unchanged."""
     if isinstance(answer, dict) and len(answer) == 1:
         return next((answer[key] for key in ("reward", "score") if key in answer), answer)
     return answer
 
 
 async def post(session: Any, url: str, payload: Any) -> Any:
-    """The JSON answer, after further tries if these can help; the caller sets the limit.
+    """The JSON answer. Retries transient failures without end, so the caller must set a time limit.
 
-    Raises `RequestRejected` for a 4xx other than 429, `EngineError` for any other invalid answer.
+    Raises `RequestRejected` for a 4xx other than 429, and `EngineError` for any other invalid answer.
     """
     import aiohttp
 
@@ -80,7 +80,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
-        """The service's answer for one sample. Raises as `post`, and `DataError` for a list of another length."""
+        """The service's answer for one sample. Raises as `post` does, and `DataError` for a list of another length."""
         if self._batch_size <= 1:
             return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -135,7 +135,7 @@ def _another_shape(answer: Any, num_samples: int) -> BaseException:
 @GRADERS.register("remote_rm")
 @dataclass(kw_only=True)
 class RemoteReward(Grader):
-    """The answer of the service at `--rm-url`."""
+    """The reward from the service at `--rm-url`."""
 
     waits = True
 
@@ -148,7 +148,7 @@ class RemoteReward(Grader):
         self.batcher: Batcher | None = None
 
     async def grade(self, sample: Sample, limit_s: float) -> Any:
-        """The service's reward. Raises `RequestRejected` if it refuses; the pool's limit ends retries."""
+        """The service's reward. Raises `RequestRejected` if it refuses. The pool's limit ends retries."""
         if not self.rm_url:
             raise ConfigError("--rm-type remote_rm has no address; set --rm-url")
         if self.batcher is None:

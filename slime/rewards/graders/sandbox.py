@@ -1,32 +1,32 @@
-"""Runs of a program that a model wrote: each is a process tree of its own, bounded, and gone before the next begins.
+"""Runs programs that a model wrote. Each run is a separate, limited process tree, which is gone before the next begins.
 
-A `Sandbox` holds one program and runs it once per test. Its supervisor (`main`) is started only once, because starting
-is most of a run's cost. For each test it waits, with a deadline, for three processes: a keeper that it forks, which
-makes fresh namespaces; the first process of the PID namespace, so that everything dies with it; and that one's child,
-the program. The supervisor runs nothing of a program: it only forks, kills and reports. Assertions are run by a
-checker, confined like the program, with three processes of its own; a socket connects the two.
+A `Sandbox` has one program and runs it once per test. Its supervisor (`main`) is started only once, because starting is
+most of the cost. Each test takes three processes, for which the supervisor waits with a deadline: a keeper, which the
+supervisor forks and which makes new namespaces; the first process of the PID namespace, so that everything dies with
+it; and its child, the program. The supervisor runs no code of the program: it only forks, kills and reports. Assertions
+run in a checker, which is confined like the program, has its own three processes, and is connected by a socket.
 
 A program is confined (`slime.core.confine`) by
-- namespaces: no network, no other process to see or signal, a view of only Python's and the system's libraries, and a
-  scratch disk of `SCRATCH_BYTES`;
-- Landlock: the same files once more, and no signals to others;
-- seccomp: no sockets but connected pairs, no shared memory that no limit counts, no namespaces, no tracing;
-- limits on CPU seconds, address space, file size (printed output, too) and processes, which every kernel has. The
-  supervisor watches memory and number of all processes together.
+- namespaces: no network, no other processes to see or signal, a view with only Python's and the system's libraries, and
+  a scratch disk of `SCRATCH_BYTES`;
+- Landlock: access to the same files only, and no signals to other processes;
+- seccomp: no sockets except connected pairs, no shared memory outside the limits, no namespaces, no tracing;
+- limits on CPU seconds, address space, file size (including printed output) and processes, which every kernel has. The
+  supervisor also watches the memory and number of all processes together.
 
 The first three need Linux of 2021 or newer with user namespaces. If one is missing, no program runs unless the caller
 permits it (`--allow-unconfined-code`).
 
-A program's time is its processor time plus time in which it sleeps. While it waits for a processor that others use, its
-clock stands still (`_Clock`), so a busy machine fails no program; after `PATIENCE` times its limit it is given up.
+A program's time is its processor time plus the time in which it sleeps. Its clock stops while it waits for a busy
+processor (`_Clock`), so a busy machine does not make programs fail. After `PATIENCE` times its limit, the run ends.
 
 Invariants
 0. A program that is not fully confined runs only if that was permitted.
-1. After `run` no process of the program is left: the supervisor kills all its descendants. With them goes everything
-   except files that an unconfined program wrote elsewhere, so no run sees an earlier one.
-2. The program's memory never holds a test's expected output, an assertion, or a way to claim that it passed. The
+1. After `run` no process of the program is left, because the supervisor kills all its descendants. Nothing else remains
+   either, except files that an unconfined program wrote elsewhere, so no run sees an earlier one.
+2. The program's memory never contains a test's expected output, an assertion, or a way to claim that it passed. The
    supervisor opens no file of a test, because every program inherits its memory.
-3. What did not run has no verdict: if a run's processes cannot start, that is an `OSError`.
+3. A test that did not run has no verdict: if a run's processes cannot start, `run` raises `OSError`.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ from slime.core.processes import scratch_prefix
 from slime.rewards.environment import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
-"""Printing or writing more to one file ends the program."""
+"""A program that prints more, or writes more to one file, is killed."""
 SCRATCH_BYTES = 64 * 1024 * 1024
 MAX_PROCESSES = 32
 MAX_FILES = 64
-"""Open files."""
+"""Limit of open files."""
 WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
-"""Limit of the program's clock: this factor of its CPU limit, and seconds, so that sleeping programs end."""
+"""Limit on the program's clock: the CPU limit times the factor, plus the extra seconds. Ends programs that sleep."""
 PATIENCE = 5.0
-"""By how much a busy machine may lengthen that."""
+"""A busy machine may lengthen a run to this many times the limit."""
 LOOK_S, CROWD_LOOK_S = 0.1, 0.02
-"""Between looks at a running program; at one with several processes, whose memory the kernel does not sum up."""
+"""Seconds between looks at a program with one process, and with several, whose memory must be summed up."""
 BEGIN_S = 30.0
-"""To start a program's processes."""
+"""Time limit for starting a program's processes."""
 PROBE_S = 20.0
-"""For an empty program, however busy the machine is."""
+"""Time limit for an empty program. Generous, because the machine may be busy."""
 SUPERVISOR_S = 10.0
-"""The longest that a supervisor takes beyond the program's deadline."""
+"""Extra time after the program's deadline, in which the supervisor must answer."""
 MAX_SCRATCH_FILES = 10_000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ROOT, SCRATCH = "root", "/scratch"
-"""The sandbox's folder for the view, and the place in the view where a program may write."""
+"""The folder in which the view is built, and the folder in the view in which a program may write."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 PROGRAM, CHECKER = "program", "checker"
 Limits = tuple[float, int]
-"""Seconds, and bytes of memory."""
+"""(CPU seconds, bytes of memory)."""
 NAMESPACES = "namespaces"
 WHAT_FOR = {
     NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
@@ -98,20 +98,20 @@ class Ended:
     code: int
     """Exit status; 128 + signal after a signal."""
     timed_out: bool
-    """Whether it exceeded the CPU limit or that of its clock."""
+    """Whether the program exceeded the limit of CPU time or of its clock."""
     own_s: float
-    """Seconds by its own clock."""
+    """Seconds on the program's clock."""
     output: str
-    """What it printed, at most `MAX_OUTPUT_BYTES`."""
+    """The program's standard output, at most `MAX_OUTPUT_BYTES`."""
     result: list[Any] | None
     """[the function's return value, as JSON]; for assertions [True] if all hold, [False] if not, [reason] if that
-    cannot be decided; None if it did not get there."""
+    cannot be decided; None if there is no result."""
     missing: tuple[str, ...] = ()
     """Parts of `WHAT_FOR` that the machine lacks."""
 
 
 def missing_here() -> tuple[str, ...]:
-    """Parts of `WHAT_FOR` that this machine lacks, by running an empty program. Raises `OSError` if that fails."""
+    """Runs an empty program; returns the parts of `WHAT_FOR` that this machine lacks. Raises `OSError` on failure."""
     with Sandbox("", time_limit_s=PROBE_S, memory_bytes=1 << 30, allow_unconfined=True) as sandbox:
         ended = sandbox.run({})
     if ended.code != 0:
@@ -129,10 +129,10 @@ def refusal(missing: Sequence[str]) -> str:
 
 
 class Sandbox:
-    """Holds one program, which `run` runs once per test. A context manager."""
+    """A context manager for one program; `run` runs it once per test."""
 
     def __init__(self, program: str, *, time_limit_s: float, memory_bytes: int, allow_unconfined: bool = False) -> None:
-        """Limits are per run. `allow_unconfined`: run even if the machine lacks parts of the confinement."""
+        """The limits apply to each run. `allow_unconfined`: run even if the machine lacks parts of the confinement."""
         self._program, self._allow_unconfined = program, allow_unconfined
         self._reply_limit_s = PATIENCE * (time_limit_s * WALL_FACTOR + WALL_EXTRA_S) + BEGIN_S + SUPERVISOR_S
         self._limits = [str(time_limit_s), str(memory_bytes)]
@@ -161,7 +161,7 @@ class Sandbox:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the supervisor, which has descendants only if a run was given up; they end with it."""
+        """Ends the supervisor. Descendants, which exist only if a run was abandoned, end with it."""
         stdin, stdout = self._pipes()
         stdin.close()
         try:
@@ -174,10 +174,10 @@ class Sandbox:
 
     def run(self, request: dict[str, Any], *, stdin: str = "") -> Ended:
         """Runs the program; then calls `request["function"]` with `request["arguments"]`, or checks
-        `request["asserts"]` (arguments of `assertions.check`).
+        `request["asserts"]` (the argument `test` of `assertions.check`).
 
-        Raises `Unconfined` if the machine cannot confine it and that is not permitted, `OSError` if the sandbox fails
-        or the machine is overloaded.
+        Raises `Unconfined` if the machine cannot confine the program and running it unconfined is not allowed, and
+        `OSError` if the sandbox fails or the machine is overloaded.
         """
         scratch, asserts = Path(self._folder.name, str(self._num_runs)), request.get("asserts")
         self._num_runs += 1
@@ -206,7 +206,7 @@ class Sandbox:
         return Ended(verdict["code"], verdict["timed_out"], verdict["own_s"], output, result, missing)
 
     def _give(self, path: Path) -> None:
-        """Gives a file to the user that the supervisor becomes, if this process is root's and may."""
+        """If this process is root and may, changes the owner of a file to the user that the supervisor switches to."""
         if self._user != os.getuid():
             try:
                 os.chown(path, self._user, self._user)
@@ -218,7 +218,7 @@ class Sandbox:
         return self._supervisor.stdin, self._supervisor.stdout
 
     def _ask(self, folder: str, roles: Sequence[str]) -> dict[str, Any]:
-        """Has the supervisor do one run with these roles; its one-line verdict. Raises `OSError` without one."""
+        """Asks the supervisor for one run with these roles; returns its verdict. Raises `OSError` without a verdict."""
         (stdin, stdout), said, deadline = self._pipes(), b"", time.monotonic() + self._reply_limit_s
         with contextlib.suppress(BrokenPipeError):
             stdin.write(f"{folder} {' '.join(roles)}\n".encode())
@@ -236,7 +236,7 @@ class Sandbox:
 
 
 def readable() -> list[str]:
-    """Where Python and its packages are, besides the system's folders in a view."""
+    """Folders of Python and its packages, in addition to the system's folders in a view."""
     places = [sys.prefix, sys.base_prefix, sys.argv[5]]
     environment = Path(sys.executable).parents[1]
     places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # `-S` keeps it out of the prefix
@@ -244,10 +244,10 @@ def readable() -> list[str]:
 
 
 def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """The process of the program or its checker: takes its limits, does its work, returns the exit status.
+    """The process of the program or the checker: sets its limits, does its work, and returns the exit status.
 
-    `alone`: whether it is in namespaces. Before its work it reports missing confinement to the pipe `report` and closes
-    it. `channel`: the socket to the other process.
+    `alone`: whether it is in namespaces. `report`: a pipe to which it first reports missing confinement. `channel`: the
+    socket to the other process.
     """
     os.setsid()
     request = json.loads((scratch / ("request" if role == PROGRAM else "asserts")).read_text())
@@ -256,7 +256,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     os.dup2(os.open(scratch / files[0], os.O_RDONLY), 0)
     os.dup2(os.open(scratch / files[1], os.O_WRONLY | os.O_CREAT, 0o600), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    # If a program is checked, only the checker has a place for the verdict.
+    # If a program is checked, only the checker can write the verdict.
     result = os.open(os.devnull if checked else scratch / "result", os.O_WRONLY | os.O_CREAT, 0o600)
     alone = alone and enter_view(scratch.parent / ROOT)
     own = SCRATCH if alone else str(scratch / "work")
@@ -298,7 +298,7 @@ def bounds_of(time_limit_s: float, memory_bytes: int) -> dict[int, int]:
 
 
 def enter_view(root: Path) -> bool:
-    """Enters the view that the supervisor built, with a scratch disk that only this process has."""
+    """Enters the view that the supervisor built, with a private scratch disk. Returns False if that fails."""
     try:
         view.writable(f"{root}{SCRATCH}", SCRATCH_BYTES, MAX_SCRATCH_FILES)
         for name in ("work", "tmp", "shm"):
@@ -310,7 +310,7 @@ def enter_view(root: Path) -> bool:
 
 
 def run_program(request: dict[str, Any], result: int, channel: int) -> None:
-    """Runs the definitions; then the requested call, whose value goes to `result`, or those of the checker."""
+    """Runs the program; then writes the value of the requested call to `result`, or serves the checker's calls."""
     plain = "function" not in request and not request["checked"]
     module = ModuleType("__main__" if plain else "solution")
     sys.modules[module.__name__] = module  # for dataclasses, typing and pickle
@@ -325,14 +325,14 @@ def run_program(request: dict[str, Any], result: int, channel: int) -> None:
 
 
 def assertions() -> Any:
-    """The module, which the supervisor has imported."""
+    """The module `assertions`, which the supervisor has already imported."""
     from slime.rewards import assertions
 
     return assertions
 
 
 def forked(work: Callable[[], int]) -> int:
-    """The pid of a child that does this work and ends with the status that it returns."""
+    """Forks a child that calls `work` and exits with the returned status; returns its pid."""
     child = os.fork()
     if child == 0:
         try:
@@ -343,14 +343,14 @@ def forked(work: Callable[[], int]) -> int:
 
 
 def close(*descriptors: int) -> None:
-    """-1 stands for no descriptor."""
+    """Closes descriptors, ignoring -1."""
     for descriptor in descriptors:
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def first_process(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """The first process of the namespace: starts the program and returns its exit status; then all others end."""
+    """The first process of the namespace: starts the program and returns its exit status. All others end with it."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
     program = forked(lambda: become(role, scratch, limits, alone=alone, report=report, channel=channel))
     close(report, channel)
@@ -371,7 +371,7 @@ def end_descendants() -> None:
 
 
 def keep(role: str, scratch: Path, limits: Limits, *, held: bool, report: int, channel: int) -> int:
-    """The keeper; returns the program's exit status. `held`: the supervisor left the network, so this can unshare."""
+    """The keeper; returns the program's exit status. `held`: the supervisor is in namespaces, so `unshare` works."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     alone = held and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
@@ -385,20 +385,20 @@ def status_of(status: int) -> int:
 
 
 class _Clock:
-    """Seconds that a program and its checker took, without those in which they waited for a processor.
+    """Measures the time of a program and its checker, without the time in which they waited for a processor.
 
-    The waits are known for a process with one thread. A program that starts more gets the machine's clock instead, or
-    it could slow itself down and blame the machine.
+    The waiting time is known only for a process with one thread. For a program with more threads, the machine's clock
+    counts; otherwise it could slow itself down and blame the machine.
     """
 
     def __init__(self, keepers: Sequence[int]) -> None:
         self._keepers, self._began = keepers, time.monotonic()
         self._waited_s, self._crowd = 0.0, False
         self.several = False
-        """Whether the program, or its checker, had more than one process."""
+        """Whether the program or its checker has had more than one process."""
 
     def look(self) -> None:
-        """Must be called often enough to see short-lived processes."""
+        """Updates the clock. Must be called often enough to see short-lived processes."""
         mains = []
         for keeper in self._keepers:
             for first in view.children_of(keeper):
@@ -417,13 +417,13 @@ class _Clock:
 
 
 def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
-    """Whether a program or a checker has too many processes, or too much memory in all of them."""
+    """Whether the program or the checker has too many processes, or too much memory in all of them."""
     held = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
     return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in held)
 
 
 def waited_for_processor_s(pid: int) -> float:
-    """Seconds in which the process was runnable but did not run; 0 if the kernel does not report it."""
+    """Seconds in which the process was runnable but not running; 0 if the kernel does not report it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -431,7 +431,7 @@ def waited_for_processor_s(pid: int) -> float:
 
 
 def start(roles: Sequence[str], scratch: Path, limits: Limits, *, held: bool) -> tuple[list[int], int]:
-    """Starts a keeper per role; returns their pids, and the pipe for reports of missing confinement."""
+    """Starts a keeper per role; returns (their pids, the pipe with reports of missing confinement)."""
     told, report = os.pipe()
     ends = [end.detach() for end in socket.socketpair()] if len(roles) > 1 else [-1]
     keepers = []
@@ -450,7 +450,7 @@ def start(roles: Sequence[str], scratch: Path, limits: Limits, *, held: bool) ->
 
 
 def read_reports(told: int) -> list[list[str]]:
-    """The report of each process that has begun; ends with the last one, or when no more can come."""
+    """Collects the reports of missing confinement until the pipe closes or `BEGIN_S` is over."""
     said, deadline = b"", time.monotonic() + BEGIN_S
     while (left := deadline - time.monotonic()) > 0 and select.select([told], [], [], left)[0]:
         more = os.read(told, 1000)
@@ -467,20 +467,20 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
     It opens no file of the run, because programs would inherit what it read, even in freed memory.
     """
     time_limit_s, memory_bytes = limits
-    used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of all reaped children
+    used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # all reaped children
     keepers, told = start(roles, scratch, limits, held=held)
     reports = read_reports(told)
     limit_s, clock = time_limit_s * WALL_FACTOR + WALL_EXTRA_S, _Clock(keepers)
     ended, status, fat = 0, int(signal.SIGKILL), False
     while not ended and not fat and clock.own_s() < limit_s and clock.machine_s() < PATIENCE * limit_s:
-        ended, given = os.waitpid(keepers[-1], os.WNOHANG)  # that of the checker, if there is one
+        ended, given = os.waitpid(keepers[-1], os.WNOHANG)  # the checker's keeper, if there is a checker
         status = given if ended else status
         if not ended:
             signal.sigtimedwait({signal.SIGCHLD}, CROWD_LOOK_S if clock.several else LOOK_S)
             clock.look()
             fat = clock.several and too_much(keepers, memory_bytes)
     own_s, slow = clock.own_s(), clock.own_s() >= limit_s
-    # The kernel drops the time of killed children.
+    # The kernel does not count the time of children that are killed below.
     live_s = view.processor_with_children_s(view.descendants_of([os.getpid()]))
     used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used_before_s + live_s
     end_descendants()
@@ -501,7 +501,8 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
 def main() -> None:
     """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
 
-    For each line on stdin, a folder in SCRATCH and the roles with work there, it does one run and prints its verdict.
+    Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, does the run and prints its
+    verdict.
     """
     from slime.core.processes import die_with_parent
     from slime.rewards import assertions  # noqa: F401  (now, because its forks cannot see the package's folder)
@@ -519,7 +520,7 @@ def main() -> None:
 
 
 def build_view(root: Path, shown: Mapping[str, int]) -> bool:
-    """Builds the programs' view, where each mounts its scratch disk; False if that is impossible."""
+    """Builds the view, in which each program mounts its own scratch disk; returns False if that is impossible."""
     try:
         view.build(str(root), readable=shown, places={SCRATCH.strip("/"): None})
         os.symlink(f"{SCRATCH}/tmp", root / "tmp")
