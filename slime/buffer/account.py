@@ -76,7 +76,7 @@ class Account:
         self.failed: Counter[str] = Counter()
         self.returned: Counter[str] = Counter()
         self.in_flight: dict[int, Issued] = {}
-        """In the order of issue."""
+        """Groups in flight, in the order of issue."""
         self.origins: dict[int, Origin] = {}
         """The origins of unsettled groups that were made from a prompt."""
 

@@ -135,7 +135,7 @@ class Content:
         return self
 
     def owned(self) -> Content:
-        """The same with copied arrays."""
+        """A copy that owns its arrays."""
         return Content(self.text, tuple(np.array(array) for array in self.arrays))
 
     @property
@@ -156,7 +156,7 @@ class GroupRecord:
     """See `oldest_version`."""
     body: Body
     saved: Body
-    """For checkpoints; differs from `body` if a text is too long (`with_bounded_text`)."""
+    """The content for checkpoints; differs from `body` if a text is too long (`with_bounded_text`)."""
 
     @classmethod
     def of(cls, group: Group, *, finished: bool = False) -> GroupRecord:
@@ -172,12 +172,12 @@ class GroupRecord:
         return cls(group.group_index, group.attempts, oldest_version(group), body, saved)
 
     def owned(self) -> GroupRecord:
-        """The same with copied arrays: arrays from another process may be views of its message."""
+        """A copy that owns its arrays, because arrays from another process may be views of its message."""
         body = self.body.read().owned()
         return replace(self, body=body, saved=body if self.saved is self.body else self.saved.read().owned())
 
     def group(self) -> Group:
-        """A new group. Raises `CheckpointError` if its part of a checkpoint cannot be read."""
+        """Builds the group. Raises `CheckpointError` if its part of a checkpoint cannot be read."""
         return self._of(self.body.read())
 
     def saved_group(self) -> Group:
@@ -264,7 +264,7 @@ BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source
 @dataclass(frozen=True, slots=True)
 class Origin:
     row: int | None
-    """None without a dataset."""
+    """Number of the dataset row; None without a dataset."""
     first_index: int
     num_executions: int
 
@@ -275,7 +275,7 @@ class Issued:
 
     attempts: int
     record: GroupRecord | None
-    """None if it was new: then its origin is enough."""
+    """None for a new group, which can be made again from its origin."""
 
 
 def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:

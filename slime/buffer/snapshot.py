@@ -44,7 +44,7 @@ class Snapshot:
     finished: Sequence[GroupRecord]
     """Groups waiting to be trained."""
     in_flight: Sequence[tuple[int, Issued]]
-    """In the order of issue."""
+    """(`group_index`, group) of the groups in flight, in the order of issue."""
 
     def plain(self) -> dict[str, Any]:
         """Everything as one JSON-serialisable dict, in format 1."""

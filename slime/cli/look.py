@@ -1,4 +1,4 @@
-"""Commands that show a run from its folder, even while it runs: `slime report`, `slime samples`, `slime trace`."""
+"""Commands that read a run's folder, also during the run: `slime report`, `slime samples`, `slime trace`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_agent(options: argparse.Namespace) -> int:
-    """Follows the folder until a signal ends it."""
+    """Loads weights from the folder until a signal ends the process."""
     import os
     import signal
     import threading

@@ -77,7 +77,7 @@ def architecture(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
-    """Half a sentence on why an engine cannot hold this model in this layout; None if it can.
+    """Why an engine cannot hold this model in this layout, as a clause for a message; None if it can.
 
     Raises `ConfigError` for an unknown family.
     """
@@ -86,7 +86,7 @@ def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
 
 
 def mtp_problem(hf_config: HfConfig) -> str | None:
-    """Half a sentence on why this model has no trainable multi-token prediction layer; None if it has one.
+    """Why this model has no trainable multi-token prediction layer, as a clause for a message; None if it has one.
 
     Raises `ConfigError` for an unknown family.
     """
@@ -98,7 +98,7 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:
-    """Half a sentence on why samples of this model cannot share a prefix; None if they can.
+    """Why samples of this model cannot share a prefix, as a clause for a message; None if they can.
 
     Raises `ConfigError` for an unknown family.
     """
@@ -106,7 +106,7 @@ def prefix_problem(hf_config: HfConfig) -> str | None:
 
 
 def images_problem(hf_config: HfConfig) -> str | None:
-    """Half a sentence on why this model cannot be trained on images; None if it can.
+    """Why this model cannot be trained on images, as a clause for a message; None if it can.
 
     Raises `ConfigError` for an unknown family.
     """

@@ -75,7 +75,7 @@ class Family(ABC):
         return None
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
-        """Half a sentence on why samples cannot share the tokens with which they begin; None if they can."""
+        """Why samples cannot share the tokens with which they begin, as a clause for a message; None if they can."""
         return None if self.shares_prefixes else f"{hf_config.get('model_type')} does not say that its layers can"
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:

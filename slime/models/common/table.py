@@ -64,7 +64,7 @@ PLAIN = Spread()
 
 
 def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: int) -> str | None:
-    """Half a sentence on why an engine cannot have this layout; None if it can."""
+    """Why an engine cannot have this layout, as a clause for a message; None if it can."""
     if layout.dp_size > 1 and not spread.dp_attention:
         return "its attention in SGLang knows no DP attention"
     if layout.dp_lm_head and not spread.dp_lm_head:

@@ -42,7 +42,7 @@ MARKERS_UP_TO = 40
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What all panels share, so that they can be compared."""
+    """The x axis that all panels share, so that they can be compared."""
 
     limits: tuple[int, int]
     """First and last step of the run."""
@@ -149,7 +149,7 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
     return low - room, high + room
 
 
-# --- words of a panel
+# --- text about a panel
 
 
 def written(value: float, drawn: Drawn) -> str:

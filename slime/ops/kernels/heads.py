@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 HEADS = tl.constexpr(8)
-"""Heads that a program works on at a time."""
+"""The number of heads that a program works on at a time."""
 
 
 @triton.jit
 def places(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
 ):
-    """Entries of the first and second members of a head's pairs [PAIRS] each, and of the rest [REST]; SIZE pads."""
+    """Indices of first and second members of a head's pairs, [PAIRS] each, and of the rest, [REST]; SIZE is padding."""
     pair = tl.arange(0, PAIRS)
     first = 2 * pair if INTERLEAVED else pair
     second = first + 1 if INTERLEAVED else first + HALF
@@ -74,7 +74,7 @@ def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.cons
 
 @triton.jit
 def product(a, b, c, x, y, z):  # type: ignore[no-untyped-def]
-    """[HEADS, 1]: the scalar product of two heads in parts."""
+    """The scalar products [HEADS, 1] of heads that are given in three parts."""
     return (tl.sum(a * x, 1) + tl.sum(b * y, 1) + tl.sum(c * z, 1))[:, None]
 
 
