@@ -100,7 +100,7 @@ class Account:
             self.filtered[reason] += 1
 
     def settle(self, group_indices: Iterable[int], verb: str) -> int:
-        """Removes groups from flight. Returns their number. Raises `LedgerError` for a group that is not in flight."""
+        """Removes groups from `in_flight`. Returns their number. Raises `LedgerError` for one not in flight."""
         indices = list(group_indices)
         self.require_in_flight(indices, verb)
         for index in indices:

@@ -39,7 +39,7 @@ MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
-"""Means over tokens, for the batch and for the probe of asynchronous runs. The worst token would jump by chance."""
+"""Means over tokens, for the batch and for the probe of asynchronous runs. The maximum would be too noisy."""
 
 
 @dataclass(frozen=True, slots=True)

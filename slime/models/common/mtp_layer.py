@@ -46,7 +46,7 @@ class MultiTokenLayer(torch.nn.Module):
 
 
 class MultiTokenHead(torch.nn.Module):
-    """The multi-token prediction layers, of which there is one. Its names are Megatron's."""
+    """Holds the single multi-token prediction layer, under Megatron's names."""
 
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         super().__init__()

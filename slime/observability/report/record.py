@@ -290,7 +290,7 @@ STEP_PARTS: Mapping[str, Sequence[str]] = {
     "save": ("perf/save_model_time",),
     "evaluation": ("perf/eval_time",),
 }
-"""Part -> the metrics that sum to it, in the order of the loop: how long the driver waited for it."""
+"""Part -> the metrics whose sum is the time that the driver waited for it, in the order of the loop."""
 NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in STEP_PARTS.items() for key in keys}
 """Span of the driver -> its part."""
 OTHER = "other"
