@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from slime.agent.sandbox import CommandFailed, exec_and_wait
 from slime.agent.sandbox.container import ContainerSandbox
 from slime.core.errors import ConfigError, Unconfined
+from slime.core.processes import OF_LIBRARIES, longest_room
 
 STAND_IN = Path(__file__).parents[2] / "support" / "docker_stand_in.py"
 
@@ -92,7 +94,11 @@ def test_commands_and_files(docker: Path) -> None:
     assert not [call for call in made if "WORD" in json.dumps(call)], "a process list shows a variable"
 
 
-def test_what_may_be_reached_is_reached(docker: Path) -> None:
+def test_what_may_be_reached_is_reached(docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a temporary folder that leaves too little space for the path of a socket."""
+    temporary = tmp_path / ("t" * (longest_room(OF_LIBRARIES) - len(str(tmp_path)) - 1))
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     server, free = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     inner = free.getsockname()[1]
     free.close()
