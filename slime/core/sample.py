@@ -1,6 +1,6 @@
 """`Sample`: one training sequence, from prompt to reward; `Group`: all work for one prompt.
 
-Life of a sample: the Data Buffer issues it PENDING with its prompt; a generate function appends tokens and sets the
+Life of a sample: the Data Buffer issues it as PENDING, with its prompt; a generate function appends tokens and sets the
 status; a grader sets the reward; the conversion freezes it into a `TrainSample`.
 
 Invariants
@@ -10,7 +10,7 @@ Invariants
 4. `reward is None` means "not scored"; a failure never becomes a number.
 5. `rollout_routed_experts` has rows from the first token on, at most one for each token but the last.
 
-A sample that is finished or waits stores its lists of numbers as arrays (`pack`); reading a field gives a list again.
+Finished and waiting samples store their lists of numbers as arrays (`pack`); reading a field converts it to a list.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ NOT_SAMPLED = -1
 TURN_COUNTS = "turn_counts"
 """Metadata key under which a generate function reports its turns and tool calls (`slime.rollout.sample_metrics`)."""
 PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
-"""Fields that are lists of numbers: `tokens`, and those with one entry per response token."""
+"""The fields that are lists of numbers: `tokens`, and all fields with one entry per response token."""
 
 
 class Status(str, Enum):
     PENDING = "pending"
-    """Not generated yet, or only in part."""
+    """Not generated yet, or only partly."""
     COMPLETED = "completed"
-    """The model ended it (end-of-sequence or a stop string)."""
+    """The model ended the response (end-of-sequence token or stop string)."""
     TRUNCATED = "truncated"
-    """A length limit ended it."""
+    """A length limit ended the response."""
     ABORTED = "aborted"
     """Interrupted; the tokens so far are kept and can be continued."""
     FAILED = "failed"
-    """Infrastructure failed; `failure` says how. Never trained, never scored zero."""
+    """The infrastructure failed; `failure` says why. Never trained, and never scored zero."""
 
 
 FINISH_REASONS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""An engine's reason for the end of a generation, and the resulting status."""
+"""An engine's finish reason -> status."""
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ class Sample:
     group_index: int | None = None
     """Identifies the prompt; equal for all samples of one prompt and unique over the whole run, resume included."""
     index: int | None = None
-    """Identifies the execution in its group: one of `n_samples_per_prompt` runs of the prompt. Fan-out siblings share
-    it."""
+    """Identifies the execution within its group: one of `n_samples_per_prompt` runs of the prompt. Fan-out siblings
+    share it."""
     prompt: str | list[dict[str, Any]] = ""
     """The prompt as text (chat template already applied) or as messages."""
     tokens: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Sample:
     loss_mask: list[int] | None = None
     """[R] 1 where the token is trained; None means all ones."""
     rollout_log_probs: list[float] | None = None
-    """[R] log-prob (nats) as the engine reports it: at the sampling temperature, over the whole vocabulary, regardless
+    """[R] log-prob (nats) as reported by the engine: at the sampling temperature, over the whole vocabulary, regardless
     of top-p and top-k; 0.0 where not sampled."""
     token_versions: list[int] | None = None
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
@@ -88,34 +88,34 @@ class Sample:
     images: list[str] = field(default_factory=list)
     """Digests of the prompt's images (`slime.core.files`), in the order of their placeholders in `tokens`."""
     label: Any = None
-    """The reference answer, as the dataset gives it."""
+    """The reference answer from the dataset, unchanged."""
     reward: float | dict[str, Any] | None = None
     """The score, or a dict from which `--reward-key` picks; None while unscored."""
     status: Status = Status.PENDING
-    """How its generation ended."""
+    """How the generation ended."""
     failure: str = ""
-    """Why it is FAILED."""
+    """Why the status is FAILED."""
     unscored: str = ""
     """Why a finished sample has no reward."""
     ungradable: str = ""
     """Why the grader could not handle the answer, which then counts as wrong."""
     num_quarantined: int = 0
-    """How often its group was set aside until the next step because a request got no answer in time."""
+    """How often its group was set aside until the next step, because a request got no answer in time."""
     started_version: int | None = None
     """Weight version at which work on its group began; None before that, and after a fresh start."""
     remove_sample: bool = False
-    """True: it trains nothing (mask zeroed at conversion) but counts in its group's statistics."""
+    """If True, the sample is not trained (its mask is zeroed at conversion), but counts in its group's statistics."""
     session_id: str | None = None
     """Requests with one session id go to one engine."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `turn_counts`
+    """Free for users; must be JSON-serialisable. slime reads the keys `rm_type`, `tools` and `turn_counts`
     (`slime.rollout.sample_metrics`)."""
     generate_function_path: str | None = None
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
     custom_rm_path: str | None = None
     """Overrides `--custom-rm-path` for this sample."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Values that user code set under other names (`sample.name = value`); JSON-serialisable."""
+    """Values that user code set under other names (`sample.name = value`); must be JSON-serialisable."""
 
     if not TYPE_CHECKING:  # type checkers see the fields only; users' functions may use other names
 
@@ -150,12 +150,12 @@ class Sample:
         finish_reason: str | None = None,
         routed_experts: RoutedExperts | None = None,
     ) -> None:
-        """Appends what an engine sampled (`log_probs`: one per token) or what a tool returned (None: masked).
+        """Appends tokens that an engine sampled (`log_probs`: one per token) or a tool returned (None: masked).
 
-        `first`: the tokens; or the settings, followed by `tokens`, as in the public slime. `weight_version`: of all
-        tokens, or of each. `meta_info`: the engine's, which gives version, finish reason and routed experts.
-        `trainable`: repeats whether log-probs are given. `update_terminal_info` off: more of this answer follows.
-        `routed_experts`: of the answer; tokens that have a row keep it.
+        `first`: the tokens; or the settings, followed by `tokens`, as in the public slime. `weight_version`: one for
+        all tokens, or one per token. `meta_info`: the engine's; provides version, finish reason and routed experts.
+        `trainable`: must agree with whether there are log-probs. `update_terminal_info`: False if more of this answer
+        follows. `routed_experts`: rows of the answer; tokens that already have a row keep it.
 
         Raises `DataError` if lengths differ, a sampled token has no weight version, or the experts do not fit.
         """
@@ -214,12 +214,12 @@ class Sample:
         return [v for v in dict.fromkeys(known) if v != NOT_SAMPLED]
 
     def pack(self) -> None:
-        """Stores its lists of numbers as equal arrays, until they are read."""
+        """Stores the lists of numbers as equal arrays, until they are read."""
         for name in PER_TOKEN:
             _FIELDS[name].pack(self)
 
     def held(self, name: str) -> Any:
-        """A field of `PER_TOKEN` as it is stored: a list, a `Column`, or None."""
+        """A field of `PER_TOKEN` in its stored form: a list, a `Column`, or None."""
         return _FIELDS[name].packed(self)
 
     def column(self, name: str) -> Numbers | None:
@@ -228,8 +228,9 @@ class Sample:
         return value.array if isinstance(value, Column) else None if value is None else np.asarray(value)
 
     def get_reward_value(self, reward_key: Any = None) -> float | None:
-        """The reward as a number; None while unscored. `reward_key` (a key, or settings that have one) picks from a
-        dict; without a match, `DataError`.
+        """The reward as a number; None while unscored.
+
+        `reward_key`: a key, or settings with one, to pick from a dict. Raises `DataError` if the key does not exist.
         """
         if self.reward is None:
             return None
@@ -269,26 +270,26 @@ class Sample:
         return None, self.held_fields()
 
     def held_fields(self) -> dict[str, Any]:
-        """All fields as they are stored."""
+        """All fields in their stored form."""
         return {f.name: (self.held if f.name in _FIELDS else self.__getattribute__)(f.name) for f in FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; `from_dict` restores it exactly."""
+        """A JSON-serialisable dict; `from_dict` restores the sample exactly."""
         values = {k: v.tolist() if isinstance(v, Column) else v for k, v in self.held_fields().items()}
         experts = self.rollout_routed_experts
         own = {"status": self.status.value, "rollout_routed_experts": None if experts is None else experts.to_dict()}
         return values | own
 
     def to_json(self, *, allow_nan: bool = True) -> bytes:
-        """`to_dict` as JSON, at a microsecond per eight tokens, seven times as fast as `json`.
+        """`to_dict` as JSON. Takes a microsecond per eight tokens, seven times as fast as `json`.
 
-        Raises `TypeError` or `ValueError` for what is not JSON; without `allow_nan`, also for NaN and infinity.
+        Raises `TypeError` or `ValueError` for values that are not JSON; without `allow_nan`, also for NaN and infinity.
         """
         return fields_to_json(self.to_dict(), allow_nan=allow_nan)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Raises `DataError` for unknown fields."""
+        """The sample from `to_dict`. Raises `DataError` for unknown fields."""
         unknown = set(data) - {f.name for f in FIELDS}
         if unknown:
             raise DataError(f"unknown sample fields {sorted(unknown)}; did another version of slime write them?")
@@ -298,7 +299,7 @@ class Sample:
 
 
 def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
-    """Raises as `Sample.to_json` does."""
+    """The fields of a sample as JSON. Raises as `Sample.to_json` does."""
 
     def part(name: str, value: Any) -> orjson.Fragment:
         if name in PER_TOKEN and isinstance(value, list | tuple):
@@ -326,7 +327,7 @@ class Group:
 
     group_index: int
     samples: tuple[Sample, ...]
-    """Fan-out siblings side by side; each execution has at least one."""
+    """At least one sample per execution; fan-out siblings are adjacent."""
     attempts: int = 0
     """How often the group was issued before."""
 
@@ -356,7 +357,7 @@ class Group:
         }
 
     def to_json(self, *, allow_nan: bool = True) -> str:
-        """Raises as `Sample.to_json` does."""
+        """`to_dict` as JSON. Raises as `Sample.to_json` does."""
         samples = [orjson.Fragment(s.to_json(allow_nan=allow_nan)) for s in self.samples]
         return orjson.dumps(self.to_dict() | {"samples": samples}).decode()
 
@@ -368,20 +369,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A usable row of a dataset. Its containers are read-only; code that issues samples copies them."""
+    """A usable row of a dataset. Its containers are read-only, so code that issues samples copies them."""
 
     prompt: str | list[dict[str, Any]]
     """The prompt as text (chat template already applied) or as messages."""
     prompt_tokens: tuple[int, ...] | None
-    """The prompt as ids; None if nothing could encode it (no tokenizer, or messages without a chat template)."""
+    """The prompt as ids; None if it could not be encoded (no tokenizer, or messages without a chat template)."""
     label: Any
-    """The reference answer as the file gives it; None without a label key."""
+    """The reference answer from the file, unchanged; None without a label key."""
     metadata: Mapping[str, Any]
     """JSON-serialisable; `tools` holds the row's tool definitions."""
     source: str
-    """The row's place, for people: `train.jsonl:17` (line of a text file or row of a parquet file, from 1)."""
+    """The row's position, for messages: `train.jsonl:17` (line of a text file or row of a parquet file, from 1)."""
     images: tuple[str, ...] = ()
-    """Digests of its images (`slime.core.files`), in the order of their placeholders."""
+    """Digests of the prompt's images (`slime.core.files`), in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,14 +390,14 @@ class Fingerprint:
     """Identity of a dataset's rows; a data cursor in a checkpoint is valid for one fingerprint."""
 
     source: str
-    """Path and slice as given, for messages; moving the file does not change the data."""
+    """Path and slice as given, for messages only, because moving the file does not change the data."""
     num_rows: int
-    """Usable rows."""
+    """Number of usable rows."""
     digest: str
     """SHA-256 (hex) over prompt, label and metadata of every usable row in order, after template and filters."""
 
     def same_data(self, other: Fingerprint) -> bool:
-        """Whether a cursor of one is valid for the other."""
+        """Whether a data cursor for one dataset is valid for the other."""
         return (self.num_rows, self.digest) == (other.num_rows, other.digest)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,20 +1,21 @@
-"""`Silence`: whether something that does not answer is still alive.
+"""`Silence`: decides whether a process or task that does not answer is still alive.
 
     silence = Silence(partial(processor_s, pids))
     ...
     silence.heard()                # at each answer, token or renewal
     if silence.exceeds(limit_s):   # asked repeatedly; True: it counts as dead
 
-This is for processes that run and say nothing; one that has ended is seen by its exit. Consumes: answers, and at each
-look the processor time used and the size of the file written. Produces: the time without a sign of life. Waits for
-nothing; nobody wakes it.
+This is for processes that run without answering; a process that has ended is noticed by its exit. Consumes: answers,
+and at each look the used processor time and the size of the written file. Produces: the time without a sign of life.
+Waits for nothing and is woken by nothing.
 
 Invariants
-1. A process that computes or writes is alive: it may leave `WORKING` times the limit unanswered, then counts as hung in
-   a loop. One that does neither counts as hung after the limit.
-2. Limits are in seconds of a machine with a core for each runnable thread. On a loaded machine, or under a CPU quota
-   that is used up, a second counts less (`load`).
-3. Time between two looks counts as at most `LONGEST_LOOK_S`: an observer that did not run knows nothing about others.
+1. A process that computes or writes is alive. It counts as hung in a loop after `WORKING` times the limit without an
+   answer. A process that does neither counts as hung after the limit.
+2. Limits are in seconds of a machine with a core for each runnable thread. On a loaded machine, or under an exhausted
+   CPU quota, a second counts less (`load`).
+3. The time between two looks counts as at most `LONGEST_LOOK_S`, because an observer that did not run itself knows
+   nothing about others.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from slime.core.cores import stalled_share
 T = TypeVar("T")
 
 WORKING = 5.0
-"""Factor of the limit for something that computes without answering."""
+"""Factor on the limit for a process that computes without answering."""
 LEAST_SHARE = 0.1
-"""Share of a core. Idle or deadlocked processes use less, in threads that poll now and then."""
+"""Share of a core from which a process counts as computing. Idle or deadlocked processes that poll use less."""
 MOST_LOAD = 20.0
-"""Higher loads, as while a file server is away, do not lengthen limits further."""
+"""Higher loads, such as during an outage of a file server, do not extend limits further."""
 LONGEST_LOOK_S = 5.0
-"""Shorter than any limit of something that is polled."""
+"""Must be shorter than every limit that is checked by polling."""
 LOOK_EVERY_S = 1.0
 
 
 def load() -> float:
-    """How much longer work takes here than on an idle machine, by the last minute; at least 1.
+    """How much longer work takes than on an idle machine, judged by the last minute; at least 1.
 
-    The host's runnable threads per core, also in a container; a CPU quota shows in the time for which it stops all
-    threads.
+    Uses the host's runnable threads per core, also in a container, and the share of time in which a CPU quota stopped
+    all threads.
     """
     wanted = os.getloadavg()[0] / (os.cpu_count() or 1)
     stopped = 1 / max(1 - stalled_share(), 1 / MOST_LOAD)
@@ -54,7 +55,7 @@ def load() -> float:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Processor time that these processes have used, in seconds; 0 for one that has ended."""
+    """Processor time of these processes in seconds; a process that has ended counts as 0."""
     used_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -73,8 +74,8 @@ class Silence:
         begins_in_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`used_s`: processor time used so far, if using it is a sign of life; `file`: one that it writes;
-        `begins_in_s`: extra silence allowed at the beginning."""
+        """`used_s`: returns the processor time used so far, if that is a sign of life. `file`: a file that the process
+        writes. `begins_in_s`: extra silence allowed at the beginning."""
         self._used, self._file, self._clock = used_s, file, clock
         self._at = self._since = clock() + begins_in_s
         self._heard = False
@@ -83,14 +84,14 @@ class Silence:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds since the last answer, at the last look."""
+        """Seconds from the last answer to the last look."""
         return self._at - self._since
 
     def heard(self) -> None:
         self._heard = True
 
     def exceeds(self, limit_s: float) -> bool:
-        """Looks once. True after `limit_s` without a sign of life, or `WORKING` times as long without an answer."""
+        """Looks once. True after `limit_s` without a sign of life, or `WORKING` times `limit_s` without an answer."""
         passed_s = self._clock() - self._at
         if passed_s > 0:
             self._at += passed_s
@@ -114,12 +115,12 @@ class Silence:
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait before the next try after so many failures in a row; doubles each time, up to `longest_s`."""
+    """Seconds to wait before the next try. Doubles with each failure in a row, up to `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
 
 
 async def within(work: Awaitable[T], limit_s: float, silence: Silence | None = None) -> T:
-    """The result of `work`. Raises `TimeoutError` if what it waits for is silent for longer than `limit_s`."""
+    """The result of `work`. Raises `TimeoutError` if `silence` exceeds `limit_s` before."""
     silence, task = silence or Silence(), asyncio.ensure_future(work)
     try:
         while not silence.exceeds(limit_s):

@@ -1,6 +1,6 @@
-"""Text for people: control characters made visible, long text shortened, lists of names; and the keys of engines.
+"""Text for people: makes control characters visible, shortens long text, lists names. Also the keys of engines.
 
-Text of a model, a tool or a dataset also gets into exceptions. Any text that may contain some goes through `visible`
+Text from models, tools and datasets also gets into exceptions. Any text that may contain it goes through `visible`
 before it reaches a terminal.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
-"""They reverse the order of a line, so that it reads as something else."""
+"""Unicode marks that change the direction of text, so that a line displays as something else."""
 
 
 def visible(text: str) -> str:
-    """`text` with control characters escaped, except newline and tab, because a terminal would obey them."""
+    """Escapes control characters, except newline and tab, because a terminal would execute them."""
     return "".join(c if c in "\n\t" or not _is_control(c) else _escape(c) for c in text)
 
 
@@ -31,7 +31,7 @@ def _escape(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most about `limit` characters: replaces the middle by a note of its length."""
+    """Shortens text to about `limit` characters: replaces the middle with a note of how much is left out."""
     left_out = len(text) - limit
     if left_out <= 0:
         return text
@@ -40,18 +40,18 @@ def shorten(text: str, limit: int) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """As `shorten` and `visible`, on one line: a sign replaces each line break."""
+    """Applies `visible` and `shorten`, and replaces line breaks with a sign, so that the text fits on one line."""
     return shorten(visible(text).replace("\n", "⏎").replace("\t", " "), limit)
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """`a, b and 3 more`: at most `limit` of the names; `none` without any."""
+    """`a, b and 3 more`, with at most `limit` names; `none` for an empty list."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "none"
 
 
 def ends_whole(path: Path) -> bool:
-    """Whether the last line ends with a line break; not after a kill while writing. Raises `OSError` if missing."""
+    """Whether the file ends with a line break, which it lacks if its writer was killed. Raises `OSError`."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -60,23 +60,24 @@ def ends_whole(path: Path) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` may be a typo of; None if none is near (nobody who writes `mamba` means `llama`)."""
+    """The known name of which `name` may be a typo; None if none is close enough (`mamba` is not a typo of `llama`)."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
 
 
 HIDDEN = "<hidden>"
-"""Replaces secrets in what is shown."""
+"""Replaces secrets in output."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
-    """Keys that engines ask for. Users who may generate need not be allowed to replace weights."""
+    """API keys of the engines. There are two, so that users who may generate cannot replace weights."""
 
     use: str | None = field(default=None, repr=False)
     """For requests by the run's own code, the router and users. None: requests need no key."""
     admin: str | None = field(default=None, repr=False)
-    """SGLang's `admin_api_key`, for weights, memory, pauses and aborts; no user has it. None: engines ask for `use`."""
+    """SGLang's `admin_api_key`, for weights, memory, pauses and aborts; users do not have it. None: `use` also serves
+    for these."""
 
     @property
     def control(self) -> str | None:

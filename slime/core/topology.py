@@ -1,10 +1,10 @@
-"""The topology of a fleet: which models are served by which engines, and how the ranks of an engine divide a model.
+"""The topology of a fleet: which engines serve which models, and how the ranks of an engine divide a model.
 
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
-    group    engines of one kind and size         with SGLang arguments of its own
+    group    engines of one kind and size         with its own SGLang arguments
 
-The engines of a model either answer whole requests or work in pairs: one reads the prompt and hands keys and values to
-another, which samples. Without `--sglang-config` there is one model, the policy, with one group, or one of each kind.
+The engines of a model either answer whole requests or work in pairs: one reads the prompt and passes keys and values to
+another, which samples. Without `--sglang-config` there is one model, the policy, with one group, or one group per kind.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Worker(str, Enum):
     PREFILL = "prefill"
     """Reads prompts and hands keys and values to a decoding engine."""
     DECODE = "decode"
-    """Samples from there on."""
+    """Samples, starting from a prefill engine's keys and values."""
     ENCODER = "encoder"
     """Encodes images for the other engines of its model."""
     PLACEHOLDER = "placeholder"
-    """Not an engine: keeps GPUs free."""
+    """Not an engine; reserves GPUs that stay free."""
 
 
 PAIRED = (Worker.PREFILL, Worker.DECODE)
-"""Workers that answer a request together."""
+"""Kinds of workers that answer a request together."""
 BOOTSTRAP_OFFSET = 1
-"""The second port of a prefill engine, where decode engines fetch keys and values, relative to its first."""
+"""A prefill engine's second port minus its first. Decode engines fetch keys and values at the second port."""
 
 
 def bootstrap_of(url: str) -> tuple[str, int]:
-    """Host and second port of the prefill engine at `url`."""
+    """(host, second port) of the prefill engine at `url`."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None, url
     return parts.hostname, parts.port + BOOTSTRAP_OFFSET
@@ -52,13 +52,13 @@ class EngineGroup:
     """Identical engines."""
 
     num_gpus: int
-    """Of all its engines together."""
+    """Total over all engines of the group."""
     num_gpus_per_engine: int
     worker: Worker = Worker.REGULAR
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """ServerArgs by field name, which override those of the run."""
+    """Field name of ServerArgs -> value that overrides the run's."""
     place: str = field(default="", compare=False)
-    """Its position in the `--sglang-config` file, for messages; empty if it comes from flags."""
+    """The group's position in the `--sglang-config` file, for messages; empty if it comes from flags."""
 
     @property
     def runs(self) -> bool:
@@ -73,17 +73,17 @@ class ServedModel:
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether it is the policy, whose engines get the trainer's weights; others serve their checkpoint."""
+    """Whether it is the policy, with engines that get the trainer's weights. Other models serve their checkpoint."""
 
     @property
     def in_pairs(self) -> bool:
-        """Whether prefill and decode engines share its requests."""
+        """Whether its requests are served by pairs of prefill and decode engines."""
         return any(group.worker in PAIRED for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedEngine:
-    """One engine, or placeholder, before it is placed."""
+    """An engine or placeholder that has no GPUs yet."""
 
     model: ServedModel
     group: EngineGroup
@@ -103,7 +103,7 @@ class Topology:
 
     @property
     def num_gpus(self) -> int:
-        """With placeholders."""
+        """Total number of GPUs, placeholders included."""
         return sum(group.num_gpus for model in self.models for group in model.groups)
 
     @property
@@ -117,37 +117,38 @@ class Topology:
         return self.policy or next(iter(self.models), None)
 
     def wanted(self) -> Iterator[WantedEngine]:
-        """Every engine in the order of the file, in which they are placed."""
+        """All engines and placeholders in the order of the file, which is the order of placement."""
         for model in self.models:
             for group in model.groups:
                 for _ in range(group.num_gpus // group.num_gpus_per_engine):
                     yield WantedEngine(model, group)
 
 
-# How the ranks of an engine divide a model, in SGLang's terms: each of `pp_size` pipeline stages has some of the layers
-# and `tp_size` ranks that share them. With DP attention fewer of these share the attention (`dp_size` groups), and
-# `ep_size` groups divide the experts of a layer.
+# How the ranks of an engine divide a model, in SGLang's terms. Each of `pp_size` pipeline stages has some of the
+# layers, and `tp_size` ranks that share them. With DP attention, the ranks of a stage form `dp_size` groups, and only
+# the ranks of a group share the attention. For experts, the ranks of a stage form `ep_size` groups that divide the
+# experts.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Sizes of an engine. Ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank."""
+    """The parallel sizes of an engine. Ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank."""
 
     tp_size: int = 1
     """Ranks per pipeline stage."""
     pp_size: int = 1
     dp_size: int = 1
-    """Groups of a stage's ranks that each attend to requests of their own (DP attention)."""
+    """Groups of ranks per stage for DP attention; each group attends to its own requests."""
     ep_size: int = 1
-    """Groups of a stage's ranks that each hold whole experts; the ranks of a group split every expert."""
+    """Groups of ranks per stage for experts; each group holds whole experts, and its ranks split each of them."""
     dp_lm_head: bool = False
-    """With DP attention: the ranks of a DP group share the output layer, as they share the embedding."""
+    """With DP attention: whether the ranks of a DP group share the output layer, as they share the embedding."""
     whole_dense_mlp: bool = False
-    """In a model with experts: each rank holds the whole MLP of a dense layer."""
+    """In a model with experts: whether each rank holds the whole MLP of dense layers."""
     stage_layers: tuple[int, ...] = ()
-    """Layers per pipeline stage; empty: divided evenly, the last stages taking one more."""
+    """Layers per pipeline stage; empty: divided evenly, with one more layer in the last stages if needed."""
     draft: bool = False
-    """Whether it has a layer of multi-token prediction, which its ranks divide in the same way."""
+    """Whether it has a multi-token prediction layer, which its ranks divide in the same way."""
 
     def __post_init__(self) -> None:
         sizes = (self.tp_size, self.pp_size, self.dp_size, self.ep_size)
@@ -167,24 +168,24 @@ class EngineLayout:
 
     @property
     def num_ranks(self) -> int:
-        """GPUs of the engine."""
+        """Number of ranks, which equals the number of GPUs."""
         return self.tp_size * self.pp_size
 
     @property
     def attention_tp_size(self) -> int:
-        """Ranks that share the attention of a layer."""
+        """Number of ranks that share the attention of a layer."""
         return self.tp_size // self.dp_size
 
     @property
     def expert_tp_size(self) -> int:
-        """Ranks that share one expert."""
+        """Number of ranks that share one expert."""
         return self.tp_size // self.ep_size
 
     def ranks(self) -> tuple[EngineRank, ...]:
         return tuple(EngineRank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
 
     def layers_of(self, pp_rank: int, num_layers: int) -> range:
-        """The layers of a stage. Raises `ConfigError` for fewer layers than stages, or another sum than given."""
+        """The layers of a stage. Raises `ConfigError` if there are fewer layers than stages, or the sum is wrong."""
         if num_layers < self.pp_size:
             raise ConfigError(f"{self.pp_size} pipeline stages are too many for {num_layers} layers; give fewer stages")
         each, more = divmod(num_layers, self.pp_size)
@@ -205,11 +206,11 @@ class EngineLayout:
 class EngineRank:
     pp_rank: int
     tp_rank: int
-    """Its number in the stage."""
+    """Number of the rank within its stage."""
 
     def __str__(self) -> str:
         return f"{self.tp_rank}" if not self.pp_rank else f"{self.tp_rank} of stage {self.pp_rank}"
 
 
 ONE_RANK = EngineLayout()
-"""An engine whose only rank holds the whole model."""
+"""The layout of an engine with one rank, which holds the whole model."""

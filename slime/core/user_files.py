@@ -1,9 +1,9 @@
-"""Settings files that a user wrote or named: YAML and JSON, each with one mapping.
+"""Reads users' settings files: YAML or JSON, each with one mapping.
 
 Invariants
-1. Whatever is wrong with such a file becomes one `ConfigError` that names it; no content causes a traceback.
-2. A repeated key is refused, because one of its values would be ignored silently.
-3. Only regular files up to a limit are read: a pipe or a device may never end.
+1. Any problem with such a file becomes a single `ConfigError` that names the file; no content causes a traceback.
+2. Repeated keys are refused, because one of the values would be silently ignored.
+3. Only regular files up to a size limit are read, because a pipe or a device may never end.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_BYTES = 16 * 2**20
-"""Limit of a settings file; a larger one is some other file."""
+"""Size limit of a settings file. A larger file is not a settings file."""
 
 MOST_NODES = 100_000
-"""Limit of the values in a YAML file, aliases expanded: nine short lines can mean billions."""
+"""Limit of the number of values in a YAML file with expanded aliases. Nine short lines can expand to billions."""
 
 
 class Doubled(ValueError):
-    """A key occurs twice in one mapping. Says which, and where."""
+    """A key occurs twice in one mapping. Says which key, and where."""
 
 
 class Tangled(ValueError):
-    """YAML aliases that contain themselves or expand to too much. Says which."""
+    """A YAML alias contains itself or expands to too many values. Says where."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def path_in_words(error: OSError) -> str:
 
 
 def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """All bytes of a file. Raises `OSError`; also for a pipe, a device, and more than `most_bytes`."""
+    """All bytes of a file. Raises `OSError`, also for a pipe, a device, or a file with more than `most_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
@@ -68,7 +68,7 @@ def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, flag: str, what: str = "file") -> str:
-    """The text of the file that `flag` names. `what`: the kind of file wanted. Raises `ConfigError`."""
+    """The text of the file that `flag` names. `what`: the expected kind of file, for messages. Raises `ConfigError`."""
     said = f"{flag} {shorten(str(path), 300)}"
     try:
         file = Path(path)
@@ -98,7 +98,7 @@ def read_yaml(path: str | Path, flag: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """`where` names the text in messages. Raises `ConfigError`."""
+    """The value of a YAML text. `where`: names the text in messages. Raises `ConfigError`."""
     import yaml
 
     try:
@@ -116,7 +116,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Strict(yaml.SafeLoader):
-        """Refuses repeated keys. Keys that `<<` merges in may be given again."""
+        """Refuses repeated keys, except keys that override those merged in with `<<`."""
 
         def get_single_node(self) -> yaml.Node | None:
             root = super().get_single_node()
@@ -137,9 +137,9 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _require_tree(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Counts the values below `node`, each alias as what it names. Raises `Tangled`.
+    """The number of values in `node`, with aliases expanded. Raises `Tangled`.
 
-    `sizes`: known counts by id; 0 while a node is being counted.
+    `sizes`: id of a node -> its known count, or 0 while it is being counted.
     """
     if (known := sizes.get(id(node))) is not None:
         if not known:
@@ -156,7 +156,7 @@ def _require_tree(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def _require_single_keys(keys: Iterable[tuple[Any, int]]) -> None:
-    """Raises `Doubled`. `keys`: with their lines."""
+    """Raises `Doubled` if a key occurs twice. `keys`: pairs of key and line."""
     first: dict[str, int] = {}
     for key, line in keys:
         if repr(key) in first:
@@ -178,7 +178,7 @@ def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str,
 
 
 def parse_json(text: str) -> Any:
-    """Raises `ValueError`, for a repeated key its subclass `Doubled`."""
+    """The value of a JSON text. Raises `ValueError`; for a repeated key, its subclass `Doubled`."""
     return json.loads(text, object_pairs_hook=_single)
 
 
