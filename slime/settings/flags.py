@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import re
 import shlex
 import types
@@ -39,33 +40,20 @@ class Range:
     lt: float | None = None
     le: float | None = None
 
-    def holds(self, value: float) -> bool:
-        """Whether `value` is finite and inside; False for not-a-number."""
-        if self == Range():
-            return True
-        return (
-            math.isfinite(value)
-            and (self.gt is None or value > self.gt)
-            and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
-            and (self.le is None or value <= self.le)
-        )
-
-    def text(self) -> str:
-        """The range in words, after "must be"."""
-        low = f"> {_plain(self.gt)}" if self.gt is not None else ""
-        low = f"at least {_plain(self.ge)}" if self.ge is not None else low
-        high = f"< {_plain(self.lt)}" if self.lt is not None else ""
-        high = f"at most {_plain(self.le)}" if self.le is not None else high
-        return " and ".join(part for part in (low, high) if part)
-
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, after "got VALUE, "; None if nothing is, or if it is not a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if not math.isfinite(value):
             return "which is not a finite number"
-        return None if self.holds(value) else f"which must be {self.text()}"
+        bounds = (
+            *((self.gt, operator.gt, ">"), (self.ge, operator.ge, "at least")),
+            *((self.lt, operator.lt, "<"), (self.le, operator.le, "at most")),
+        )
+        given = [(bound, holds, words) for bound, holds, words in bounds if bound is not None]
+        if all(holds(value, bound) for bound, holds, _ in given):
+            return None
+        return "which must be " + " and ".join(f"{words} {_plain(bound)}" for bound, _, words in given)
 
 
 def _plain(bound: float) -> str:
@@ -186,9 +174,6 @@ def refuse(problems: Sequence[str]) -> None:
 
 OVERRIDE = "--override"
 """Stands before flags that replace earlier ones."""
-KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
-"""How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also accepts a list."""
-
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -214,7 +199,8 @@ class Flag:
     names: tuple[str, ...]
     """Spellings with dashes; --help shows the first. For `bool`, they switch it on."""
     kind: str
-    """One of `KINDS`."""
+    """int, float, str, bool, json; human_int (SGLang's `4k`); dtype (torch's); int_or_json, float_or_json and
+    str_or_json, which also take a list."""
     default: Any = None
     doc: str = ""
     group: str = ""
