@@ -99,13 +99,11 @@ def run_agent(options: argparse.Namespace) -> int:
     from slime.serving.control import HttpEngineControl
     from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
     from slime.serving.weights_agent import WeightsAgent
-    from slime.settings.flags import SECONDS
+    from slime.settings.flags import SECONDS, url_form
     from slime.settings.hooks import load_hook
 
-    if not options.engine.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"got --engine {options.engine}, which does not begin with http:// or https://; give http://HOST:PORT"
-        )
+    if problem := url_form(options.engine):
+        raise ConfigError(f"got --engine {options.engine}, {problem}")
     if problem := SECONDS.problem(options.limit_s):
         raise ConfigError(f"got --limit-s {options.limit_s}, {problem}; correct it")
     if owner := os.environ.get(OWNER_ENV):

@@ -212,7 +212,7 @@ COMMANDS = (
     ("slime serve {binary}", "is not text", "give a YAML file"),
     (
         "slime weights-agent --engine x --disk-dir d --local-dir l",
-        "--engine x, which does not begin with http://",
+        "--engine x, which is not a URL",
         "http://HOST:PORT",
     ),
     ("slime weights-agent --engine http://x --disk-dir d --local-dir l --limit-s nan", "--limit-s nan", "finite"),
