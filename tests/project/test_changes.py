@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHANGES = Path(__file__).with_name("changes")
-SLOW = {"estimator", "family"}
-"""They build models."""
+SLOW = {"estimator", "family", "schedule", "transport"}
+"""They build models or run steps."""
 PROOFS = [
     pytest.param(path.parent.name, path.name, marks=[pytest.mark.slow] if is_slow else [])
     for path in sorted([*CHANGES.glob("*/proof.py"), *CHANGES.glob("*/quick.py")])

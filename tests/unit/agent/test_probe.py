@@ -18,6 +18,7 @@ from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
 from tests.support.chat_hooks import FAMILIES, tokenizer_folder
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
+from tests.support.marks import quick
 
 END = {"deepseek-v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}  # of the others: <|im_end|>
 WITHOUT_TOOLS = ("deepseek-v3", "smollm2")
@@ -44,7 +45,7 @@ def by_feature(found: ProbeReport) -> dict[str, Outcome]:
     return {outcome.feature: outcome for outcome in found.outcomes}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3"))
 def test_real_templates(family: str) -> None:
     found = report(family)
     found.require_plain_turns()

@@ -41,6 +41,7 @@ from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
+from tests.support.marks import quick
 
 Array = npt.NDArray[np.float64]
 NUM_SAMPLES = 100_000
@@ -182,7 +183,7 @@ def test_reinforce_by_enumeration(name: str) -> None:
     np.testing.assert_allclose(-np.einsum("st,std->d", slopes, J), EXACT, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", quick(LOSSES, "clip"))
 def test_reinforce_by_sampling(name: str) -> None:
     rows = draw(3)
     got = sampled_gradient(name, rows, REWARD[rows])

@@ -32,6 +32,7 @@ from slime.observability.report.record import (
 from slime.observability.report.timeline import Span, _covered, _inside, timelines
 from slime.observability.samples import FILE_NAME, SamplesFile, read_samples
 from tests.support.made_runs import HOSTILE, made_run
+from tests.support.marks import quick
 
 TITLES = {
     "sync": "Reward, Held-out score, Entropy, KL, Response length, Truncated, Groups without variance, Gradient norm, "
@@ -69,7 +70,7 @@ def test_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", TITLES)
+@pytest.mark.parametrize("kind", quick(TITLES, "sync"))
 def test_a_report_is_a_picture_a_text_and_a_page(kind: str, tmp_path: Path) -> None:
     report = write_report(made_run(tmp_path / "run", kind, num_steps=6), tmp_path / "out")
     assert report.picture.read_bytes().startswith(b"\x89PNG")

@@ -84,6 +84,7 @@ def test_the_kernel_sums_as_the_formula_does() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.slow
 def test_sums_in_half_precision_are_rounded_once() -> None:
     """Law: however many copies, the sum is that of float64 but for the last digit, which Triton's interpreter cuts."""
     code = (

@@ -36,6 +36,7 @@ from slime.rollout.parts import grader_pool
 from slime.settings import parse_args
 from slime.settings.flag_table import flag_table
 from tests.support.command_line import complete
+from tests.support.marks import quick
 from tests.unit.rewards.hostile import NUM_TOGETHER
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
@@ -108,7 +109,7 @@ def test_hostile_graders_cost_their_sample_only() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", args={"seven": 7})
 
 
-@pytest.mark.parametrize("function", ["act", "act_async"])
+@pytest.mark.parametrize("function", quick(["act", "act_async"], "act"))
 def test_what_ends_processes_ends_one_grading(function: str) -> None:
     """Law: the reason says what was raised, and the process grades on, beside others if it grades several."""
     raised = {"leave": "SystemExit: as told", "interrupt": "KeyboardInterrupt: as told", "cancel": "CancelledError"}
@@ -125,7 +126,7 @@ def test_what_ends_processes_ends_one_grading(function: str) -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:{function}", num_workers=1)
 
 
-@pytest.mark.parametrize("act", ["flood", "heir"])
+@pytest.mark.parametrize("act", quick(["flood", "heir"], "flood"))
 def test_a_process_whose_pipe_stays_open_is_gone_at_once(act: str, tmp_path: Path) -> None:
     """Unread output, or a child that left the group and holds the pipe, once made the end of the process wait."""
     heir, over = tmp_path / "heir", tmp_path / "over"
@@ -144,7 +145,7 @@ def test_a_process_whose_pipe_stays_open_is_gone_at_once(act: str, tmp_path: Pat
         over.touch()  # the heir lives until now
 
 
-@pytest.mark.parametrize("act", ["hang", "stuck"])
+@pytest.mark.parametrize("act", quick(["hang", "stuck"], "hang"))
 def test_a_hang_is_unscored_after_the_limit_and_others_go_on(act: str) -> None:
     async def beside(pool: GraderPool) -> None:
         await pool.score(Sample(response="ok"))
@@ -259,7 +260,7 @@ def test_a_slow_request_lets_others_go_before_it() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1)
 
 
-@pytest.mark.parametrize("where", ["response", "prompt", "label", "metadata"])
+@pytest.mark.parametrize("where", quick(["response", "prompt", "label", "metadata"], "response"))
 def test_no_giant_text_travels_to_a_grader(where: str) -> None:
     giant = "x" * 20_000_000
     fields: dict[str, Any] = {where: {"deep": [giant]} if where == "metadata" else giant}
@@ -275,6 +276,7 @@ def test_no_giant_text_travels_to_a_grader(where: str) -> None:
     with_pool(work, rm_type="exact_match")
 
 
+@pytest.mark.slow
 def test_many_hangs_do_not_stop_the_others() -> None:
     async def work(pool: GraderPool) -> None:
         responses = ["hang" if i % 20 == 0 else "ok" for i in range(100)]
@@ -297,7 +299,7 @@ MONSTERS = [
 
 
 @pytest.mark.usefixtures("processor_time_alone")
-@pytest.mark.parametrize("answer", MONSTERS)
+@pytest.mark.parametrize("answer", quick(MONSTERS, MONSTERS[0], MONSTERS[4]))
 def test_a_monstrous_answer_stalls_nothing_and_is_a_wrong_one(answer: str) -> None:
     """Law: an answer cannot evade its penalty by being too much for its grader, and costs no other its score."""
 

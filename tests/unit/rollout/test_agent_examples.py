@@ -123,6 +123,7 @@ def role_and_right(asked: str, said: str) -> tuple[str, bool]:
     return "solver", said == "It is 5"
 
 
+@pytest.mark.slow
 def test_roles_train_together_and_count_once(tmp_path: Path) -> None:
     """Law: all sessions are siblings of one execution, which statistics count once; each has its role's reward."""
     tried: list[str] = []

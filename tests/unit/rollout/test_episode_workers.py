@@ -22,6 +22,7 @@ from slime.rollout.workers.episode_worker import EpisodeWorker
 from slime.rollout.workers.worker_fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
 from tests.support.episode_workers import Workers, with_workers
 from tests.support.fake_engine import FakeEngine, serve
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 GRADED = ("--rm-type", "exact_match")
@@ -63,7 +64,7 @@ def test_batches_are_those_of_one_process(tmp_path: Path) -> None:
     assert groups == [6, 6], "each group went to the worker with the fewest"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", quick(range(4), 0))
 def test_a_killed_worker_loses_no_group(tmp_path: Path, seed: int) -> None:
     """Law: whenever workers are killed, each batch is whole, each group is trained once, and the ledger balances."""
     args, chance = rollout_args(tmp_path, *GRADED, num_rows=400), random.Random(seed)
@@ -156,6 +157,7 @@ def test_filters_and_hooks_see_the_groups(tmp_path: Path) -> None:
     assert indices == [0, 2, 4, 6] and metrics["rollout/num_filtered_groups"] >= 3
 
 
+@pytest.mark.slow
 def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
     held = write_prompts(tmp_path / "held.jsonl", 6)
     flags = ("--eval-interval", "1", "--eval-prompt-data", "held", str(held), "--n-samples-per-eval-prompt", "2")
@@ -173,7 +175,7 @@ def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
     assert {**found, timed: 0} == {**expected, timed: 0} and groups == [6, 6]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", quick([0, 1], 1))
 def test_a_dataset_of_an_evaluation_has_limits_of_its_own(tmp_path: Path, num_workers: int) -> None:
     """Law: what an execution may sample, and how long its conversation may get, is its dataset's, whoever works."""
     held = write_prompts(tmp_path / "held.jsonl", 12)  # prompts of four tokens, and two of six
@@ -200,7 +202,7 @@ def test_a_dataset_of_an_evaluation_has_limits_of_its_own(tmp_path: Path, num_wo
     assert [metrics[f"eval/{name}-num_prompts"] for name in entries] == [12, 12, 12, 10, 12]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", quick([0, 1], 1))
 def test_a_greedy_answer_without_a_score_is_not_sampled_again(tmp_path: Path, num_workers: int) -> None:
     """Law: what no grader could score, and would be the same answer, is not asked for a second time."""
     own = tmp_path / "own.py"

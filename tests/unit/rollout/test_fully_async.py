@@ -26,6 +26,7 @@ from slime.rollout.user_functions import RolloutHooks
 from tests.support.async_laws import Schedule
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
 from tests.support.fake_engine import FakeEngine
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager
 
 HOOKS = str(Path(__file__).with_name("rollout_hooks.py"))
@@ -58,7 +59,7 @@ def run_schedules(settings: Any, seeds: range, num_workers: int) -> None:
     assert not num_workers or num_killed > len(seeds) // 20, f"{num_killed} workers were killed"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", quick([0, 2], 2))
 def test_the_laws_hold_under_random_schedules(settings: Any, num_workers: int) -> None:
     run_schedules(settings, range(100), num_workers)
 

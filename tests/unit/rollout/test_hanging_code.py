@@ -29,6 +29,7 @@ from slime.rollout.user_functions import in_thread, in_time
 from tests.support.async_laws import Rows
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
 from tests.support.fake_engine import FakeEngine
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager
 from tests.unit.rollout import hanging_hooks
 from tests.unit.rollout.hanging_hooks import LET_GO, RAISES, TRIES, Stop
@@ -75,7 +76,7 @@ def one_step(tmp_path: Path, *flags: str, engine: FakeEngine | None = None, is_a
 # ---- what stands still -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["never", "never_in_thread"])
+@pytest.mark.parametrize("name", quick(["never", "never_in_thread"], "never_in_thread"))
 def test_an_execution_without_progress_fails_with_the_place_where_it_stands(tmp_path: Path, name: str) -> None:
     trained, metrics, said = one_step(tmp_path, "--custom-generate-function-path", f"{HOOKS}:{name}", *LIMIT)
     assert trained == {1, 2, 3, 4} and metrics["rollout/num_quarantined_groups"] == 1
@@ -132,14 +133,17 @@ def test_the_message_shows_the_innermost_line_through_tasks() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "name"),
-    [("--dynamic-sampling-filter-path", "stuck_filter"), ("--custom-reward-post-process-path", "stuck_converter")],
+    quick(
+        [("--dynamic-sampling-filter-path", "stuck_filter"), ("--custom-reward-post-process-path", "stuck_converter")],
+        ("--dynamic-sampling-filter-path", "stuck_filter"),
+    ),
 )
 def test_a_synchronous_function_that_never_returns_ends_the_step_by_name(tmp_path: Path, flag: str, name: str) -> None:
     with pytest.raises(DeadlineExceeded, match=rf"{Path(hanging_hooks.__file__).name}:\d+ in {name}"):
         one_step(tmp_path, flag, f"{HOOKS}:{name}", *LIMIT)
 
 
-@pytest.mark.parametrize("name", ["endless_step", "endless_step_in_thread"])
+@pytest.mark.parametrize("name", quick(["endless_step", "endless_step_in_thread"], "endless_step"))
 def test_so_does_a_rollout_function_without_progress(tmp_path: Path, name: str) -> None:
     with pytest.raises(DeadlineExceeded, match=rf"{Path(hanging_hooks.__file__).name}:\d+ in {name}"):
         one_step(tmp_path, "--rollout-function-path", f"{HOOKS}:{name}", *LIMIT)
@@ -227,7 +231,7 @@ def context_of(args: Any, engine: InProcessEngine) -> RolloutContext:
     return RolloutContext(args, client, None, None, Progress(), asyncio.get_running_loop())
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "partial"])
+@pytest.mark.parametrize("kind", quick(["sync", "async", "partial"], "async"))
 def test_an_episode_of_six_hours_passes(tmp_path: Path, kind: str) -> None:
     """Law: the limit is of the time without progress, not of the time."""
     flags = {"sync": (), "async": ("--fully-async",), "partial": ("--partial-rollout",)}[kind]
@@ -273,20 +277,31 @@ def test_an_hour_of_which_nobody_hears_is_too_long(tmp_path: Path) -> None:
     assert [group[0].group_index for group in output.samples] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("flags", [(), ("--partial-rollout",), ("--fully-async",)])
-def test_an_answer_that_takes_longer_than_the_limit_passes(tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("schedule", quick(["", "--partial-rollout", "--fully-async"], ""))
+def test_an_answer_that_takes_longer_than_the_limit_passes(tmp_path: Path, schedule: str) -> None:
     """While the engine works its own limit holds, however many tokens it samples."""
     engine = FakeEngine(tick_s=0.2)
-    limit = ("--execution-timeout-s", "0.5")
-    trained, metrics, said = one_step(tmp_path, *flags, *limit, engine=engine, is_async="--fully-async" in flags)
+    flags = ("--execution-timeout-s", "0.5", *schedule.split())
+    trained, metrics, said = one_step(tmp_path, *flags, engine=engine, is_async="--fully-async" in flags)
     assert len(trained) == 4 and not said and metrics["rollout/num_quarantined_groups"] == 0
 
 
 # ---- what ends processes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, Stop])
-@pytest.mark.parametrize("name", ["exits", "exits_in_task", "exits_in_thread"])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    quick(
+        [
+            (name, error)
+            for name in ("exits", "exits_in_task", "exits_in_thread")
+            for error in (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, Stop)
+        ],
+        ("exits", SystemExit),
+        ("exits_in_task", Stop),
+        ("exits_in_thread", asyncio.CancelledError),
+    ),
+)
 def test_what_ends_processes_is_a_failed_execution(
     tmp_path: Path, name: str, error: Callable[[], BaseException]
 ) -> None:
@@ -298,7 +313,7 @@ def test_what_ends_processes_is_a_failed_execution(
         assert error.__name__ in said[0] and f"{hanging_hooks.__file__}:" in said[0]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("error", [SystemExit, Stop])
+@pytest.mark.parametrize("error", quick([SystemExit, Stop], Stop))
 def test_also_of_a_sample_hook_in_a_thread(tmp_path: Path, error: Callable[[], BaseException]) -> None:
     RAISES[:] = [error]
     trained, metrics, said = one_step(tmp_path, "--rollout-sample-hook-path", f"{HOOKS}:exiting_sample_hook")

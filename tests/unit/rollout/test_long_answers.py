@@ -20,6 +20,7 @@ from slime.rollout.manager import RolloutManager
 from slime.rollout.parts import tokenizer_of
 from tests.support.episode_workers import with_workers
 from tests.support.fake_engine import FakeEngine
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 
 LENGTH, AT_ONCE = 128 * 1024, 2048
@@ -94,7 +95,7 @@ async def until_long(manager: RolloutManager, engine: LongWinded, first: int, la
     return None
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", quick([0, 1], 1))
 @pytest.mark.parametrize(
     ("flags", "synchronous"),
     [((), True), (("--partial-rollout", "--over-sampling-batch-size", "8"), True), (("--fully-async",), False)],

@@ -25,6 +25,7 @@ from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, Requ
 from slime.rollout.client.engine_pool import MAX_DEATHS
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from tests.support.fake_engine import FakeEngine, serve
+from tests.support.marks import quick
 
 LETTERS = 26
 END = EndOfText(
@@ -199,7 +200,7 @@ def check(prompts: list[list[int]], answers: list[Generation]) -> None:
         assert (list(answer.tokens), list(answer.log_probs), answer.finish_reason) == (ids, log_probs, reason)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", quick(range(4), 0))
 async def test_requests_survive_engines_that_come_and_go(seed: int) -> None:
     """Law: with engines killed, dismissed, admitted, failing and paused, each answer is as if nothing had been."""
     rng = random.Random(seed)
@@ -257,8 +258,8 @@ class Mortal(Deterministic):
 DEADLY = 251
 
 
-@pytest.mark.parametrize("kills", ["connections", "hangs"])
-@pytest.mark.parametrize("dies_at", [0, 9])
+@pytest.mark.parametrize("kills", quick(["connections", "hangs"], "connections"))
+@pytest.mark.parametrize("dies_at", quick([0, 9], 9))
 async def test_a_request_that_kills_engines_visits_three_and_those_beside_it_are_answered(
     dies_at: int, kills: str
 ) -> None:

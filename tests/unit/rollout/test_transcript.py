@@ -17,6 +17,7 @@ from slime.rollout.manager import RolloutManager
 from slime.rollout.transcript import Transcript
 from tests.support.fake_clock import Answered
 from tests.support.fake_engine import FakeEngine
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager
 from tests.unit.rollout import truth_hooks
 
@@ -144,7 +145,7 @@ STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", quick(STEPS, "some are untrue"))
 def test_what_is_untrue_is_left_out_alone(name: str, tmp_path: Path) -> None:
     """Law 1 in the loop: what differs is trained in no later try either; what is right is trained, whoever asked."""
     num_left_out, (flag, hook, *flags) = STEPS[name]

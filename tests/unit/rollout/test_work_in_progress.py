@@ -17,6 +17,7 @@ from slime.rollout.context import RolloutContext
 from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.types import Progress
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args
 
 NUM_STEPS = 3
@@ -64,7 +65,7 @@ class Life:
         return groups
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", quick(range(10), 0, 1))
 def test_saved_after_a_weight_sync_nothing_that_was_sampled_is_lost(seed: int, tmp_path: Path) -> None:
     """Law: the checkpoint holds all tokens of all groups under way; trained, each begins with them, labels and all."""
     args = rollout_args(tmp_path, "--fully-async", synchronous=False).replace(rollout_max_response_len=60)

@@ -24,6 +24,7 @@ CODE = (
 )
 
 
+@pytest.mark.slow
 def test_a_published_folder_is_read_without_its_code(tmp_path: Path) -> None:
     (tmp_path / "configuration_mimo.py").write_text("raise SystemExit('code of the folder was run')")
     config = {"model_type": "mimo", "auto_map": REMOTE, "num_nextn_predict_layers": 1, "rope_theta": 640000}

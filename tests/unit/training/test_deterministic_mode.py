@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, torch
 from slime.training.parallel import be_deterministic
@@ -14,5 +16,6 @@ assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 """
 
 
+@pytest.mark.slow
 def test_pytorch_takes_deterministic_kernels() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=100)

@@ -27,6 +27,7 @@ from slime.public.recorded_samples import groups_of
 from slime.rollout.recordings import load_rollout
 from slime.training.foreign import inert
 from slime.training.foreign.reader import Folder
+from tests.support.marks import quick
 
 
 class Hostile:
@@ -122,7 +123,7 @@ def test_a_rollout_is_read_as_ours(tmp_path: Path, capsys: pytest.CaptureFixture
     assert other.status is Status.TRUNCATED and other.token_versions == [5, NOT_SAMPLED, 5], "the weights of the step"
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("protocol", quick([2, 4], 4))
 def test_pickled_samples_are_records(protocol: int, public: Any, tmp_path: Path) -> None:
     """Law: objects of the public class are read without it, in both ways that pickles name a class within a class."""
     sample = public(3, 4, "a", [1, 2, 3], "bc", 2, public.Status.COMPLETED)
@@ -154,6 +155,7 @@ def test_what_cannot_be_replayed_is_refused(changes: dict[str, Any], why: str) -
         groups_of([_fields(**changes)], 5)
 
 
+@pytest.mark.slow
 def test_a_refused_rollout_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: what JSON cannot say is named, and there is no file."""
     for changes, why in (
@@ -352,6 +354,7 @@ def test_a_pickle_that_asks_for_much_memory_is_refused(content: bytes, tmp_path:
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.pt").write_bytes(b"PK nothing")
     torch.save([1, 2], tmp_path / "b.pt")

@@ -42,6 +42,7 @@ except (AssertionError, RuntimeError):
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="states what a machine without a GPU does")
+@pytest.mark.slow
 def test_patches_are_explicit_idempotent_and_confined() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE],

@@ -20,6 +20,7 @@ from slime.weights.delta.folder import Base, Manifest, folder_of
 from slime.weights.delta.local_checkpoint import LocalCheckpoint
 from slime.weights.delta.mailbox import call, mailbox
 from tests.support.delta_rig import URL, Rig, flip, patch_file
+from tests.support.marks import quick
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ LocalCheckpoint(copy, folder, here).bring_to(Base(version, digest))
 """
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", quick([2, 3], 3))
 def test_a_copy_that_is_killed_in_mid_apply_is_never_taken_for_whole(rig: Rig, version: int) -> None:
     """Law: at whatever tensor or file; the next one to come makes a whole copy of it."""
     for number in (1, 2, 3):

@@ -20,6 +20,7 @@ from slime.weights.delta.folder import Base, Entry, Manifest, Report, folder_of,
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.turns import Bucket
 from tests.support.delta_rig import URL, Rig
+from tests.support.marks import quick
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
 
 
@@ -29,7 +30,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         yield Rig(tmp_path, stack)
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("encoding", quick(["xor", "overwrite"], "xor"))
 def test_after_fifty_updates_a_copy_is_the_trainers_bit_for_bit(tmp_path: Path, encoding: str) -> None:
     with ExitStack() as stack:
         rig = Rig(tmp_path, stack, update_weight_delta_encoding=encoding)
