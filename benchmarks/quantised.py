@@ -30,7 +30,6 @@ from slime.models import table_for
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, shareable, warm_digest
 from slime.serving.server import ServerSpec, SGLangServer
-from slime.weights.outgoing import Whole
 from slime.weights.quantised import formats
 from slime.weights.quantised.formats import engine_table, format_of
 from slime.weights.quantised.sending import quantised_outgoing, quantised_stream
@@ -41,7 +40,7 @@ from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.quantised import FP8, float_quantized, int4
 from tests.support.tiny import write_tokenizer
-from tests.support.weights import TamperingChannel
+from tests.support.weights import TamperingChannel, Whole
 
 FLAGS: dict[str, Any] = {
     "attention_backend": "triton",

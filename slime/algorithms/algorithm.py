@@ -1,4 +1,4 @@
-"""`Algorithm`: the entries that the settings select from each registry, built once."""
+"""`Algorithm`: the entries of the registries that the settings choose, built once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """All steps from rewards to the gradient: one entry of each registry, but any number of corrections."""
+    """One entry of each registry, and any number of corrections."""
 
     estimator: AdvantageEstimator
     policy_loss: PolicyLoss
@@ -29,7 +29,7 @@ class Algorithm:
 
     @classmethod
     def of(cls, args: Args) -> Algorithm:
-        """Builds the algorithm that `args` selects. Raises `ConfigError` for an unknown name."""
+        """Builds it from the settings. Raises `ConfigError` for an unknown name."""
         return cls(
             estimator=ESTIMATORS.build(args.advantage_estimator, args),
             policy_loss=POLICY_LOSSES.build(args.policy_loss, args),
@@ -40,7 +40,6 @@ class Algorithm:
 
     @property
     def needs_rollout_log_probs(self) -> bool:
-        """Whether a correction compares the trainer's log-probs with the engine's."""
         return any(correction.needs_rollout_log_probs for correction in self.corrections)
 
 

@@ -1,8 +1,9 @@
-"""Computations on the whole batch, on the host: token weights of each optimizer step, then advantages and returns.
+"""Host arithmetic of a whole batch: token weights of each optimizer step, advantages and returns.
 
-They use float64 and all samples, and are the same on every rank, so groups, denominators, whitening and recursions
-cannot depend on how the batch is split afterwards. The formulas are in `advantages` and `aggregation`. This module
-combines them with the KL in the reward, the teacher, whitening and the users' functions.
+Float64 on all samples, the same on every rank, so groups, denominators, whitening and recursions cannot depend on how
+the batch is split later. The formulas are in `advantages` and `aggregation`; this module adds what works with any of
+them: the KL in the reward, the teacher, whitening, and users' functions (`--custom-advantage-function-path`,
+`--rollout-data-postprocess-path`).
 """
 
 from __future__ import annotations
@@ -32,27 +33,25 @@ if TYPE_CHECKING:
     from slime.algorithms.algorithm import Algorithm
     from slime.settings import Args
 
-# Users' functions on advantages: `--custom-advantage-function-path` and `--rollout-data-postprocess-path`.
-#
-# They get the batch as a dict of lists with one entry per sample (CPU tensors for per-token data), and set `advantages`
-# (and `returns`, with a critic) in it.
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The batch as users' functions get it, with arrays [R] per sample."""
+    """The batch as users' functions see it: a dict of lists with one entry per sample, CPU tensors for tokens.
+
+    The functions set `advantages` (and with a critic `returns`) in it.
+    """
 
     batch: TrainBatch
     masks: Arrays
-    """1.0 where the token is trained."""
+    """[R] trained tokens."""
     log_probs: BatchLogProbs
     values: Arrays | None
-    """The critic's values; None without a critic."""
+    """[R] of the critic; None without one."""
     kl: Arrays | None
-    """KL to the reference; None without --kl-coef."""
+    """[R] to the reference; None without --kl-coef."""
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy of the data, which a function may change."""
+        """A copy that a function may change."""
         samples = self.batch.samples
         return {
             "tokens": _tensors([s.tokens.astype(np.int64) for s in samples]),
@@ -70,7 +69,7 @@ class RolloutView:
         }
 
     def estimate_in(self, data: dict[str, Any], flag: str) -> Estimate:
-        """The advantages (and returns, with a critic) that the function of `flag` wrote into `data`."""
+        """The advantages, and with a critic the returns, that the function of `flag` set in `data`."""
         advantages = _checked(data.get("advantages"), "advantages", self.masks, flag)
         return Estimate(
             advantages, None if self.values is None else _checked(data.get("returns"), "returns", self.masks, flag)
@@ -78,16 +77,14 @@ class RolloutView:
 
 
 def custom_advantages(args: Args, view: RolloutView) -> Estimate:
-    """Calls the function of `--custom-advantage-function-path`. Raises `HookError` if it breaks its contract."""
-    assert args.custom_advantage_function_path is not None, "the caller has looked"
+    assert args.custom_advantage_function_path is not None, "the caller checked it"
     data = view.as_dict()
     load_hook(args.custom_advantage_function_path, "advantage")(args, data)
     return view.estimate_in(data, "--custom-advantage-function-path")
 
 
 def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
-    """Calls the function of `--rollout-data-postprocess-path`. Raises `HookError` if it breaks its contract."""
-    assert args.rollout_data_postprocess_path is not None, "the caller has looked"
+    assert args.rollout_data_postprocess_path is not None, "the caller checked it"
     data = view.as_dict() | {"advantages": _tensors(made.advantages), "returns": _tensors(made.returns)}
     load_hook(args.rollout_data_postprocess_path, "data_postprocess")(args, view.batch.rollout_id, data)
     return view.estimate_in(data, "--rollout-data-postprocess-path")
@@ -104,7 +101,7 @@ def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
     got = f"a list of {len(values)}" if isinstance(values, (list, tuple)) else type(values).__name__
     if not isinstance(values, (list, tuple)) or [len(v) for v in values] != [len(m) for m in masks]:
         raise HookError(
-            f"{flag}: got {got} in rollout_data[{name!r}]; it sets one value per response token of each sample"
+            f"{flag}: got {got} in rollout_data[{name!r}], expected one value per response token of each sample"
         )
     kept = where_trained([np.asarray(v, np.float64) for v in values], masks)
     if not all(np.isfinite(v).all() for v in kept):
@@ -114,64 +111,65 @@ def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class BatchLogProbs:
-    """Log-probs [R] of each sample before the update, whole on every rank; None where not needed."""
+    """Log-probs [R] of each sample before the update, for all samples on every rank; None if not needed."""
 
     old: Arrays | None = None
-    """The policy's, under the distribution from which tokens were sampled."""
+    """Of the policy, over the distribution that tokens were sampled from."""
     ref: Arrays | None = None
-    """The reference's, under the whole distribution."""
+    """Of the reference, over the whole distribution."""
     teacher: Arrays | None = None
-    """Those of the teacher of on-policy distillation, under the whole distribution."""
+    """Of the teacher of on-policy distillation, over the whole distribution."""
     old_full: Arrays | None = None
-    """The policy's, under the whole distribution; set if tokens were sampled from a top-p set."""
+    """As `old` over the whole distribution, if tokens were sampled from a top-p set."""
 
     @property
     def student(self) -> Arrays | None:
-        """The policy's old log-probs under the whole distribution, for comparison with reference and teacher."""
+        """Old log-probs over the whole distribution, to compare with reference and teacher."""
         return self.old if self.old_full is None else self.old_full
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantagesAndReturns:
-    """Float64 arrays [R] per sample, zero where masked."""
+    """Per sample [R] float64, zero where masked."""
 
     advantages: Arrays
     returns: Arrays | None
-    """The returns that the critic learns to predict; None without a critic."""
+    """The critic learns to predict these; None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """The weights of the tokens of one optimizer step."""
+    """The denominators of one optimizer step."""
 
     weights: Mapping[int, npt.NDArray[np.float32]]
     """Position of a scored sample -> weight [R] of each response token in the loss."""
     token_share: float
-    """1 / number of trained tokens of the step. Diagnostics are means with this weight, whatever the aggregation."""
+    """1 / trained tokens of the step. Diagnostics are means over tokens, whatever the aggregation."""
     unit: float
-    """1 / number of executions of the step, or of its trained tokens, depending on the aggregation. The sum that a
-    user's reducer returns is multiplied by it."""
+    """1 / executions of the step (or 1 / trained tokens, by the aggregation): the factor for the sum of a user's
+    reducer.
+    """
 
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
-    """Raises `DataError` if the policy loss of these settings cannot be computed for these samples."""
+    """Raises `DataError` for a batch without the numbers that the policy loss of these settings needs."""
     if not minimises_policy_loss(args):
         return
     for s in samples:
         if math.isinf(s.reward):
             raise DataError(
-                f"sample {s.index} of group {s.group_index}: got reward {s.reward}; graders must return numbers"
+                f"sample {s.index} of group {s.group_index} has the reward {s.reward}; it must be a finite number"
             )
     if not (args.use_rollout_logprobs or algorithm.needs_rollout_log_probs):
         return
     for s in samples:
         lacks = s.loss_mask > 0
-        if s.rollout_log_probs is not None:  # without the flag, corrections skip unsampled tokens
+        if s.rollout_log_probs is not None:  # corrections skip such tokens
             lacks = lacks & (s.token_versions == NOT_SAMPLED) & args.use_rollout_logprobs
         if lacks.any():
             raise DataError(
-                f"sample {s.index}: trained tokens without rollout log-probs, because no engine sampled them; "
+                f"sample {s.index} has trained tokens without rollout log-probs, because no engine sampled them; "
                 "--use-rollout-logprobs and the off-policy corrections need them"
             )
 
@@ -179,15 +177,14 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
 def step_weights(
     batch: TrainBatch, positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
 ) -> StepWeights:
-    """Weights of the step that trains the samples at `positions`; `count_masked` as in `Aggregation.token_weights`.
+    """Weights of the step that trains the samples at `positions`. `count_masked`: as in `Aggregation.token_weights`.
 
-    Raises `DataError` if none of the samples has a reward.
+    Unscored executions do not count. Raises `DataError` if no sample has a reward.
     """
-    # An unscored execution carries no information, so it does not count in the denominator either.
     samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
-        raise DataError(f"got an optimizer step of {len(positions)} samples and no reward; look at the grader")
+        raise DataError(f"none of the {len(positions)} samples of an optimizer step has a reward; look at the grader")
     masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
     num_trained = sum(int((m > 0).sum()) for m in masks)
@@ -204,10 +201,9 @@ def step_weights(
 def advantages_and_returns(
     batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
 ) -> AdvantagesAndReturns:
-    """Computes advantages and returns with the estimator or the user's functions.
+    """Advantages of the estimator or of the user's functions. `values` [R]: of the critic, before its update.
 
-    `values` [R]: the critic's values before its update. Raises `HookError` if a function breaks its contract, and
-    `DataError` if a sample lacks the teacher's log-probs.
+    Raises `HookError` if a function breaks its contract, `DataError` if a sample lacks its teacher's log-probs.
     """
     masks = tuple(s.loss_mask for s in batch.samples)
     zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
@@ -257,7 +253,7 @@ def _rewarded(
 
 
 def _mean(values: Arrays, masks: Arrays) -> float:
-    """Mean over all trained tokens. Values must be zero elsewhere."""
+    """The mean over trained tokens of values that are zero elsewhere."""
     return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
 
 
@@ -274,14 +270,13 @@ def _kl_to_reference(masks: Arrays, args: Args, estimator: KLEstimator, log_prob
 
 
 def _teacher(samples: Sequence[TrainSample], args: Args, log_probs: BatchLogProbs) -> Arrays | None:
-    """The teacher's log-probs from the source that --opd-type names."""
     match args.opd_type:
         case "megatron":
             return log_probs.teacher
         case "sglang":
             return _teacher_of_samples(samples)
         case None:
-            raise AssertionError("the settings say where a teacher is")
+            raise AssertionError("--use-opd needs --opd-type")
         case _ as never:
             assert_never(never)
 
@@ -291,8 +286,8 @@ def _teacher_of_samples(samples: Sequence[TrainSample]) -> Arrays:
     for s in samples:
         if s.teacher_log_probs is None:
             raise DataError(
-                f"sample {s.index} of group {s.group_index}: got no teacher_log_probs, because neither generate "
-                "function nor reward hook wrote them; --opd-type sglang needs one per response token"
+                f"sample {s.index} of group {s.group_index} has no teacher_log_probs, which --opd-type sglang needs "
+                "for each response token; write them in the generate function or the reward hook"
             )
         out.append(s.teacher_log_probs)
     return tuple(out)

@@ -87,6 +87,10 @@ class CheckpointError(SlimeError, RuntimeError):
     """A checkpoint is missing, damaged or belongs to another model or run. Names the file."""
 
 
+class DiskFull(SlimeError, OSError):
+    """A disk or a quota is full. Names the folder and what is free there."""
+
+
 class NumericsError(SlimeError, ArithmeticError):
     """A trained quantity is not finite, or trainer and engine disagree by more than their dtype allows."""
 

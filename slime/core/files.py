@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.core.confine.view import fields_of
-from slime.core.errors import CheckpointError, DataError
+from slime.core.errors import CheckpointError, DataError, DiskFull
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
@@ -27,12 +29,33 @@ def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content)
-        if durable:
-            sync_to_disk(partial)
-        partial.replace(path)
+        with full_disk_named(path.parent):
+            partial.write_bytes(content)
+            if durable:
+                sync_to_disk(partial)
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """Around writes below `folder`: the error of a full disk becomes `DiskFull`, which names it and its free space."""
+    try:
+        yield
+    except DiskFull:
+        raise
+    except Exception as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not re.search(r"\bos error (28|122)\b", str(error)):  # safetensors has the number in its text
+            raise
+        there = next(place for place in (folder, *folder.resolve().parents) if place.exists())
+        space = os.statvfs(there)
+        free = f"{space.f_bavail * space.f_frsize / 2**30:.2f} GiB and {space.f_favail:,} files are free"
+        raise DiskFull(
+            f"cannot write below {folder}, because its disk or quota is full ({free}; {error}); make room there, or "
+            "choose a folder on another disk"
+        ) from error
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, indent: int | None = None) -> None:

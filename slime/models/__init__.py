@@ -1,4 +1,4 @@
-"""Model families. Each family is one folder of this package, or a file of the user's own.
+"""Model families, one folder each, or a file of the user's own.
 
 A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its
 FLOPs; see `Family`. `common/` holds what families share. A folder registers its class under the `model_type` values of
@@ -7,8 +7,8 @@ FLOPs; see `Family`. `common/` holds what families share. A folder registers its
     @FAMILIES.register("my_model")
     class MyModel(Family): ...
 
-Command-line parsing reads architectures, so this package does not import torch or Megatron at import time. A family
-imports its layer modules when a model is built.
+The command line asks for architectures, so nothing here imports torch or Megatron except the modules of layers, which
+a family imports when a model is built.
 """
 
 from __future__ import annotations
@@ -45,22 +45,19 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def load_family(path: str) -> None:
-    """Imports a user's family, given as `pkg.module`, `path/to/file.py` or `pkg.module:ClassName`.
-
-    Raises `ConfigError` if there is no such module or class, or if it registers no family.
-    """
+    """Loads a user's family: `pkg.module`, `path/to/file.py` or `pkg.module:ClassName`. Raises `ConfigError`."""
     found = FAMILIES.get(path)
     if all(entry is not found for _, entry in FAMILIES):
         raise ConfigError(
-            f"got --model-family {path}, which is registered for no model_type; decorate the class with "
+            f"got --model-family {path}, which is not registered for a model_type; decorate the class with "
             '@FAMILIES.register("the model_type of its config.json")'
         )
 
 
 def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
-    """Returns the family for a checkpoint's config.json, with its settings taken from `settings` or else the defaults.
+    """The family of a checkpoint, with its own settings from `settings` or their defaults.
 
-    Raises `ConfigError` for a `model_type` without a registered family.
+    Raises `ConfigError` for an unknown `model_type`, as do all functions below.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES:
@@ -72,24 +69,18 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
 
 
 def architecture(hf_config: HfConfig) -> dict[str, Any]:
-    """Megatron settings by field name. Raises `ConfigError` for an unknown family or an unsupported option."""
+    """Megatron settings by field name. Raises `ConfigError` for a model that the family does not train."""
     return family_of(hf_config).architecture(hf_config)
 
 
 def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
-    """Why an engine cannot hold this model in this layout, as a clause for a message; None if it can.
-
-    Raises `ConfigError` for an unknown family.
-    """
+    """Why an engine cannot hold this model in this layout, in a half sentence; None if it can."""
     spread, tied = family_of(hf_config).spread(hf_config), bool(hf_config.get("tie_word_embeddings", False))
     return problem(spread, layout, tied=tied, num_experts=num_experts_of(hf_config))
 
 
 def mtp_problem(hf_config: HfConfig) -> str | None:
-    """Why this model has no trainable multi-token prediction layer, as a clause for a message; None if it has one.
-
-    Raises `ConfigError` for an unknown family.
-    """
+    """Why this model's layer of multi-token prediction cannot be trained, in a half sentence; None if it can."""
     try:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
@@ -98,25 +89,19 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:
-    """Why samples of this model cannot share a prefix, as a clause for a message; None if they can.
-
-    Raises `ConfigError` for an unknown family.
-    """
+    """Why samples of this model cannot share a prefix, in a half sentence; None if they can."""
     return family_of(hf_config).prefix_problem(hf_config)
 
 
 def images_problem(hf_config: HfConfig) -> str | None:
-    """Why this model cannot be trained on images, as a clause for a message; None if it can.
-
-    Raises `ConfigError` for an unknown family.
-    """
+    """Why this model cannot be trained on images, in a half sentence; None if it can."""
     if not family_of(hf_config).sees_images:
         readers = ", ".join(name for name, entry in FAMILIES if entry.sees_images)
-        return f"images are not trained on in a {hf_config.get('model_type')}; they are in {readers}"
+        return f"a {hf_config.get('model_type')} is not trained on images; {readers} can be"
     vision = hf_config.get("vision_config")
-    return None if vision else "its config.json has no vision_config: this is the language model alone"
+    return None if vision else "its config.json has no vision_config: this is only the language model"
 
 
 def table_for(hf_config: HfConfig) -> FamilyTable:
-    """The weight map of a model: one row per parameter. Raises `ConfigError` for an unknown family."""
+    """The weight map of a model: one row per parameter."""
     return family_of(hf_config).weight_map(hf_config)

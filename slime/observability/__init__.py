@@ -1,4 +1,4 @@
-"""Metrics with defined reductions, spans, the run folder, progress and the report.
+"""Records of a run: metrics that know how to reduce, spans, the run folder, progress and the report.
 
-Imports neither torch nor an engine, and optional packages (TensorBoard, W&B, matplotlib, rich) only on use.
+Imports no torch and no engine. Optional packages (TensorBoard, W&B, matplotlib, rich) are imported where they are used.
 """

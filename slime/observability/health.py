@@ -1,13 +1,14 @@
-"""Health checks: detectors over the logged steps. Each has a threshold and reports what it saw and what to do.
+"""Health of a run: detectors over the logged steps, each with a threshold, a finding and advice.
 
-`HealthWatch` is pure: it reads no clock and no file. `HealthSink` feeds it during a run and logs its findings; the
-report feeds it the rows of `metrics.jsonl` and so finds the same.
+`HealthWatch` is pure: no clock, no file. `HealthSink` feeds it during a run and logs its findings; the report feeds it
+the rows of `metrics.jsonl` and finds the same.
 
 Invariants
-1. A detector looks only at the steps so far, so the same rows give the same findings, live or afterwards.
-2. A finding is reported once when it begins. It ends after as many good steps in a row as bad
-   ones were needed to begin it, and it may begin again.
-3. Thresholds are for failing runs: normal learning (falling entropy, more and more groups solved) gives no finding.
+1. A detector looks only at the steps so far, so the same rows give the same findings, live or later.
+2. A finding is reported once when it begins. It is over after as many good steps in a row as bad ones began it, and may
+   come back.
+3. Thresholds are for runs that go wrong. A run that learns (falling entropy, more and more solved groups) does not
+   cross them.
 """
 
 from __future__ import annotations
@@ -25,45 +26,44 @@ from slime.observability.sinks import AXES, StepRecord, read_jsonl
 logger = logging.getLogger(__name__)
 
 EQUAL_STEPS = 2
-"""Steps in a row whose rewards are all equal."""
+"""Steps in a row with equal rewards."""
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
-"""More than half of the samples, in three steps in a row: a small first batch may be truncated by chance."""
+"""More than half of the samples, three steps in a row; a small first batch may be so by chance."""
 START_STEPS = 3
-"""The start value of a metric is the median of its first steps."""
+"""The value at the start is the median of this many first steps."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
-"""Below a tenth of the start value and below 0.05 nats (a next token at 99 %), the policy has stopped exploring."""
+"""Below a tenth of the start and below 0.05 nats (a next token of 99 %), the policy tries nothing new."""
 SOLVED_REWARD = 0.95
-"""With at least this reward, low entropy is the wanted result."""
+"""From here on a confident policy is the goal."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
-"""Three times the start value, and more than float32 rounding errors."""
+"""Three times the start, and more than float32's rounding."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
-"""Means over tokens, for the batch and for the probe of asynchronous runs. The maximum would be too noisy."""
+"""Means over tokens, because a worst token jumps by chance. Of the batch, and of the probe of async runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem that begins at a step."""
+    """A problem that begins with a step."""
 
     kind: str
-    """A key of `DETECTORS`."""
+    """One of `DETECTORS`."""
     step: int
     """The step at which it was found."""
     text: str
-    """What was seen, why that is bad, and what to do."""
+    """What was seen, why it is bad, and what to do."""
     last_step: int | None = None
-    """The step at which it ended; None while it lasts."""
+    """The step in which it was over; None while it lasts."""
 
 
 Series = Mapping[str, Sequence[float]]
 """Metric -> its values so far."""
 Detector = Callable[[Series], str | None]
-"""Returns the problem with the latest step, in words, or None."""
+"""What is wrong with the latest step, in words; None if nothing."""
 
 
 def equal_rewards(seen: Series) -> str | None:
-    """All rewards of a step are equal, so nothing separates good answers from bad ones."""
     spread, reward = seen["rollout/raw_reward_std"], seen["rollout/raw_reward"]
     if not spread or not reward or spread[-1] > 1e-12:
         return None
@@ -74,7 +74,6 @@ def equal_rewards(seen: Series) -> str | None:
 
 
 def truncation(seen: Series) -> str | None:
-    """Most samples were truncated before their end."""
     share = seen["rollout/truncated_ratio"]
     if not share or share[-1] <= TRUNCATED_SHARE:
         return None
@@ -85,7 +84,7 @@ def truncation(seen: Series) -> str | None:
 
 
 def entropy_collapse(seen: Series) -> str | None:
-    """The policy is certain of every token although it does not solve its task."""
+    """The policy is sure of every token, but does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
     if len(entropy) <= START_STEPS or (reward and reward[-1] >= SOLVED_REWARD):
         return None
@@ -99,7 +98,7 @@ def entropy_collapse(seen: Series) -> str | None:
 
 
 def mismatch_rises(key: str) -> Detector:
-    """The detector of a growing difference between trainer and engine, for the mean in metric `key`."""
+    """A detector of a growing difference between trainer and engine. `key`: its mean."""
 
     def detect(seen: Series) -> str | None:
         values = seen[key]
@@ -110,7 +109,7 @@ def mismatch_rises(key: str) -> Detector:
             return None
         return (
             f"{key} rose from {start:.2g} to {values[-1]:.2g} nats: the engine samples from another policy than "
-            "the one that is trained; compare dtypes and sampling settings, or correct for it with --use-tis"
+            "the trained one; compare dtypes and sampling settings, or correct for it with --use-tis"
         )
 
     return detect
@@ -118,13 +117,11 @@ def mismatch_rises(key: str) -> Detector:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A detector and the number of steps that it needs."""
-
     detect: Detector
     metric: str
-    """A step counts if it logs this metric."""
+    """Steps count only if this metric is logged."""
     steps: int
-    """Bad steps in a row before a finding begins, and good steps in a row before it ends."""
+    """Number of steps in a row that begin and end a finding."""
 
 
 DETECTORS: Mapping[str, Rule] = {
@@ -138,7 +135,7 @@ NEEDED = frozenset({"rollout/raw_reward", *(rule.metric for rule in DETECTORS.va
 
 
 class HealthWatch:
-    """Runs the detectors over the steps that it is given."""
+    """Finds problems in the steps that it is shown."""
 
     def __init__(self, *, learns_from_rewards: bool = True) -> None:
         """`learns_from_rewards`: False for distillation and fine-tuning, where equal rewards are normal."""
@@ -149,7 +146,7 @@ class HealthWatch:
         self._open: dict[str, Finding] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Returns the findings that begin with this record, and those that end (`last_step` is set)."""
+        """Findings that begin with this record, and those that are over (`last_step` is set)."""
         for key in NEEDED & metrics.keys():
             if math.isfinite(metrics[key]):
                 self._seen[key].append(metrics[key])
@@ -158,7 +155,7 @@ class HealthWatch:
 
     @property
     def still(self) -> list[Finding]:
-        """The findings that still last, with the figures of the latest step."""
+        """Findings that are not over, with the numbers of the last step."""
         return list(self._open.values())
 
     def _judge(self, kind: str, rule: Rule, step: int) -> Finding | None:
@@ -181,7 +178,7 @@ def _step(row: Mapping[str, float]) -> int:
 
 
 def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool = True) -> list[Finding]:
-    """All findings in the rows of `metrics.jsonl`, ordered by the step at which they began."""
+    """All findings in the rows of `metrics.jsonl`, by the step in which they began."""
     watch = HealthWatch(learns_from_rewards=learns_from_rewards)
     found: dict[tuple[str, int], Finding] = {}
     for row in rows:
@@ -192,12 +189,12 @@ def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool =
 
 
 class HealthSink:
-    """Logs a warning, also on the console, when a problem begins, and a line when it ends."""
+    """Logs a warning when a finding begins, and a line when it is over."""
 
     essential = False
 
     def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True) -> None:
-        """`metrics_jsonl`: the rows of earlier starts, so that a resumed run keeps its start values."""
+        """`metrics_jsonl`: rows of earlier starts, so that the start of the run is known after a resume."""
         self._watch = HealthWatch(learns_from_rewards=learns_from_rewards)
         for row in read_jsonl(metrics_jsonl) if metrics_jsonl.is_file() else ():
             self._watch.see(_step(row), row)
@@ -210,7 +207,7 @@ class HealthSink:
                 logger.info("over at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing to release."""
+        pass
 
 
 def learns_from_rewards(settings: Mapping[str, object]) -> bool:

@@ -1,4 +1,4 @@
-"""Logging of one process: short lines on stderr, and the same lines with dates in a file of the run folder."""
+"""Logging of one process: short lines on stderr, and the same lines with their date in a file of the run folder."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from pathlib import Path
 from slime.core.text import visible
 
 NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "fsspec")
-"""Libraries whose INFO lines would drown ours (httpx logs every request)."""
-
-
+"""Libraries with too many INFO lines (httpx logs every request)."""
 FILE_ONLY = {"file_only": True}
-"""`extra=` for a record that goes to the file but not to the console."""
+"""`extra=` of a record for the file only, not for the console."""
 
 
 class VisibleFormatter(logging.Formatter):
-    """Escapes control characters, because a line may contain text of a model, a tool or a dataset."""
+    """Spells out control characters, since a line may contain text of a model, a tool or a dataset."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the escaped line, with its traceback."""
         return visible(super().format(record))
 
 
@@ -30,8 +27,8 @@ def setup_logging(
 ) -> None:
     """Replaces the handlers of the root logger. Safe to call again.
 
-    `log_path`: also log to this file. `process`: prefix of the lines; default: the file's name. `crashes`: on a fatal
-    signal like SIGSEGV, write a traceback to the file; for processes whose stderr is not read.
+    `log_path`: also write there. `process`: a name for the lines; default: the name of the file. `crashes`: also write
+    the stack there when a signal like SIGSEGV ends the process, for processes whose stderr nobody reads.
     """
     process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()
@@ -50,6 +47,6 @@ def setup_logging(
         file.setFormatter(VisibleFormatter(f"%(asctime)s {line}"))
         root.addHandler(file)
         if crashes:
-            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # never closed
+            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # open for life
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

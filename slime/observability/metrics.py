@@ -1,12 +1,12 @@
 """Metrics with a defined reduction.
 
-A number from one rank, one micro-batch or one sample carries its reduction: a mean carries its weight, a count is
-summed, a worst case takes the maximum. So reducing works the same everywhere and never gives a mean of means.
+A number from one rank, micro-batch or sample says how it combines with others: a mean carries its weight, a count sums,
+a worst case takes the maximum. So reducing is the same everywhere and never a mean of means.
 
 Invariants
-1. Reducing is associative: any grouping of the parts gives the same metric (up to float rounding). For all kinds but
-   LAST the order does not matter, either.
-2. Two metrics with the same name have the same kind; mixing kinds is an error.
+1. Reducing is associative: any grouping of the parts gives the same metric, up to float rounding. For all kinds but
+   LAST the order does not matter either.
+2. All metrics of one name have one kind; mixing kinds is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from slime.core.errors import DataError
 
 
 class Reduce(str, Enum):
-    """How two values of one metric are combined."""
-
     MEAN = "mean"
     SUM = "sum"
     MAX = "max"
@@ -33,20 +31,17 @@ class Reduce(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number and how it reduces."""
-
     value: float
-    """The number; for a mean, the mean so far."""
     how: Reduce = Reduce.MEAN
     weight: float = 1.0
-    """The number of units (tokens, samples) behind a mean; unused by the other kinds."""
+    """Number of units (tokens, samples) of a mean; unused by the other kinds."""
 
     def __post_init__(self) -> None:
         if self.weight < 0:
-            raise DataError(f"got weight {self.weight}, because the weight of a mean cannot be negative; give >= 0")
+            raise DataError(f"got weight {self.weight} of a mean, which cannot be negative; give >= 0")
 
     def merge(self, other: Metric) -> Metric:
-        """Combines this with a later value. Raises `DataError` if they reduce differently."""
+        """Combines this with a later one. Raises `DataError` if they reduce differently."""
         if self.how is not other.how:
             raise DataError(f"got a {self.how.value} and a {other.how.value} of one metric; give each name one kind")
         if self.how is Reduce.MEAN:
@@ -56,13 +51,13 @@ class Metric:
         if self.how is Reduce.SUM:
             return dataclasses.replace(self, value=self.value + other.value)
         if math.isnan(self.value) or math.isnan(other.value):
-            return dataclasses.replace(self, value=math.nan)  # max() and min() would lose it, depending on the order
+            return dataclasses.replace(self, value=math.nan)  # max() and min() may hide it
         pick = max if self.how is Reduce.MAX else min
         return dataclasses.replace(self, value=pick(self.value, other.value))
 
     def _merge_mean(self, other: Metric) -> Metric:
         weight = self.weight + other.weight
-        # An empty part may carry NaN (0/0). It has no weight, so it must not affect the rest.
+        # An empty part may be NaN (0/0), which must not spoil the others.
         parts = [m.value * m.weight for m in (self, other) if m.weight > 0]
         value = sum(parts) / weight if weight > 0 else math.nan
         return Metric(value, Reduce.MEAN, weight)
@@ -72,10 +67,12 @@ MetricValue = Metric | float | int
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
+    """A mean over `weight` units."""
     return Metric(float(value), Reduce.MEAN, float(weight))
 
 
 def total(value: float) -> Metric:
+    """A count or an amount, which sums."""
     return Metric(float(value), Reduce.SUM)
 
 
@@ -88,7 +85,7 @@ def minimum(value: float) -> Metric:
 
 
 def last(value: float) -> Metric:
-    """A state, such as a learning rate or a version: the latest value counts."""
+    """A state (a learning rate, a version), of which the latest value counts."""
     return Metric(float(value), Reduce.LAST)
 
 
@@ -98,7 +95,7 @@ def as_metric(value: MetricValue) -> Metric:
 
 
 def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    """Merges the metrics of ranks, micro-batches or samples by name. Raises `DataError` with the metric's name."""
+    """Combines the metrics of several ranks, micro-batches or samples by name. Raises `DataError` with the name."""
     out: dict[str, Metric] = {}
     for part in parts:
         for name, value in part.items():
@@ -111,7 +108,7 @@ def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
 
 
 def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Plain numbers for a sink, without means of zero weight."""
+    """Plain numbers for a sink, without means of weight zero."""
     out = {}
     for name, value in metrics.items():
         metric = as_metric(value)

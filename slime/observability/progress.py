@@ -1,12 +1,13 @@
-"""Progress of long work: a bar on a terminal, otherwise a line every ten seconds.
+"""Progress of long work: a bar on a terminal, elsewhere a line every ten seconds. And the phases of a start.
 
-The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. Because the thread prints, a stuck
-worker shows, too: the line says how long there was no progress.
+The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. If the worker is silent, the thread's
+line says for how long there was no progress.
 
 Invariants
 1. Nothing is printed for work that ends within the first interval.
-2. Leaving the block ends the thread, also on an exception.
-3. A note may contain a model's text: it is printed as one line, escaped and without markup.
+2. Leaving the block ends the thread, also after an exception.
+3. A note may contain text of a model: it becomes one visible line without markup.
+4. After `StartUp.end` no phase is recorded, because it would belong to a step.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from slime.core.text import one_line
 logger = logging.getLogger("slime.progress")
 
 NOTE_CHARS = 300
-"""The most characters of a note at the end of a line."""
+"""Length of a note in a line."""
 
 
 class Progress:
     """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
 
-    `total=None`: unknown length (a start, a wait), so no ETA. `limit_s`: the deadline, if any, for display only. `tty`:
-    draw a bar (None: if stderr is a terminal). `console`: rich's console for the bar (None: stderr).
+    `total=None`: unknown length (a start, a wait), so no ETA. `limit_s`: a deadline, which is only shown. `tty`: draw a
+    bar (None: if stderr is a terminal). `console`: rich's, for the bar (None: stderr).
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class Progress:
             self._bar.stop()
 
     def advance(self, num: int = 1) -> None:
-        """Counts `num` more units as done."""
         self.done += num
         self._moved_s = time.monotonic()
         if self._bar is not None:
@@ -90,7 +90,6 @@ class Progress:
             self._bar.update(self._bar_task, description=f"{self.what} {text}")
 
     def line(self, now_s: float | None = None) -> str:
-        """The current state in one line."""
         now_s = time.monotonic() if now_s is None else now_s
         elapsed_s, silent_s = now_s - self._start_s, now_s - self._moved_s
         parts = [f"{self.what}:"]
@@ -135,54 +134,44 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-# The phases of a run's start, and how long each one takes.
-#
-# The driver calls it from one thread. When a phase ends, it prints one line on the console. The `startup/*` metrics of
-# the first step hold all phases, so that the first step's own times exclude the start.
-#
-# Invariants
-# 1. After `end` nothing is recorded: later phases are part of a step.
-
 startup_logger = logging.getLogger("slime.startup")
 
 
 class StartUp:
-    """Times the phases of one start. Phases may overlap: engines and trainers start side by side."""
+    """The phases of one start, which may overlap. The driver calls it, from one thread.
+
+    A finished phase is a line on the console. All phases become `startup/*` metrics of the first step, so that the
+    times of that step do not contain the start.
+    """
 
     def __init__(self, began_s: float | None = None) -> None:
-        """`began_s`: when the start began, on the clock of `time.monotonic()`; default: now."""
+        """`began_s`: `time.monotonic()` at the begin of the start; default: now."""
         self._began_s = time.monotonic() if began_s is None else began_s
         self._seconds: dict[str, float] = {}
         self._over = False
 
     @contextmanager
     def phase(self, name: str, line: str) -> Iterator[None]:
-        """Times the block as phase `name` of the metrics; `line`: the console's text when it ends."""
+        """Times the block as phase `name`. `line`: for the console when it ends."""
         start_s = time.monotonic()
         yield
         self.done(name, line, time.monotonic() - start_s)
 
     def done(self, name: str, line: str, seconds: float) -> None:
-        """Records a phase that took `seconds`."""
-        if self._over:
-            return
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        startup_logger.info("%s, %.1f s", line, seconds)
+        if not self._over:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            startup_logger.info("%s, %.1f s", line, seconds)
 
     def part(self, name: str, seconds: float) -> None:
-        """Records part of a phase: a metric without a console line."""
+        """Records a part of a phase: a metric without a line."""
         if not self._over:
             self._seconds[name] = seconds
 
     def end(self) -> dict[str, float]:
-        """Ends the start when the first step begins: returns `startup/<phase>_time` of all phases and
-        `startup/total_time`. Later calls return nothing.
-        """
+        """Ends the start. The first call returns `startup/<phase>_time` of all phases and `startup/total_time`."""
         if self._over:
             return {}
         self._over = True
         total_s = time.monotonic() - self._began_s
         startup_logger.info("the start took %s; the first step begins", duration(total_s))
-        return {f"startup/{name}_time": seconds for name, seconds in self._seconds.items()} | {
-            "startup/total_time": total_s
-        }
+        return {f"startup/{name}_time": seconds for name, seconds in {**self._seconds, "total": total_s}.items()}

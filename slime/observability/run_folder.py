@@ -1,8 +1,8 @@
-"""The run folder: everything that one run writes, in one place.
+"""The run folder: all files of one run.
 
     <run dir>/
       run.json        each start: run id, time, command, where, host, versions, code, files (see `start_record`)
-      args.json       every resolved setting of the latest start
+      args.json       all resolved settings of the latest start
       starts/N/       of the N-th start: args.json, and uncommitted changes of the code as CHECKOUT.diff
       metrics.jsonl   one line per logged step
       samples.jsonl   a few samples of each step and evaluation, as text
@@ -15,10 +15,10 @@
       report.html report.png report.md
 
 Invariants
-1. The folder appears with its first files in it, or not at all (written beside its final place, then renamed).
-2. A resume keeps the existing files: metrics are appended, and `run.json` gets one more start.
+1. The folder appears at once with its first files, or not at all (written beside it, then renamed).
+2. A resume keeps all files: metrics are appended, `run.json` gets one more start.
 3. Settings that look like a secret are never written.
-4. Only its owner can read the folder, because it contains prompts and answers, also in logs. A resume keeps its mode.
+4. Only the owner can read a new folder, because it contains prompts and answers, also in logs. A resume keeps its mode.
 """
 
 from __future__ import annotations
@@ -56,14 +56,12 @@ from slime.observability.start_record import (
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
-"""Distributions whose versions affect what a run computes."""
+"""Packages whose versions decide what a run computes."""
 SUBFOLDERS = ("logs", "traces")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run."""
-
     path: Path
     run_id: str
 
@@ -97,11 +95,11 @@ class RunFolder:
         command: Sequence[str] = (),
         without_effect: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RunFolder:
-        """Creates the folder, or joins the one from an earlier start of the run.
+        """Makes the folder, or joins that of an earlier start of the run.
 
-        `args`: every resolved setting. `command`: the equivalent command line, `slime train ...`. `without_effect`:
-        settings that were given but have no effect -> the reason. Raises `ConfigError` if `path` contains something
-        other than a run.
+        `args`: all resolved settings; `command`: the command with these settings, `slime train ...`; `without_effect`:
+        given settings that have no effect, and why.
+        Raises `ConfigError` if `path` holds something that is not a run.
         """
         settings = plain(args)
         code = checkouts(SLIME, Path.cwd())
@@ -128,14 +126,14 @@ class RunFolder:
         return folder
 
     def note(self, name: str, facts: Any) -> None:
-        """Adds facts to the record of the latest start that were not known when it began."""
+        """Adds facts to the record of the latest start."""
         record = self.path / "run.json"
         starts = json.loads(record.read_text())["starts"]
         starts[-1][name] = plain(facts)
         replace_text(record, json_text({"starts": starts}), durable=False)
 
     def write_report(self) -> None:
-        """Writes the report of what was logged so far; a failure is logged, not raised."""
+        """Makes the report of everything logged so far. A failure is logged, never raised."""
         if not self.metrics.is_file() or not self.metrics.stat().st_size:
             logger.info("nothing was logged, so there is no report")
             return
@@ -157,19 +155,19 @@ class RunFolder:
             _write_start(partial, [start], own)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise ConfigError(f"got --run-dir {self.path}, which cannot be made ({error}); name another") from error
+            raise ConfigError(f"--run-dir {self.path} cannot be made ({error}); name another") from error
         try:
             partial.rename(self.path)  # also replaces an empty folder
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise ConfigError(f"got --run-dir {self.path}, because another run just made it: {error}") from error
+            raise ConfigError(f"another run has just made --run-dir {self.path} ({error}); name another") from error
 
     def _join(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         record = self.path / "run.json"
         if not record.is_file():
             raise ConfigError(
-                f"got --run-dir {self.path}, because it holds files and no run.json, so it is not the folder of a run; "
-                "do: name a new or an empty folder"
+                f"--run-dir {self.path} holds files and no run.json, so it is not the folder of a run; name a new or "
+                "an empty folder"
             )
         for name in SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True)
@@ -180,7 +178,7 @@ class RunFolder:
             earlier = None
         if earlier is None:
             raise ConfigError(
-                f"got --run-dir {self.path}, whose run.json is damaged, so nobody knows its starts; name another"
+                f"run.json in --run-dir {self.path} is damaged, so its starts are unknown; name another folder"
             )
         _write_start(self.path, [*earlier, start], own)
 
@@ -196,12 +194,12 @@ def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping
 
 
 def json_text(value: Any) -> str:
-    """The JSON text of `value` in the format of a run's files."""
+    """JSON in the form of the run's files."""
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """`value` as JSON. Hides secrets, which it recognises by the setting's name; unknown objects become text."""
+    """`value` as JSON. Secrets are hidden by the name of their setting; unknown objects become their text."""
     if isinstance(value, str) and value and SECRET.search(name.lower()):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -212,7 +210,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by distribution name, None if absent. Imports none of them."""
+    """Installed versions by package name, None if missing. Imports none of them."""
     out: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -223,7 +221,7 @@ def versions() -> dict[str, str | None]:
 
 
 def host_facts() -> dict[str, Any]:
-    """The facts about this machine that explain a timing."""
+    """Facts about the machine that are needed to read timings."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "name": socket.gethostname(),

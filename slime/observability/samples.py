@@ -1,12 +1,12 @@
-"""Samples for people to read: `samples.jsonl` keeps a few of each step and evaluation.
+"""A few samples of each step and evaluation, kept in `samples.jsonl` for people to read.
 
 The rollout side picks and decodes them (`slime.rollout.sample_metrics`), the driver writes them (`SamplesFile`), and
 the console, TensorBoard, W&B, the report and `slime samples` show them. They are never encoded again or trained.
 
 Invariants
-1. One line is one sample; it is on disk before the loop continues.
-2. The reader skips a line that a kill truncated, and a resumed run starts on a new line.
-3. Text of a model, a tool or a dataset is hostile: all text for a terminal or a page goes through `visible`.
+1. One line is one sample, written before the loop goes on.
+2. The reader skips a line that a kill left incomplete, and it never joins the first line of a resumed run.
+3. Text of a model, a tool or a dataset is hostile: it passes `visible` before it reaches a terminal or a page.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from slime.core.files import full_disk_named
 from slime.core.text import ends_whole, one_line, visible
 
 if TYPE_CHECKING:
@@ -31,35 +32,34 @@ PICKS: tuple[Picked, ...] = get_args(Picked)
 
 FILE_NAME = "samples.jsonl"
 CELL_CHARS = 200
-"""Characters of a prompt or a response in one cell of a table."""
+"""Characters of a prompt or a response in a cell of a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
-    """One sample for display, as text; the middle of a long text is left out."""
+    """A sample as it is shown to people: text, shortened in the middle if it is long."""
 
     kind: Kind
-    """From a training step or an evaluation."""
     step: int
-    """Its rollout, from 0; for an evaluation the rollout before it (-1: none yet)."""
+    """The rollout that it belongs to, from 0; for an evaluation the rollout that it follows (-1: none yet)."""
     dataset: str | None = None
-    """The dataset of an evaluation."""
+    """Of an evaluation."""
     prompt: str
-    """Everything before the response, special tokens included."""
+    """Everything before the response, with special tokens."""
     response: str
-    """Sampled text and tool results, with special tokens. SFT: the text from the first trained token on."""
+    """The model's tokens and the tools' answers, with special tokens. SFT: from the first trained token on."""
     reward: float | None
-    """The score before any normalisation; None without a score."""
+    """Before any normalisation; None if no grader could tell."""
     label: str | None
     """The reference answer, as text."""
     status: str
     """A value of `slime.core.sample.Status`."""
     response_length: int
-    """Tokens after the prompt, tool results included."""
+    """Tokens after the prompt, with tool results."""
     weight_version: int | None
-    """The newest weights that sampled one of its tokens; None without an engine."""
+    """The newest weights that sampled a token of it; None if no engine sampled it."""
     finish_reason: str | None
-    """stop, length or abort; None without an engine."""
+    """stop, length or abort; None if no engine sampled it."""
     picked: Picked
     """Why it was picked."""
     group_index: int | None = None
@@ -67,38 +67,36 @@ class ShownSample:
     index: int | None = None
     """The number of its execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Optional facts: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`, `scores`
-    (the numbers of a reward that is a dict), `trained_tokens`.
-    """
+    """Further facts, if any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`,
+    `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; `from_dict` is the inverse."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ShownSample:
-        """The inverse of `to_dict`. Ignores unknown keys; raises `TypeError` for missing ones."""
+        """Ignores unknown keys. Raises `TypeError` if some are missing."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 class SamplesFile:
-    """Appends samples to a file, which is created with the first sample."""
+    """Appends samples to a file. The first sample creates it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_new_start = True
 
     def append(self, samples: Iterable[ShownSample]) -> None:
-        """Writes one line per sample, all with the same `time` (Unix, seconds); they are on disk when this returns."""
+        """Writes a line for each sample, all with the same `time` (Unix, seconds)."""
         stamp = {"time": time.time()}
         rows = [{**stamp, **sample.to_dict()} for sample in map(_finite, samples)]
         if not rows:
             return
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
-        # Half a surrogate pair cannot be encoded, but JSON can escape it.
+        # Half of a surrogate pair cannot be encoded, but JSON can escape it.
         content = ("\n".join(lines) + "\n").encode("utf-8", errors="backslashreplace")
-        with self._path.open("ab") as file:
+        with full_disk_named(self._path.parent), self._path.open("ab") as file:
             if self._is_new_start and not ends_whole(self._path):
                 content = b"\n" + content
             file.write(content)
@@ -106,14 +104,14 @@ class SamplesFile:
 
 
 def _finite(sample: ShownSample) -> ShownSample:
-    """Replaces a non-finite reward by None, because JSON cannot hold it."""
+    """The sample with None instead of a reward that JSON cannot hold."""
     reward = sample.reward
     return sample if reward is None or abs(reward) < float("inf") else dataclasses.replace(sample, reward=None)
 
 
 def read_samples(path: Path) -> list[ShownSample]:
-    """The samples of a `samples.jsonl` in the order of writing; empty if the file is missing. For a step that a resumed
-    run repeated, the later samples count. Skips truncated lines.
+    """The samples of a `samples.jsonl` in the order written; none if it is missing. If a resumed run did a step again,
+    its later samples count. Incomplete lines are skipped.
     """
     if not path.is_file():
         return []
@@ -132,7 +130,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 
 
 def heading(sample: ShownSample) -> str:
-    """The origin and the result of a sample, in one line."""
+    """Origin and end of a sample, in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
     parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
@@ -151,10 +149,10 @@ def number(value: float | None) -> str:
 
 
 def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -> str:
-    """A section with a table of at most `limit` samples; empty if the run kept none.
+    """A section with a table of at most `limit` samples; empty without samples.
 
-    Half of them are from the first step and evaluation, half from the last; best and worst come before random ones.
-    With `fine_tuning` the responses come from the data.
+    Half of them are of the first step and evaluation, half of the last; best and worst come before random ones. With
+    `fine_tuning` the responses are the data's.
     """
     samples = read_samples(path)
     if not samples:
@@ -170,7 +168,7 @@ def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -
 
 
 def first_and_last(samples: Sequence[ShownSample], limit: int) -> list[ShownSample]:
-    """At most `limit` samples of the first and last step per kind and dataset, alternating, best and worst first."""
+    """At most `limit` samples of the first and last steps of each kind and dataset, in turn, best and worst first."""
     steps: dict[tuple[str, str | None], list[int]] = {}
     for s in samples:
         steps.setdefault((s.kind, s.dataset), []).append(s.step)
@@ -200,7 +198,7 @@ def _markdown_row(sample: ShownSample, names: Sequence[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """A code span, in which only `|` needs escaping, because it would end the cell."""
+    """A Markdown code span. Bars are escaped, because they would end a cell."""
     line = one_line(text, CELL_CHARS).strip().replace("|", "\\|")
     if not line:
         return ""
@@ -209,18 +207,16 @@ def _code(text: str) -> str:
     return f"{fence}{pad}{line}{pad}{fence}"
 
 
-# Views of samples: two at a time on the console, a page of TensorBoard's text plugin, a table for W&B.
-#
-# Pure functions over `ShownSample`; the sinks call them (`slime.observability.sinks`).
+# --- views of samples for the sinks: console, TensorBoard's text plugin, W&B tables
 
 CONSOLE_CHARS = 240
 """Characters of a prompt or a response on the console."""
 COLUMNS = ("step", "picked", "reward", "label", "prompt", "response", "status", "response_length", "weight_version")
-"""The columns of a table: fields of `ShownSample`."""
+"""Fields of `ShownSample` in a table."""
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Whether the console shows samples of this step: every `interval` steps; default: after 1, 2, 4, 8, ..."""
+    """Whether the console shows samples of this step: every `interval` steps, by default after 1, 2, 4, 8, ...."""
     if interval == 0:
         return False
     if interval is None:
@@ -229,7 +225,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def console_lines(samples: Sequence[ShownSample]) -> list[str]:
-    """Two lines each for one best and one worst sample; if none has a score, for any one sample."""
+    """Two lines each for the best and the worst sample; for any one if nothing was scored."""
     shown = [next((s for s in samples if s.picked == picked), None) for picked in PICKS]
     best, worst, other = shown
     lines = []
@@ -242,7 +238,7 @@ def console_lines(samples: Sequence[ShownSample]) -> list[str]:
 
 
 def by_tag(samples: Sequence[ShownSample]) -> dict[str, list[ShownSample]]:
-    """`samples/rollout` and `samples/eval/<dataset>` -> their samples."""
+    """Samples by `samples/rollout` and `samples/eval/<dataset>`."""
     tags: dict[str, list[ShownSample]] = {}
     for sample in samples:
         tag = f"samples/{sample.kind}" + (f"/{sample.dataset}" if sample.dataset else "")
@@ -251,12 +247,11 @@ def by_tag(samples: Sequence[ShownSample]) -> dict[str, list[ShownSample]]:
 
 
 def table(samples: Sequence[ShownSample]) -> list[list[Any]]:
-    """One row per sample, with the columns `COLUMNS`."""
     return [[getattr(sample, name) for name in COLUMNS] for sample in samples]
 
 
 def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
-    """One page of Markdown per tag, for the text plugin."""
+    """A page of Markdown for each tag, for TensorBoard's text plugin."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text import metadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -274,7 +269,7 @@ def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
 
 
 def page(samples: Sequence[ShownSample]) -> str:
-    """Markdown, with prompt and response as indented code, so that nothing in them is markup."""
+    """Markdown with prompt and response as indented code."""
     parts = []
     for sample in samples:
         facts: Mapping[str, Any] = {"reward": number(sample.reward), "status": sample.status, "label": sample.label}

@@ -1,7 +1,7 @@
-"""Sinks for logged steps: console, JSONL, TensorBoard, W&B. Each implements `Sink`.
+"""Sinks of logged steps: console, JSONL, TensorBoard, W&B.
 
-The JSONL file is the record of the run: one object per line, written and flushed before `write` returns, so that a
-killed run keeps every finished step. The others are views.
+The JSONL file is the record of the run: one object per line, flushed before `write` returns, so that a killed run keeps
+every finished step. The others are views.
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from slime.core.errors import ConfigError, DataError, DeadlineExceeded
+from slime.core.files import full_disk_named
 from slime.core.text import ends_whole
-from slime.observability import samples as sample_views
 from slime.observability.logs import FILE_ONLY
 from slime.observability.progress import duration
-from slime.observability.samples import Kind, ShownSample
+from slime.observability.samples import (
+    COLUMNS,
+    Kind,
+    ShownSample,
+    by_tag,
+    console_lines,
+    is_due,
+    table,
+    tensorboard_summary,
+)
 
 logger = logging.getLogger("slime.steps")
 
 AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
-"""Kind of step -> the metric that counts it. Evaluations carry the rollout before them (-1: none yet)."""
+"""Kind of step -> its axis. Evaluations carry the rollout that they follow (-1: none yet)."""
 KINDS = tuple(AXES)
 OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout/step"}
-"""Other prefix -> the metric that counts it: these metrics are in rows of a kind in `AXES`."""
+"""Axes of other prefixes, whose metrics are in rows of these kinds."""
 
 HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
-"""Matches the held-out loss of a dataset and captures the dataset's name."""
 EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_[a-z]+|loss|pass@\d+)$")
 EVAL_FACTS = ("eval/step", "eval/weight_version")
-"""Metrics with the prefix `eval/` that are not scores."""
+"""`eval/` metrics that are not the score of a dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,9 @@ class StepRecord:
     kind: str
     """One of `KINDS`."""
     step: int
-    """The value on the kind's axis."""
+    """On the axis of the kind."""
     metrics: Mapping[str, float]
-    """Plain numbers by full name."""
+    """By full name."""
     time_s: float = field(default_factory=time.time)
     """Unix time."""
 
@@ -59,15 +67,13 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """Receives logged steps."""
-
     essential: bool
-    """True: if this sink fails, the run ends. False: the failure is reported once and the sink is dropped."""
+    """Whether a failure of this sink ends the run. Else it is reported once, and the sink is dropped."""
 
     def write(self, record: StepRecord) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Releases the sink; `write` is not called again. `failed`: the run did not end well."""
+        """`failed`: the run did not end well."""
 
 
 @runtime_checkable
@@ -80,33 +86,31 @@ class SampleView(Protocol):
 class JsonlSink:
     """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line.
 
-    It first ends a line that a kill truncated, so that the next row does not join it.
+    First ends a line that a kill left incomplete, so that the next row does not join it.
     """
 
     essential = True
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        self._file, self._folder = path.open("a"), path.parent
         if not ends_whole(path):
             self._file.write("\n")
 
     def write(self, record: StepRecord) -> None:
         row: dict[str, Any] = {"time": round(record.time_s, 3), record.axis: record.step}
-        # JSON has neither NaN nor infinity; as text they survive every reader, and float() reads them back.
+        # JSON has no NaN and no infinity. Every reader accepts them as text, and float() reads them back.
         row.update({k: v if math.isfinite(v) else str(v) for k, v in record.metrics.items()})
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with full_disk_named(self._folder):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self, *, failed: bool = False) -> None:
         self._file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, with non-finite values restored. Skips truncated lines.
-
-    Raises `DataError` for a complete line that is not a row.
-    """
+    """The rows of a metrics file, without incomplete lines. Raises `DataError` for a complete line without metrics."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -114,22 +118,22 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             continue
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"got line {number} of {path}, which does not hold metrics; take it out") from error
+            raise DataError(f"line {number} of {path} does not hold metrics; remove it") from error
         if not all(math.isfinite(row.get(axis, 0.0)) for axis in AXES.values()):
-            raise DataError(f"got line {number} of {path}, whose step is not a number; take it out")
+            raise DataError(f"the step in line {number} of {path} is not a number; remove the line")
         rows.append(row)
     return rows
 
 
 def eval_name(key: str) -> str | None:
-    """The dataset of a score with the name `key` (`eval/<dataset>`); None for any other metric."""
+    """The dataset of a score `eval/<dataset>`; None for any other metric."""
     if not key.startswith("eval/") or key.count("/") != 1 or key in EVAL_FACTS or EVAL_DETAIL.search(key):
         return None
     return key.removeprefix("eval/")
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, written without torch."""
+    """Writes TensorBoard's files without torch."""
 
     essential = False
 
@@ -137,7 +141,7 @@ class TensorBoardSink:
         try:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            raise ConfigError(f"got --use-tensorboard, but {error}; do: pip install tensorboard") from error
+            raise ConfigError(f"--use-tensorboard needs tensorboard ({error}): pip install tensorboard") from error
         self._writer = EventFileWriter(str(directory))
 
     def write(self, record: StepRecord) -> None:
@@ -151,7 +155,7 @@ class TensorBoardSink:
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        summary = sample_views.tensorboard_summary(samples)
+        summary = tensorboard_summary(samples)
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
@@ -160,32 +164,32 @@ class TensorBoardSink:
 
 
 WANDB_LIMIT_S = 300.0
-"""The longest wait for W&B's servers at the end of a run."""
+"""Limit of the wait for W&B's servers at the end of a run."""
 
 
 class WandbSink:
-    """Weights & Biases; each kind of step has its own axis, `<kind>/step`.
+    """Weights & Biases. Each kind of step has its own axis, `<kind>/step`.
 
-    The package works in a process of its own, `wandb-core`, which must live until `close` returns.
+    The package sends everything to its process `wandb-core`, which must live until `close` returns.
     """
 
     essential = False
 
     def __init__(self, *, settings: Mapping[str, Any], **init: Any) -> None:
-        """`init`: arguments of `wandb.init` (project, group, name, dir, mode). `settings`: the run's config."""
+        """`init`: arguments of `wandb.init` (project, group, name, dir, mode). `settings`: the run's config there."""
         try:
             import wandb  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
-            raise ConfigError(f"got --use-wandb, but {error}; do: pip install 'slime[wandb]'") from error
+            raise ConfigError(f"--use-wandb needs wandb ({error}): pip install 'slime[wandb]'") from error
         self._table: Any = wandb.Table
         hook = sys.excepthook
         try:
             self._run: Any = wandb.init(config=dict(settings), **init)
         except wandb.Error as error:
             raise ConfigError(
-                f"got --use-wandb, but W&B refused: {error}; do: wandb login, or --wandb-mode offline, or leave it out"
+                f"W&B refused --use-wandb: {error}; run wandb login, give --wandb-mode offline, or leave it out"
             ) from error
-        sys.excepthook = hook  # W&B's hook prints every traceback a second time; `close` reports how the run ended
+        sys.excepthook = hook  # W&B's would print every traceback again; `close` reports the end
         for prefix, axis in (AXES | OTHER_AXES).items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
@@ -194,18 +198,15 @@ class WandbSink:
         self._run.log({record.axis: record.step, **record.metrics})
 
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        columns = list(sample_views.COLUMNS)
+        columns = list(COLUMNS)
         tables = {
-            tag: self._table(columns=columns, data=sample_views.table(of_tag), allow_mixed_types=True)
-            for tag, of_tag in sample_views.by_tag(samples).items()
+            tag: self._table(columns=columns, data=table(of_tag), allow_mixed_types=True)
+            for tag, of_tag in by_tag(samples).items()
         }
         self._run.log({AXES[kind]: step, **tables})
 
     def close(self, *, failed: bool = False) -> None:
-        """Marks the run on W&B as finished or failed, and ends `wandb-core`.
-
-        Raises `DeadlineExceeded` if W&B does not accept the remaining data in `WANDB_LIMIT_S`.
-        """
+        """Ends the run at W&B and `wandb-core`. Raises `DeadlineExceeded` if that takes more than `WANDB_LIMIT_S`."""
         import wandb
 
         def end() -> None:
@@ -217,7 +218,7 @@ class WandbSink:
         thread.join(WANDB_LIMIT_S)
         if thread.is_alive():
             raise DeadlineExceeded.waiting(
-                owner="driver", for_what="W&B to take the last steps (do: wandb sync)", limit_s=WANDB_LIMIT_S
+                owner="driver", for_what="W&B to take the last steps (run wandb sync)", limit_s=WANDB_LIMIT_S
             )
 
 
@@ -244,25 +245,23 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "eval": (),
 }
-"""Kind of step -> (metric, label, format) for the console, in order; missing metrics are omitted."""
+"""(metric, label, format) on the console for each kind of step, in order; absent ones are left out."""
 FINE_TUNING = (
     ("rollout/total_len/mean", "length", ".1f"),
     ("rollout/trained_tokens", "trained tokens", ".0f"),
 )
-"""The console's metrics for a rollout of conversations, which has neither samples nor rewards."""
+"""For fine-tuning instead, where nothing is sampled or rewarded."""
 
 
 class ConsoleSink:
-    """One line per step, with a few key figures and the remaining time."""
+    """One line per step: the most important numbers and the time left."""
 
     essential = False
 
     def __init__(
         self, *, num_rollout: int | None = None, console: Any = None, samples_interval: int | None = None
     ) -> None:
-        """`num_rollout`: rollouts of the whole run, for the ETA. `samples_interval`: see
-        `slime.observability.samples.is_due`.
-        """
+        """`num_rollout`: of the whole run, for the ETA. `samples_interval`: see `is_due`."""
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False) if console is None else console
@@ -272,21 +271,21 @@ class ConsoleSink:
     def write(self, record: StepRecord) -> None:
         line = self.line(record)
         self._print(line, self._style(record))
-        logger.info("%s", line, extra=FILE_ONLY)  # for readers of the log file
+        logger.info("%s", line, extra=FILE_ONLY)
 
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        """Prints samples of a step if they are due; those of an evaluation only if the run has no steps."""
+        """Samples of a step if it is due; of evaluations only if the run has no steps."""
         only_evaluates = self._num_rollout == 0 and self._samples_interval != 0
-        if only_evaluates if kind == "eval" else sample_views.is_due(step, self._samples_interval):
-            for line in sample_views.console_lines(samples):
+        if only_evaluates if kind == "eval" else is_due(step, self._samples_interval):
+            for line in console_lines(samples):
                 self._print(f"{'sample':>7}  {line}", "dim")
 
     def _print(self, line: str, style: str) -> None:
-        """Prints the text literally: rich must not read brackets as markup or `:smile:` as an emoji."""
+        """Prints plain text: rich must not read brackets as markup or `:smile:` as an emoji."""
         self._console.print(line, soft_wrap=True, markup=False, emoji=False, style=style)
 
     def line(self, record: StepRecord) -> str:
-        """The line that `write` prints. Updates the ETA, so call it once per record."""
+        """The line of a record; called once per record, since it counts steps."""
         head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
             head += f" of {self._num_rollout}"
@@ -304,7 +303,7 @@ class ConsoleSink:
         return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
 
     def _eta(self, record: StepRecord) -> str:
-        """Estimates from the steps of this process, without its start and without steps before a resume."""
+        """Time left, by the steps of this process, without its start and without earlier starts of the run."""
         self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
         if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
             return ""
@@ -318,9 +317,9 @@ class ConsoleSink:
         return {"eval": "bold green", "rollout": "cyan", "perf": "dim"}.get(record.kind, "")
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing to release."""
+        pass
 
 
 def _number(value: float, spec: str) -> str:
-    """Formats by `spec`; a trailing `s` in it stands for seconds."""
+    """Formats by `spec`; a trailing `s` in it adds the unit."""
     return f"{value:{spec[:-1]}} s" if spec.endswith("s") else f"{value:{spec}}"

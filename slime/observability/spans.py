@@ -1,13 +1,12 @@
-"""Spans: the duration of each part of a step, as `perf/<name>_time` and as a Chrome trace.
+"""Spans: the time of each part of a step, as `perf/<name>_time` and as a Chrome trace.
 
-Any thread or asyncio task of a process produces spans. The owner of the step loop consumes them with `collect`, once
-per step; the trace file gets them line by line and is readable during the run or after a kill. An owner makes its own
-`Spans`; other code uses `span`, which goes to the recorder of the process. Until `start_recording` names a file, that
-recorder keeps times and no trace.
+Produced by any thread or asyncio task of a process. Consumed by `collect`, once per step by the owner of the step loop,
+and by the trace file, which is written line by line and readable at any time, even after a kill. Code without its own
+`Spans` uses `span`, which goes to the recorder of the process; before `start_recording` that one keeps only times.
 
 Invariants
-1. A span that ends with an exception is recorded too (with the name of the exception).
-2. Spans of one trace row never overlap partly: each asyncio task has its own row.
+1. A span that ends with an exception is recorded too, with the name of the exception.
+2. Spans of one trace row never overlap partly, because each asyncio task has its own row.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from slime.core.files import full_disk_named
+
 
 class Spans:
     """Collects the spans of one process: `with spans("train"): ...`, and once per step `spans.collect()`."""
@@ -33,16 +34,16 @@ class Spans:
         self._rows: dict[object, int] = {}
         self._collected_s = time.perf_counter()
         self._file: IO[str] | None = None
-        self._epoch_s = time.time() - time.perf_counter()  # puts the traces of several processes on one time axis
+        self._epoch_s = time.time() - time.perf_counter()  # one time axis for all processes
         if trace_path is not None:
             trace_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = trace_path.open("w", buffering=1)
-            self._file.write("[\n")  # the format allows the closing bracket to be missing
+            self._file, self._folder = trace_path.open("w", buffering=1), trace_path.parent
+            self._file.write("[\n")  # the format allows a missing closing bracket
             self._write({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": process}})
 
     @contextmanager
     def __call__(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
-        """Times the block. `timed=False`: trace only, for work that runs often in parallel. `facts`: for the trace."""
+        """Times the block. `timed=False`: only traces it, for parallel work. `facts`: for the trace."""
         start_s = time.perf_counter()
         try:
             yield
@@ -53,7 +54,7 @@ class Spans:
             self._record(name, start_s, time.perf_counter(), timed, facts)
 
     def note(self, name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-        """Adds an event from elsewhere, in Unix time, to the trace only. `row`: the trace row; default: `name`."""
+        """Adds a span of another process, in Unix time, to the trace. `row`: default one per name."""
         with self._lock:
             self._event(name, begin_s, end_s, ("noted", row or name), facts)
 
@@ -72,12 +73,11 @@ class Spans:
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._file is not None, "a trace event without a trace file"
-        self._file.write(json.dumps(event, default=str) + ",\n")
+        with full_disk_named(self._folder):
+            self._file.write(json.dumps(event, default=str) + ",\n")
 
     def collect(self) -> dict[str, float]:
-        """Seconds by `perf/<name>_time` since the last call, summed over the spans of each name, and the total time as
-        `perf/step_time`. Resets both.
-        """
+        """Seconds per name since the last call as `perf/<name>_time`, and all of that time as `perf/step_time`."""
         now_s = time.perf_counter()
         with self._lock:
             out = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
@@ -87,7 +87,7 @@ class Spans:
         return out
 
     def close(self) -> None:
-        """Ends the trace file. Spans are still timed."""
+        """Closes the trace file. Times are still collected."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -95,7 +95,7 @@ class Spans:
 
 
 def _doer() -> object:
-    """The owner of a trace row: the asyncio task, or else the thread."""
+    """The owner of a trace row: the asyncio task, else the thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -107,7 +107,7 @@ _recorder = Spans()
 
 
 def start_recording(process: str, trace_dir: Path | None) -> Spans:
-    """Gives this process a new recorder that writes `<trace_dir>/<process>.json`; returns it."""
+    """Gives this process a new recorder, which writes `<trace_dir>/<process>-<pid>.json`."""
     global _recorder
     _recorder.close()
     path = None if trace_dir is None else trace_dir / f"{process}-{os.getpid()}.json"
@@ -123,7 +123,7 @@ def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
 
 
 def note_span(name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-    """Adds an event that happened elsewhere to this process's trace (see `Spans.note`)."""
+    """Adds a span of another process to this process's trace (see `Spans.note`)."""
     _recorder.note(name, begin_s, end_s, row=row, **facts)
 
 
@@ -133,7 +133,7 @@ def collect() -> dict[str, float]:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of one trace file, finished or not; skips a truncated last line."""
+    """The events of a trace file, complete or not; a truncated last line is skipped."""
     events = []
     for line in path.read_bytes().splitlines()[1:]:
         try:

@@ -1,11 +1,11 @@
-"""The inputs of a run's start besides its settings: code, files that settings name, environment.
+"""The record of a start beside its settings: code, files that settings name, environment.
 
-`run.json` records them when a run starts, so that `slime rerun` can list what has changed since. Large files, such as
-weights, are not read whole: only their ends and their size are hashed.
+It is part of `run.json`, so that `slime rerun` can tell what has changed since. Of a large file, such as gigabytes of
+weights, only the size and both ends are hashed.
 
 Invariants
-1. Recording never fails a run: unreadable inputs are recorded as unreadable.
-2. Files and variables whose names look like a secret are left out, and text in a diff that looks like one is hidden.
+1. Recording never fails a run: an unreadable file is recorded as such.
+2. Files and variables whose names look like a secret are left out, and secrets in a diff are hidden.
 """
 
 from __future__ import annotations
@@ -28,34 +28,33 @@ SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!re
 """Names of settings and variables (in lower case) whose values are never written."""
 
 SLIME = Path(__file__).parents[1] / "__init__.py"
-"""Identifies the installed slime."""
 OUTPUTS = frozenset(
     (
         *("run_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details"),
         *("memory_snapshot_dir", "tensorboard_dir", "wandb_dir", "update_weight_disk_dir"),
     )
 )
-"""Settings that name outputs of a run."""
+"""Settings for folders and files that a run writes."""
 SHARED_OUTPUTS = frozenset(("tensorboard_dir", "wandb_dir"))
-"""Outputs that several runs share: each run writes into its own subfolder."""
+"""Those that many runs share: each writes into its own folder below."""
 NO_INPUTS = OUTPUTS | {"origins", "idle", "run_id", "components.run_id"}
 ENVIRONMENT = re.compile(
     r"(OMP|MKL|NCCL|GLOO|CUDA|CUBLAS|TORCH|PYTORCH|SGLANG|SGL|MEGATRON|NVTE|HF|TRANSFORMERS|TOKENIZERS|RAY|WANDB)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|SLIME_(?!RUN_ID)\w+"
 )
-"""Variables that affect what a run computes or where it finds things."""
+"""Variables that affect what a run computes or where it finds files."""
 MAX_HASHED_BYTES = 256 << 20
-"""The largest file that is hashed whole; of larger ones only the ends are hashed."""
+"""Of a larger file only the ends are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""The most bytes to hash in all files together; after that only the ends of files are hashed."""
+"""Of all files. After that only ends are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
-"""The most files to record per setting; a folder with more is recorded in part."""
+"""Per setting; a larger folder is recorded in part."""
 MAX_DIFF_BYTES = 1 << 20
 """The most bytes of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10
 NOT_READ = "not read"
-"""Replaces the hash of changes if git failed or took too long."""
+"""Instead of the hash, if git failed or was too slow."""
 _SECRET_FILES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*password*")
 _SECRET_LINE = re.compile(r"(?im)^([+ -].*(?:key|token|secret|password)\w*[\"']?\s*[:=]\s*[\"']?)([^\s\"',)]{8,})")
 _SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]*(\")", re.I)
@@ -68,18 +67,18 @@ class Checkout:
     root: str
     commit: str
     diff: str
-    """The uncommitted changes of tracked files, as text, secrets hidden; at most `MAX_DIFF_BYTES`."""
+    """Uncommitted changes of tracked files, as text without secrets; at most `MAX_DIFF_BYTES`."""
     diff_sha256: str | None
-    """Hash of all uncommitted changes; None without any, `NOT_READ` if git failed."""
+    """Of all uncommitted changes; None without any, `NOT_READ` if git failed."""
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:
     """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`).
 
-    `@FILE` stays, because it only names the file with the secret.
+    `@FILE` stays, because it only says where the secret is.
     """
     out: list[str] = []
-    hide = False  # until the next flag: a flag may take several values
+    hide = False  # until the next flag, since a flag may take several values
     for word in command:
         flag, equals, value = word.partition("=")
         secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
@@ -94,7 +93,6 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that match `ENVIRONMENT`, by name, without secrets."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -103,7 +101,7 @@ def environment() -> dict[str, str]:
 
 
 def checkouts(*places: Path) -> list[Checkout]:
-    """The git checkouts that track these files or folders, without duplicates; untracked places are skipped."""
+    """The git checkouts that track these files or folders, each once."""
     found: dict[str, Checkout] = {}
     for place in places:
         root = _root_of(place)
@@ -118,7 +116,7 @@ def checkouts(*places: Path) -> list[Checkout]:
 
 
 def _root_of(place: Path) -> str | None:
-    """The root of the checkout that tracks `place`; None if git ignores it, as it may an installed package."""
+    """The checkout that tracks `place`; None for a package in a folder that git ignores."""
     folder = place if place.is_dir() else place.parent
     root = _git(folder, "rev-parse", "--show-toplevel")
     return root.strip() if root and _git(folder, "ls-files", "--", str(place)) else None
@@ -148,16 +146,16 @@ def _digest(text: str) -> str | None:
 
 
 def input_files(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The files that settings name, with size and hash: data, hooks, YAML, and small files beside a model's weights.
+    """The files that settings name, with size and hash: data, hooks, YAML, and the files of a model.
 
-    `settings`: as JSON. A setting may name files by a path, a folder, a pattern, a slice (`@[a:b]`), a path with
-    `{rollout_id}`, or a function whose module is already loaded.
+    `settings`: as JSON. A value may be a path, a folder, a pattern, a path with a slice (`@[a:b]`) or `{rollout_id}`,
+    or a function whose module is already loaded.
     """
     out: dict[str, dict[str, Any]] = {}
     left = MAX_TOTAL_BYTES
     for name, value in _strings(settings):
         if name == "load" and value == settings.get("save"):
-            continue  # an output of this run
+            continue  # this run will write it
         for path in itertools.islice(_files_of(value), MAX_FILES):
             if str(path) not in out:
                 facts = _fingerprint(path, min(left, MAX_HASHED_BYTES))
@@ -185,7 +183,7 @@ def _files_of(value: str) -> Iterator[Path]:
     if module is not None:
         yield module
     if "/" not in text and "." not in text:
-        return  # a plain word is a name, even if a file of that name exists
+        return  # a single word is not a path, even if there is a file of that name
     pattern = glob.escape(text).replace("{rollout_id}", "*") if "{rollout_id}" in text else text
     try:
         for found in sorted(glob.glob(pattern, recursive=True)) if not os.path.exists(text) else [text]:
@@ -196,14 +194,14 @@ def _files_of(value: str) -> Iterator[Path]:
 
 
 def _module_file(value: str) -> Path | None:
-    """The file of the module of a user's function `pkg.mod:fn` or `pkg.mod.fn`."""
+    """The file of a loaded function `pkg.mod:fn` or `pkg.mod.fn` of the user."""
     name = value.rpartition(":")[0] or value.rpartition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) if name.partition(".")[0] != "slime" else None
     return Path(file).resolve() if file else None
 
 
 def _fingerprint(path: Path, most: int) -> dict[str, Any]:
-    """Size and hash of a file. Hashes all of it if it has at most `most` bytes, else its ends."""
+    """Size and hash of a file; of more than `most` bytes only the ends are hashed."""
     try:
         size = path.stat().st_size
         whole = size <= max(most, 2 * END_BYTES)

@@ -1,11 +1,11 @@
-"""`Tracker`: takes the metrics of a step and passes them to every sink.
+"""`Tracker`: passes the metrics of a step to every sink.
 
 Only the driver of the run calls it, from one thread; ranks and actors return their metrics to the driver.
 
 Invariants
-1. The steps of one kind only increase; a repeated or earlier one is refused (an evaluation may repeat its step).
-2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and does not end the run. The JSONL
-   file is the record, so its failure ends the run. A failure to show or write samples does not.
+1. Steps of one kind increase; a repeated or earlier one is refused (an evaluation may repeat its step).
+2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and never ends the run. A failure of
+   the JSONL file, the record of the run, does. Failures with samples never do.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Views:
-    """The settings of the views, under their names."""
+    """Settings of the views."""
 
     num_rollout: int | None
-    """Steps of the loop, for the console's count."""
+    """For the console's count."""
     log_samples_interval: int | None = None
-    """Interval, in steps, at which the console shows samples (`slime.observability.samples.is_due`)."""
+    """Of samples on the console (`samples.is_due`)."""
     use_tensorboard: bool = False
     tensorboard_dir: str | None = None
     tb_project_name: str | None = None
@@ -63,14 +63,14 @@ class Views:
     wandb_random_suffix: bool = True
     wandb_run_id: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Every setting of the run, secrets masked, for W&B."""
+    """All settings of the run without secrets, for W&B."""
 
 
 class Tracker:
-    """Logs the steps of one run. A context manager: leaving it closes the sinks."""
+    """Logs the steps of one run. Leaving the block closes the sinks."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[Sink] = ()) -> None:
-        """`metrics.jsonl` in `folder` is always written; `sinks` are additional views."""
+        """`sinks`: views beside `metrics.jsonl` of `folder`, which is always written."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
         self._samples: SamplesFile | None = SamplesFile(folder.samples)
@@ -79,7 +79,7 @@ class Tracker:
 
     @classmethod
     def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
-        """A tracker with the sinks that `views` enables. Raises `ConfigError` if a package is missing."""
+        """Makes the sinks that `views` asks for. Raises `ConfigError` if a package is missing."""
         sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout, samples_interval=views.log_samples_interval)]
         sinks.append(HealthSink(folder.metrics, learns_from_rewards=learns_from_rewards(views.settings)))
         if views.use_tensorboard:
@@ -89,19 +89,19 @@ class Tracker:
         return cls(folder, sinks)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Adds metrics to the next "perf" record; a bare name becomes `perf/name`."""
+        """Keeps metrics for the "perf" record of the current step. A bare name becomes `perf/name`."""
         self._pending.update(_grouped("perf", metrics))
 
     def log(self, kind: str, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
         """Writes one step and returns its plain numbers. A bare name becomes `kind/name`.
 
-        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind, or for a step that goes back.
+        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind, or a step that goes back.
         """
         if kind not in KINDS:
-            raise DataError(f"got step kind {kind!r}, because each kind has its own axis; use one of {KINDS}")
+            raise DataError(f"got step kind {kind!r}; use one of {KINDS}, which have their own axes")
         if kind in self._last_step and kind != "eval" and step <= self._last_step[kind]:
             raise DataError(
-                f"got {kind} step {step} after {self._last_step[kind]}, because steps only increase; log each step once"
+                f"got {kind} step {step} after {self._last_step[kind]}, but steps must increase; log each step once"
             )
         self._last_step[kind] = step
         grouped = _grouped(kind, metrics)
@@ -129,7 +129,7 @@ class Tracker:
 
     @contextmanager
     def progress(self, what: str, *, limit_s: float | None = None) -> Iterator[Callable[[str], str]]:
-        """Shows progress during long work. Yields a function that takes the latest news and returns it again."""
+        """Shows the progress of long work. Yields a function that takes the latest note and returns it, or "none"."""
         with Progress(what, limit_s=limit_s) as progress:
 
             def on_poll(text: str) -> str:
@@ -148,7 +148,7 @@ class Tracker:
             self._sinks.remove(sink)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every sink; `failed`: the run did not end well. Safe to call again."""
+        """Closes every sink. `failed`: the run did not end well. Safe to call again."""
         for sink in self._sinks:
             try:
                 sink.close(failed=failed)
@@ -170,7 +170,7 @@ def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricV
 
 
 def _tensorboard_dir(views: Views, folder: RunFolder) -> Path:
-    """Many runs share --tensorboard-dir or TENSORBOARD_DIR, so each gets a subfolder there."""
+    """Many runs share --tensorboard-dir or TENSORBOARD_DIR, so each has its own folder in it."""
     shared = views.tensorboard_dir or os.environ.get("TENSORBOARD_DIR")
     if not shared and not views.tb_project_name:
         return folder.tensorboard

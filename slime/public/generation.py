@@ -1,4 +1,4 @@
-"""The generation functions of the public slime: sample and grade executions or groups, `GenerateState`, grading by
+"""Generation for plugins of the public slime: sampled and graded executions and groups, `GenerateState`, grading by
 name, and the name of the fully asynchronous rollout.
 """
 
@@ -24,18 +24,12 @@ from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args
 
-# Sampling and grading of an execution or a group, for users' rollout functions that write their own loop.
-
-_STATUS = {Outcome.ABORTED: Status.ABORTED}
-"""Outcome of an unfinished execution -> status of its samples; FAILED for any other outcome."""
-
 
 async def generate_and_rm(
     args: Args, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Samples and grades one execution; returns its sample, or a list of fan-out siblings.
-
-    If the execution does not finish, the status is ABORTED or FAILED and there is no reward.
+    """A sample with its reward, or the siblings of a fan-out. An unfinished one has the status ABORTED or FAILED and no
+    reward.
     """
     context, siblings = current(), [sample] if isinstance(sample, Sample) else list(sample)
     hook = RolloutHooks.load(args).generate
@@ -47,33 +41,32 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Args, group: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
-    """`generate_and_rm` for each execution of a group, concurrently."""
+    """`generate_and_rm` for all executions of a group, in parallel."""
     return await all_or_first_error([generate_and_rm(args, one, sampling_params, evaluation) for one in group])
 
 
 def _with_status(execution: Execution) -> list[Sample]:
     if execution.outcome is not Outcome.FINISHED:
         for sample in execution.samples:
-            sample.status = _STATUS.get(execution.outcome, Status.FAILED)
+            sample.status = Status.ABORTED if execution.outcome is Outcome.ABORTED else Status.FAILED
             sample.failure = execution.reason if sample.status is Status.FAILED else ""
     return execution.samples
 
 
-# `GenerateState`: tokenizer, sampling parameters and the end of a step, for functions of the public slime.
-
-
 class GenerateState:
-    """One instance per event loop, built from the current rollout. Raises `HookError` outside a rollout."""
+    """Tokenizer, parameters and end of a step for users' functions. One per event loop on which executions run.
+
+    Raises `HookError` outside a rollout.
+    """
 
     args: Args
     tokenizer: Any
-    """The policy's tokenizer."""
     processor: None = None
-    """Always None: there is no image processor."""
+    """Plugins get no images."""
     semaphore: asyncio.Semaphore
-    """Limits concurrent requests to what the engines serve; for functions that use their own HTTP client."""
+    """As many permits as the engines have slots, for functions with their own clients."""
     sampling_params: dict[str, Any]
-    """Sampling parameters of training rollouts. Each function gets its own copy."""
+    """Of training; functions get their own copy."""
 
     _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = (
         weakref.WeakKeyDictionary()
@@ -94,7 +87,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run is aborting the calling execution. Reading True marks the execution as unfinished."""
+        """Whether the run ends the calling execution early; it is then not finished."""
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         ended = scope is not None and scope.aborted
         if ended and transcript is not None:
@@ -102,38 +95,30 @@ class GenerateState:
         return ended
 
 
-# The public name of the schedule `fully_async`, as a rollout function.
-#
-#     --rollout-function-path slime.rollout.fully_async.generate_rollout_fully_async         # the same as --fully-async
-#
-# The settings only read the name. The worker (`schedules.fully_async`) lives for the whole run, so a call for one step
-# cannot replace it. Evaluation does not depend on the schedule and may be called.
-
-
 def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """Evaluates as `loop.generate_rollout` does. Raises `HookError` for a training step."""
+    """The public name of `--fully-async`, for `--rollout-function-path`. The settings read only the name, because the
+    worker (`schedules.fully_async`) lives for the whole run.
+
+    A call evaluates as `loop.generate_rollout` does. Raises `HookError` for a step of training.
+    """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     raise HookError(
-        f"got a call of generate_rollout_fully_async for step {rollout_id}, because your own function wraps it and "
-        "its worker outlives a step; give --fully-async alone, or derive a schedule from "
-        "slime.rollout.schedules.fully_async.FullyAsync and name it with --rollout-schedule"
+        f"your function called generate_rollout_fully_async for step {rollout_id}, but its worker outlives a step; "
+        "give --fully-async alone, or derive a schedule from slime.rollout.schedules.fully_async.FullyAsync and name "
+        "it with --rollout-schedule"
     )
 
 
-# Users' functions call the built-in graders by their `--rm-type` names.
-#
-# Inside a rollout the call goes to the grader pool. Inside a grader process, where users' reward functions run, it
-# calls the grader directly, because that process can already be killed.
-
 LIMIT_S = 30.0
-"""Time limit of a grader that is called directly."""
+"""Time limit of a grader that is called in this process."""
 
 
 async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
-    """The reward of one sample, from the grader named by its metadata `rm_type` or by `--rm-type`.
+    """The reward of a sample by the built-in grader of its metadata's `rm_type` or of --rm-type.
 
-    Raises `DataError` if neither names one, or if the sample stays unscored.
+    A rollout asks its pool of graders. In a grader's process, where reward functions run and which can be killed, the
+    grader is called directly. Raises `DataError` without a grader.
     """
     try:
         pool = current().graders
@@ -149,7 +134,6 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
-    """The rewards of several samples, in order. Raises as `async_rm` does."""
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 

@@ -1,10 +1,9 @@
-"""`post`: one HTTP request with retries, for functions of the public slime.
+"""`post`: an HTTP request with retries for plugins of the public slime; requests to `/generate` use the run's client.
 
-A request to `/generate` on a router of the run goes through the engine client instead: the client has the key, survives
-weight syncs and lost engines, and records which weights sampled each token (`transcript`). The answer has SGLang's
-format.
+A request to a router of the run goes through the engine client, which has the key, survives weight syncs and lost
+engines, and records which weights sampled each token (`transcript`). The answer has SGLang's form.
 
-Waits for: the client, which has its own limits, or a server, at most `TIMEOUT_S` per try. Woken by: the answer.
+Waits for: the client, with its own limits, or a server, at most `TIMEOUT_S` per try. Is woken by its answer.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from slime.core.sample import NOT_SAMPLED
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.engine_pool import RETRY_STATUSES
-from slime.rollout.context import RolloutContext, current
+from slime.rollout.context import current
 from slime.rollout.generate import LIMITS
 from slime.rollout.guard import waiting
 
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0
 ROUTING_KEY = "x-smg-routing-key"
-"""Header that makes the router send all requests of a session to one engine."""
+"""The router sends requests with the same value to the same engine."""
 _READ = {"input_ids", "text", "sampling_params", "return_logprob"}
 _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
-    "return_routed_experts": (None, False, True),  # they come with every answer, where the run records them
+    "return_routed_experts": (None, False, True),  # every answer has them if the run records them
     "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     "return_text_in_logprobs": (None, False),
     "image_data": (None, []),
     "rid": (None,),
 }
-"""Other entries of a request -> the values that have no effect, and are therefore accepted."""
+"""Other entries of a request -> values without effect."""
 
 
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Returns the parsed JSON answer, or the text if it is not JSON.
+    """The answer's JSON, or its text. Raises the error of the last try, or `HookError`.
 
-    Raises the error of the last try, or `HookError`. A status that a retry cannot fix (4xx) is raised at once.
+    A status that a retry cannot fix (4xx) is raised at once.
     """
     client = _client_of(url)
     if client is not None:
@@ -80,32 +79,27 @@ async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str]
 
 
 def _client_of(url: str) -> EngineClient | None:
-    """The client for the model whose router is at `url`; None for any other address, and outside a rollout."""
+    """The client of the model whose router has this address; None for other addresses, and outside a rollout."""
     try:
         context = current()
     except HookError:
         return None
     address = url.removeprefix("http://").removesuffix("/")
-    for name, (host, port) in _routers(context).items():
+    args = context.args
+    if address == f"{host_port(str(args.sglang_router_ip), args.sglang_router_port)}/generate":
+        return context.engine()
+    for name, (host, port) in (args.sglang_model_routers or {}).items():
         if address == f"{host_port(str(host), port)}/generate":
-            return context.engine() if name is None else context.models[name]
+            return context.models[name]
     return None
 
 
-def _routers(context: RolloutContext) -> dict[str | None, tuple[Any, Any]]:
-    """Model -> address of its router. The key None is the policy."""
-    args = context.args
-    found: dict[str | None, tuple[Any, Any]] = {None: (args.sglang_router_ip, args.sglang_router_port)}
-    found.update(args.sglang_model_routers or {})
-    return found
-
-
 async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """The engine's answer in SGLang's format. Raises `HookError` for fields that the engine client cannot honour."""
+    """The engine's answer. Raises `HookError` for entries that the client cannot send."""
     odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
     if odd:
         raise HookError(
-            f"got a request to /generate with {', '.join(sorted(odd))}, which the engine client does not send; give "
+            f"got a request to /generate with {', '.join(sorted(odd))}, which the engine client cannot send; give "
             "input_ids or text, sampling_params and return_logprob"
         )
     ids = payload.get("input_ids")
@@ -123,7 +117,7 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 
 def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Sampling parameters, capped by the execution's token limits; None if no tokens are left."""
+    """Sampling parameters within the limits of the execution; None if it may not sample any more."""
     limits, context = LIMITS.get(), current()
     if limits is None or client is not context.client:
         return params
@@ -134,7 +128,7 @@ def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> 
 
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
-    """The generation in the format of SGLang's answers."""
+    """The answer in SGLang's form."""
     versions = generation.versions
     pairs = zip(generation.log_probs, generation.tokens, strict=True)
     meta = {

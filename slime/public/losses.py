@@ -1,4 +1,4 @@
-"""Loss masks and context parallelism, for functions of the public slime."""
+"""Loss masks and context-parallel helpers for plugins of the public slime."""
 
 from __future__ import annotations
 
@@ -12,38 +12,33 @@ from slime.data.conversations import SftTokens, sft_row
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Loss masks of conversations: the chat template decides which tokens belong to the model's turns.
-
 
 class MultiTurnLossMaskGenerator:
-    """Loss masks for conversations, with one tokenizer."""
+    """Loss masks of conversations: 1 where the chat template writes the turns of the model."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        """`tokenizer_type` has no effect: the mask follows from the chat template itself."""
+        """`tokenizer_type` is ignored: the chat template itself is read."""
         self.tokenizer = tokenizer
         self._chat = ChatRenderer(tokenizer, kwargs={})
 
     def get_loss_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """([T] ids, [T] 1 where the model writes).
-
-        Raises `DataError` if the template cannot reproduce the model's turns, or if the conversation needs more than
-        one training sample.
+        """([T] ids, [T] 1 where the model writes). Raises `DataError` if the template cannot render the conversation as
+        the model would have written it, or needs several sequences for it.
         """
         masks = self.get_loss_masks(messages, tools)
         if len(masks) > 1:
             raise DataError(
-                f"got a conversation that becomes {len(masks)} training samples, because its template rewrites earlier "
-                'turns; do: call get_loss_masks, which returns all of them, or set "step_loss_mask": 0 on the turns '
-                "before the last"
+                f"the conversation becomes {len(masks)} training samples, because its template rewrites earlier turns; "
+                'call get_loss_masks, which returns all, or set "step_loss_mask": 0 on the turns before the last'
             )
         return masks[0]
 
     def get_loss_masks(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """One pair, as from `get_loss_mask`, per training sample; together they train each turn once."""
+        """A pair as in `get_loss_mask` for each training sample. Together they train each turn once."""
         return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
@@ -61,20 +56,14 @@ def _pair(one: SftTokens) -> tuple[list[int], list[int]]:
     return list(one.tokens), [0] * (len(one.tokens) - one.response_length) + list(one.loss_mask)
 
 
-# Context parallelism: every rank has whole responses here, so these functions return their input unchanged.
-
-
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Returns `tensor` ([R], a whole response) unchanged. Raises ValueError if its length is not `response_length`."""
+    """Returns `tensor` [R]: every rank already has whole responses. Raises ValueError for a part of one."""
     _require_whole(tensor, response_length)
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int, *args: Any, **kwargs: Any) -> Any:
-    """Returns `log_prob` ([R], a list or a tensor) unchanged, because each rank needs all of it.
-
-    Raises ValueError if its length is not `response_length`.
-    """
+    """Returns `log_prob` [R]: every rank needs whole responses. Raises ValueError for a part of one."""
     _require_whole(log_prob, response_length)
     return log_prob
 

@@ -1,12 +1,12 @@
-"""The names that plugins of the public slime import, and the objects that they stand for here.
+"""The import paths of the public slime, and the objects behind them.
 
 Plugins write `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
-finder creates the module, and imports its objects, when a plugin imports it. The finder runs before all others, because
-an updated checkout may still have a folder of that name with only compiled files in it.
+finder makes the module when somebody imports it, and imports its names then. The finder comes before all others,
+because an updated checkout may still have a folder of that name with only compiled files in it.
 
 Invariants
-1. Nothing is imported before a plugin asks for it; our own code never does.
-2. A module of the table has exactly the names of its row and defines nothing itself.
+1. Nothing is imported before a plugin asks for it, and slime itself never asks.
+2. A module of the table has only the names of its row.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "Sample": "slime.core.sample:Sample",
     },
 }
-"""Public module -> public name -> `module:name` in this repository."""
+"""Module -> public name -> `module:name` in this package."""
 
 
 class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -123,14 +123,12 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module in `ALIASES`; None for any other module."""
         if fullname not in ALIASES:
             return None
         is_package = any(other.startswith(fullname + ".") for other in ALIASES)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Imports the objects behind the module's names."""
         row = ALIASES[module.__name__]
         for name, place in row.items():
             where, _, own = place.partition(":")
@@ -139,15 +137,15 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def keep_old_paths() -> None:
-    """Installs `PublicNames` as the first finder. Called once, when `slime` is imported."""
+    """Installs the finder. Called when `slime` is imported."""
     if not any(isinstance(finder, PublicNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, PublicNames())
 
 
 class SingletonMeta(type):
-    """Metaclass of singletons: the first call creates the instance; later calls ignore their arguments."""
+    """Metaclass of singletons. The first call makes the instance; the arguments of later calls are ignored."""
 
-    _made: dict[type, Any] = {}  # noqa: RUF012 - shared by all classes on purpose
+    _made: dict[type, Any] = {}  # noqa: RUF012 - shared by all classes
     _lock = threading.Lock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +156,6 @@ class SingletonMeta(type):
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Forgets all instances; for tests."""
+        """Drops all instances, for tests."""
         with SingletonMeta._lock:
             SingletonMeta._made.clear()

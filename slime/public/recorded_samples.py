@@ -1,8 +1,8 @@
-"""Converts samples that the public slime recorded, given as plain JSON, into our `Sample`.
+"""Converts samples that the public slime recorded, as plain JSON, into ours.
 
-The public slime records a weight version per request, we record one per token. If a sample has a single version, all
-its sampled tokens get it. If it has several, nothing says which token has which, so all get the oldest. The loss mask
-tells which tokens an engine sampled.
+The public slime records the weight version of each request, ours of each token. All sampled tokens get the request's
+version; with several versions, the oldest, since nothing says which token has which. The loss mask says which tokens an
+engine sampled.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LEFT_OUT = frozenset(
         "trace",
     }
 )
-"""Fields that a replay does not use."""
+"""Fields that a replay does not need."""
 _NEEDED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
-"""Fields of `_LEFT_OUT` without which the tokens cannot be trained; a sample that has one is refused."""
+"""Of these, fields without which the tokens cannot be trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The converted groups of a rollout, and counts of what was dropped."""
+    """The groups of a rollout, and the fields that were dropped."""
 
     groups: tuple[tuple[Sample, ...], ...]
     """One group per prompt, ordered by first sample."""
@@ -51,10 +51,9 @@ class Converted:
 
 
 def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converted:
-    """Converts `samples` and groups them by prompt.
+    """Our samples, by prompt. `rollout_id`: the weight version of samples without one.
 
-    `rollout_id`: the step, used as the weight version of samples that record none. Raises `DataError` for a sample
-    without `group_index`, with images, or with inconsistent fields.
+    Raises `DataError` for a sample without group_index, with images, or that contradicts itself.
     """
     groups: dict[int, list[Sample]] = {}
     left_out: Counter[str] = Counter()
@@ -65,7 +64,7 @@ def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converte
         sample = _sample(dict(fields), number, rollout_id)
         if sample.group_index is None:
             raise DataError(
-                f"got sample {number} without group_index, the number of its prompt; groups are not formed by position"
+                f"sample {number} has no group_index, the number of its prompt; groups are not formed by position"
             )
         groups.setdefault(sample.group_index, []).append(sample)
     return Converted(tuple(map(tuple, groups.values())), dict(left_out), num_mixed)
@@ -73,7 +72,7 @@ def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converte
 
 def _sample(fields: dict[str, Any], number: int, rollout_id: int) -> Sample:
     if any(fields.get(name) for name in _NEEDED):
-        raise DataError(f"got sample {number} with images, which a rollout of text cannot hold; drop such samples")
+        raise DataError(f"sample {number} has images, which cannot be converted; drop such samples")
     versions, execution = fields.pop("weight_versions", None) or (), fields.pop("rollout_id", None)
     experts = fields.pop(_EXPERTS, None)
     other = {name: value for name, value in fields.items() if name not in _OURS | _LEFT_OUT and value is not None}
@@ -94,5 +93,5 @@ def _sample(fields: dict[str, Any], number: int, rollout_id: int) -> Sample:
             sample.rollout_routed_experts = RoutedExperts(ids.astype(dtype_for(int(ids.max()) + 1)))
         sample.validate()
     except (TypeError, ValueError) as error:  # `DataError` among them
-        raise DataError(f"got sample {number} of the rollout, which cannot be read: {error}") from error
+        raise DataError(f"sample {number} of the rollout cannot be read: {error}") from error
     return sample

@@ -1,10 +1,10 @@
-"""Data sources over `--prompt-data`, as base classes for users' own data sources.
+"""Base classes for users' data sources: the prompts of `--prompt-data` as groups of samples.
 
     class MySource(RolloutDataSourceWithBuffer):
         def get_samples(self, num_samples): ...
 
-With `--data-source-path` the class feeds the Data Buffer, which assigns ids and keeps the ledger
-(`slime.buffer.data_source`). Consumes rows and returned groups, produces groups. The buffer calls it under its lock.
+The Data Buffer calls the source that `--data-source-path` names, gives its samples identities and keeps the ledger
+(`slime.buffer.data_source`). Consumes rows and returned groups, produces groups; called under the buffer's lock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from slime.settings import Args
 
 
 class RolloutDataSource:
-    """Yields new groups without end. Without `--prompt-data`, their prompts are empty."""
+    """An endless supply of new groups; without `--prompt-data` their prompts are empty."""
 
     def __init__(self, args: Args) -> None:
-        """Loads the dataset. Raises as `load_prompts` does."""
         self.args = args
         tokenizer = load_tokenizer(args) if args.prompt_data is not None else None
         most, images = args.rollout_max_prompt_len, image_column(args) if tokenizer is not None else None
@@ -35,7 +34,7 @@ class RolloutDataSource:
         self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """`num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer assigns their ids."""
+        """`num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer gives them ids."""
         return [self._new_group() for _ in range(num_samples)]
 
     def _new_group(self) -> list[Sample]:
@@ -46,22 +45,22 @@ class RolloutDataSource:
         return samples
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Raises RuntimeError: this class keeps no returned groups."""
-        raise RuntimeError(f"got groups for {type(self).__name__}, which keeps none; derive from the one with a buffer")
+        """Raises RuntimeError, since this class keeps no groups."""
+        raise RuntimeError(f"{type(self).__name__} cannot take groups back; derive it from RolloutDataSourceWithBuffer")
 
     def save(self, rollout_id: int) -> None:
-        """Writes the data cursor next to the checkpoint of the step."""
+        """Saves its position in the data beside the checkpoint of the step."""
         path = self._file(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._state()))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores the data cursor of a step. Raises `CheckpointError` if the file is missing or the data differ."""
+        """Restores the position. Raises `CheckpointError` if the file is missing or belongs to other data."""
         if rollout_id is None:
             return
         path = self._file(self.args.load, rollout_id)
         if not path.is_file():
-            raise CheckpointError(f"got no {path}, in which {type(self).__name__} filed its state; restore it")
+            raise CheckpointError(f"{path}, the state of {type(self).__name__}, is missing; restore it")
         self._restore(json.loads(path.read_text()))
 
     def __len__(self) -> int:
@@ -76,12 +75,12 @@ class RolloutDataSource:
 
     @staticmethod
     def _file(folder: str | None, rollout_id: int) -> Path:
-        assert folder is not None, "a step is saved, or restored, without a folder of checkpoints"
+        assert folder is not None, "saving and loading need --save or --load"
         return Path(folder) / "rollout" / f"data_source_{rollout_id}.json"
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """A `RolloutDataSource` that keeps returned groups and serves them first."""
+    """Also takes groups back, and serves them first."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)
@@ -89,12 +88,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Returned groups, oldest first."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Groups from the buffer, then new ones."""
         taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
         return taken + super().get_samples(num_samples - len(taken))
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Puts returned groups into the buffer."""
         self.buffer += samples
 
     def _state(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Weights: the HF <-> Megatron map, what an engine makes of it, the ways of sending it, the proof that it arrived."""
+"""Weight sync: HF and Megatron shards, the layout in engines, transports, and the check that weights arrived."""

@@ -1,10 +1,10 @@
-"""What one SGLang rank holds of the full HF tensors: fused, sharded, padded; and the digests of exactly that.
+"""What one SGLang rank holds of the full HF tensors (fused, sharded, padded), and the digests of exactly that.
 
-The trainer computes these digests on its own tensors before they travel, so that equality with what the engine reports
-afterwards covers names, fusing, sharding, padding, dtype and every bit on the way. Which part a rank holds stands in
-`holding`; here is what the part looks like.
+The trainer computes these digests on its own tensors before they are sent. So equality with the engine's report covers
+names, fusing, sharding, padding, dtype and every bit on the way. `holding` says which part a rank holds; this module
+says what the part looks like.
 
-Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
+The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
 - q, k, v are stacked within each rank's shard, and so are gate and up; a tied head is not resident;
 - the vocabulary is padded with zero rows to a multiple of 64 (times the ranks, where 64 does not divide evenly);
 - the experts of a layer are stacked, [gate; up] of each within its shard, and so are their down projections;
@@ -14,8 +14,8 @@ Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py
 
 Invariants
 1. Ranks that hold the same bytes share one digest, whatever engines they belong to: it is computed once.
-2. Digests take what comes and let it go: kept are the HF tensors of one parameter (one expert), where they come in
-   table order, and what is hashed together on a GPU, `UNREAD_BYTES`; never a whole resident tensor.
+2. Digests never keep a whole resident tensor: only the HF tensors of one parameter (one expert), if they come in table
+   order, and `UNREAD_BYTES` that are hashed together on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slime.weights.holding import Holding, Share, holdings
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
 UNREAD_BYTES = 64 * 2**20
-"""Of tensors that have come, before what hashers have kept of them is read."""
+"""Bytes of tensors that hashers may keep unread."""
 CPU_MLP_PADDING = 32
 """On a CPU, SGLang pads each rank's share of MLP features to a multiple of this."""
 
@@ -53,10 +53,10 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def engine_shards(
     table: FamilyTable, entry: Entry, parts: Sequence[Tensor], share: Share, *, on_cpu: bool
 ) -> list[Tensor]:
-    """What a rank with this share holds of `entry`, as shards to be stacked along dim 0 (mostly views: joining them
-    would cost more than their digest). `parts` are the full HF tensors in the order of the row.
+    """The part of `entry` that a rank with this share holds, as shards to be stacked along dim 0.
 
-    Raises `ConfigError` if the engine cannot split the tensor evenly.
+    `parts`: the full HF tensors in the order of the row. The shards are mostly views, since a copy would cost more than
+    the digest. Raises `ConfigError` if the engine cannot split the tensor evenly.
     """
     if entry.row.stacked:
         parts = [part[entry.expert] for part in parts]
@@ -78,7 +78,7 @@ def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on
         row = entry.row
         if row.stacked or row.transposed or (row.dim is not None and share.parts > 1):
             return False
-        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # they would be stacked in another order
+        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # the engine stacks them in another order
         lengths = zip(row.units, row.segments, strict=False)
         padded = any(_split(table.sizes, entry, unit, size, share, on_cpu)[0] != size for unit, size in lengths)
         if columns or padded:
@@ -87,7 +87,7 @@ def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on
 
 
 def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share, on_cpu: bool) -> tuple[int, int, int]:
-    """(padded length over all ranks, rank, number of ranks that differ) of a segment."""
+    """(padded length over all ranks, rank, number of ranks with different parts) of a segment."""
     if unit is Unit.VOCAB:
         return padded_vocab_size(size, share.parts), share.part, share.parts
     if unit is Unit.FEATURES and on_cpu:
@@ -99,12 +99,14 @@ def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share,
         if kv_heads != sizes.num_kv_heads:
             size = size // unit_count(sizes, unit, size) * count
         if unit is Unit.KV_HEADS:
-            num_ranks = min(kv_heads, share.parts)  # fewer than ranks: neighbours hold the same head
-        uneven = count % num_ranks or share.parts % num_ranks or size % num_ranks  # scales come in blocks of heads
+            num_ranks = min(kv_heads, share.parts)  # with fewer heads than ranks, neighbours hold the same head
+        uneven = count % num_ranks or share.parts % num_ranks or size % num_ranks  # scales are per block of heads
     else:
         uneven = size % share.parts
     if uneven:
-        raise ConfigError(f"got an engine of {share.parts} ranks for {entry.engine} with {size} {unit.value}; uneven")
+        raise ConfigError(
+            f"an engine of {share.parts} ranks cannot split {entry.engine} with {size} {unit.value} evenly"
+        )
     return size, share.part * num_ranks // share.parts, num_ranks
 
 
@@ -118,21 +120,20 @@ Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]]
 
 @dataclass(slots=True)
 class _Resident:
-    """One resident tensor while its entries come."""
+    """One resident tensor whose entries are still arriving."""
 
     held: Sequence[Entry]
     """In stacking order."""
     parts: dict[Holding, tuple[Hasher, bool]]
-    """What ranks hold of it: the digest, and whether that is the HF tensors as they are."""
+    """Holding -> its hasher, and whether it is the HF tensors as they are."""
     places: list[tuple[EngineLayout, EngineRank, str, Holding]]
-    """Who holds it, under which name, and what of it."""
+    """Each rank that holds a part of it, with resident name and holding."""
     waiting: dict[str, Tensor] = field(default_factory=dict)
-    """HF tensors of the next entry, which is not complete."""
+    """HF tensors of incomplete entries."""
     num_taken: int = 0
-    """Entries of which digests have been taken."""
+    """Entries whose digests are taken."""
 
     def flush(self) -> None:
-        """Nothing of it is kept unread."""
         for hasher, _ in self.parts.values():
             hasher.flush()
 
@@ -145,7 +146,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
 
 
 class ExpectedDigests:
-    """Digests of resident tensors, on engines of the same kind of device, built while HF tensors stream by."""
+    """Computes the digests of resident tensors while HF tensors stream by. Engines have the same kind of device."""
 
     def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
         self._table, self._digest = table, digest
@@ -157,12 +158,12 @@ class ExpectedDigests:
         self._unread_bytes = 0
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
-        """Takes one full HF tensor. Raises `WeightSyncError` for one that is unknown, doubled or of a wrong shape."""
+        """Takes one full HF tensor. Raises `WeightSyncError` if it is unknown, came before or has a wrong shape."""
         want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
             raise WeightSyncError(f"got {hf_name} twice in one weight sync; each tensor may be sent once")
         if tuple(tensor.shape) != want:
-            raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}; want {want}")
+            raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}, expected {want}")
         self._seen.add(hf_name)
         name = self._table.resident_of[hf_name]
         resident = self._open.get(name)
@@ -191,7 +192,7 @@ class ExpectedDigests:
         return resident
 
     def _take(self, resident: _Resident) -> None:
-        """Takes digests of the entries that are complete, in stacking order."""
+        """Takes digests of complete entries, in stacking order."""
         held, waiting = resident.held, resident.waiting
         while resident.num_taken < len(held):
             number, entry = resident.num_taken, held[resident.num_taken]
@@ -213,7 +214,7 @@ class ExpectedDigests:
         return engine_shards(self._table, entry, tensors, holding.share, on_cpu=not tensors[0].is_cuda)
 
     def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
-        """Of these tensors, or all of the table. Raises `WeightSyncError` if some have not come."""
+        """The digests of these tensors (default: all of the table). Raises `WeightSyncError` if some are missing."""
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
@@ -230,7 +231,7 @@ class ExpectedDigests:
 
 
 def merged(parts: Iterable[Digests]) -> Digests:
-    """What several senders expect, together. No two send the same tensor."""
+    """The digests of several senders as one. No two send the same tensor."""
     out: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
     for part in parts:
         for layout, ranks in part.items():

@@ -1,18 +1,17 @@
-"""Experts on their way to an engine of one rank: runs of neighbours, each one copy, in place of thousands of tensors.
+"""Sends experts to an engine of one rank as runs: neighbours in one copy, instead of thousands of tensors.
 
-SGLang's loaders take the experts of a model one by one and look through all their names for each: 0.15 ms, which for a
-model of 128 experts in 48 layers is three seconds (0.5.16). An engine of one rank holds the experts of a layer in one
-tensor, end to end in the order in which they come. So the sender gives a run of them the name of that tensor and where
-the run begins in it (`named_runs`), and the engine copies it there (`load`).
+SGLang's loaders take experts one by one and search all names for each: 0.15 ms, or three seconds for 128 experts in 48
+layers (0.5.16). An engine of one rank holds the experts of a layer end to end in one tensor. So the sender names a run
+after that tensor and the element where the run begins (`named_runs`), and the engine copies it there (`load`).
 
-`load` runs in SGLang's scheduler: `--custom-weight-loader` names it, a switch of SGLang's own. What is not a run goes
-to the model's loader.
+`load` runs in SGLang's scheduler, named by SGLang's own `--custom-weight-loader`. Other tensors go to the model's
+loader.
 
 Invariants
-1. A run covers elements of one resident tensor alone, in order, each once.
-2. The first expert of every resident tensor goes through the loader of the model. An engine that holds experts in
-   another order than it is given (transposed, up before gate, in blocks) then reports another digest of it, or fails:
-   bytes that were put where the trainer has them prove nothing about what an engine takes them for.
+1. A run covers elements of one resident tensor, in order, each once.
+2. The first expert of every resident tensor goes through the model's loader. An engine that stores experts in another
+   order (transposed, up before gate, in blocks) then reports a different digest, or fails. Copied bytes alone would not
+   prove that the engine reads them in the same order.
 """
 
 from __future__ import annotations
@@ -27,18 +26,16 @@ if TYPE_CHECKING:  # transports are imported where torch is not
     from slime.models.common.table import FamilyTable
 
 LOADER = f"{__name__}.load"
-"""As SGLang imports it."""
+"""The import path that SGLang gets."""
 _AT = "@"
-"""Between the name of a resident tensor and the element at which a run begins; no tensor is called so."""
+"""Between the name of a resident tensor and the element where a run begins. No tensor name contains it."""
 
 Places = Mapping[str, tuple[str, int]]
-"""HF tensor of an expert -> the engine's tensor that holds it, and at which element."""
+"""HF tensor of an expert -> (the engine's tensor that holds it, first element in it)."""
 
 
 def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
-    """Where an engine of one rank holds each expert but the first; none of those that it would pad, or that the files
-    hold stacked.
-    """
+    """Where an engine of one rank holds each expert but the first. Padded and stacked experts are left out."""
     from slime.models.common.table import DRAFT
     from slime.weights.engine_layout import held_as_given
     from slime.weights.holding import Share
@@ -61,9 +58,9 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
 
 
 def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tuple[str, int]]:
-    """(name, number of tensors) of what `tensors` are to travel as, in order: runs of experts, others one by one."""
+    """Groups `tensors` for the trip: (name, number of tensors) of each run of experts, and of each other tensor."""
     runs: list[tuple[str, int]] = []
-    follows: tuple[str, int] | None = None  # where the next expert of the run would have its place
+    follows: tuple[str, int] | None = None  # the place where the run would go on
     for name, tensor in tensors:
         place = places.get(name)
         if place is not None and place == follows:
@@ -75,7 +72,7 @@ def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tu
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader: copies runs where they belong, gives the rest to the loader of `model`."""
+    """SGLang's custom weight loader: copies runs to their places and gives the rest to the loader of `model`."""
     others = []
     for name, tensor in named_tensors:
         resident, mark, start = name.rpartition(_AT)

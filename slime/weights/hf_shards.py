@@ -1,9 +1,8 @@
-"""HF tensors <-> Megatron tensor-parallel shards, bitwise in both directions. Pure torch; knows no engine.
+"""HF tensors <-> Megatron tensor-parallel shards, bitwise in both directions. Pure torch, without any engine.
 
-The one formula: the HF tensors of a row, laid end to end along the dimension that is split, consist of segments. Rank r
-of n holds the r-th of n equal parts of each segment; within it, Megatron interleaves the segments in groups, as many as
-the row says (per KV head `[q..., k, v]`), or one (`[gate; up]` of its own shard). Vocabulary rows may be padded with
-zeros.
+The HF tensors of a row, concatenated along the split dimension, consist of segments. Rank r of n holds the r-th of n
+equal parts of each segment. Within the shard, Megatron interleaves the segments in groups: as many as the row says (per
+KV head `[q..., k, v]`), or one (`[gate; up]`). Vocabulary rows may be padded with zeros.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from torch import Tensor
 from slime.core.errors import CheckpointError, ConfigError
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Row, Unit
 
-# Bytes of many tensors as few flat views: what lies end to end in memory is one.
-#
-# Experts of a layer are views of one parameter, thousands of them in a model; what is done to each apart costs more
-# than the bytes.
-
 
 def byte_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Flat uint8 views that hold the bytes of `tensors` in order; one that is not contiguous is copied."""
-    runs: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, first byte of it, behind the last
+    """The bytes of `tensors` in order, as few flat uint8 views: neighbours in memory share one.
+
+    Experts of a layer are views of one parameter, thousands in a model; one operation for each would cost more than
+    their bytes. A tensor that is not contiguous is copied.
+    """
+    runs: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, first byte, end
     for tensor in tensors:
         whole = tensor.detach().contiguous()
         storage = whole.untyped_storage()
@@ -50,8 +48,8 @@ def load_shard(
 ) -> Tensor:
     """The shard of a Megatron parameter that rank `tp_rank` holds, in the dtype of the checkpoint.
 
-    It may be a view of what `read_hf` returned, of which nothing but this rank's part is touched. For an expert, rank
-    and size are those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
+    It may be a view of what `read_hf` returned; only this rank's part is touched. For an expert, rank and size are
+    those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
     `vocab_multiple * tp_size`, as Megatron does.
     Raises `CheckpointError` if a tensor has another shape than the config implies, `ConfigError` if it cannot be split
     evenly.
@@ -76,10 +74,10 @@ def load_shard(
 
 
 def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """The HF tensors of a Megatron parameter, from its shards in rank order (a replicated one may come once).
+    """The HF tensors of a Megatron parameter, from its shards in rank order (one is enough if it is replicated).
 
-    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged, without vocabulary padding;
-    of stacked experts, this expert's part.
+    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged, without vocabulary padding.
+    Of stacked experts it returns this expert's part.
     """
     assert shards, f"no shard of {megatron_name}"
     entry = table.entry(megatron_name)
@@ -107,9 +105,9 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 
 
 def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What `export` gives of one expert after the other, from `stack` [experts, *shape of a parameter] of all of them.
+    """`export` of all experts, one after the other, from their `stack` [experts, *shape of a parameter].
 
-    A step for each tensor costs more than to make views of all at once. HF tensors that hold all experts come whole.
+    Views of all experts at once cost less than a step for each tensor. HF tensors that hold all experts come whole.
     """
     row = entries[0].row
     assert row.groups <= 1, f"{row.megatron} is interleaved"
@@ -129,7 +127,7 @@ def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str,
 
 
 def by_segments(row: Row, shard: Tensor, num_shards: int, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """`change`, which keeps shapes, of this shard's part of each segment, put together again.
+    """Applies `change`, which keeps shapes, to this shard's part of each segment.
 
     `shard`: one of `num_shards` of a row's parameter [*shape], or several stacked [n, *shape]. A part is one range of
     the segment, in the layout of the HF tensors; a row that is not split is one part.
@@ -156,7 +154,7 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
 
 
 def unit_count(sizes: ModelSizes, unit: Unit, size: int) -> int:
-    """How many units a segment of `size` has."""
+    """How many units (heads, or single rows) a segment of `size` has."""
     return {Unit.HEADS: sizes.num_heads, Unit.KV_HEADS: sizes.num_kv_heads}.get(unit, size)
 
 
@@ -176,7 +174,7 @@ def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
-    """`size` entries from `start` along `dim`: a view of those that there are, and zeros for those beyond the end."""
+    """`size` entries from `start` along `dim`: a view, followed by zeros for entries beyond the end."""
     first = min(start, tensor.shape[dim])
     real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
     missing = list(real.shape)
@@ -185,7 +183,7 @@ def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor
 
 
 def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """`slice_shards` as one tensor. A view where nothing is missing."""
+    """`slice_shards` as one tensor; a view if nothing is missing."""
     return _joined(slice_shards(tensor, dim, start, size), dim)
 
 
@@ -202,14 +200,14 @@ def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _interleave(segments: Sequence[Tensor], dim: int, groups: int) -> Tensor:
-    """Segments of one rank -> group by group; `groups`: those of the rank, 0 for one."""
+    """Interleaves the segments of one rank in `groups`."""
     if groups <= 1 or len(segments) == 1:
         return _joined(segments, dim)
     return torch.cat([s.unflatten(dim, (groups, -1)) for s in segments], dim + 1).flatten(dim, dim + 1)
 
 
 def _separate(shard: Tensor, dim: int, sizes: Sequence[int], groups: int) -> list[Tensor]:
-    """The inverse of `_interleave`; `sizes`: of each segment's part in one group."""
+    """The inverse of `_interleave`. `sizes`: length of each segment in one group."""
     if groups <= 1 or len(sizes) == 1:
         return list(shard.split([size * max(groups, 1) for size in sizes], dim))
     parts = shard.unflatten(dim, (groups, -1)).split(list(sizes), dim + 1)
@@ -220,14 +218,14 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
     want = table.shape_of(hf_name)
     if tuple(tensor.shape) != want:
         raise CheckpointError(
-            f"got {hf_name} of shape {list(tensor.shape)}; config.json implies {list(want)}; "
-            "checkpoint and config do not belong together"
+            f"{hf_name} has the shape {list(tensor.shape)}, but config.json implies {list(want)}: checkpoint and "
+            "config do not belong together"
         )
     return tensor
 
 
 def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """One tensor; a view where the shards lie end to end in memory, as those that were gathered may."""
+    """The concatenation; a view if the shards lie end to end in memory."""
     first = shards[0]
     if len(shards) == 1:
         return first

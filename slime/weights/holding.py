@@ -1,15 +1,15 @@
-"""Which part of each resident tensor a rank of an engine holds: its stage, its share of a tensor, its experts.
+"""Which part of each resident tensor an engine rank holds: its stage, its share of a tensor, its experts.
 
-Rules, of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
+The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`):
-- a pipeline stage holds its layers; the first one the embedding, the last one the final norm. The output layer stands
-  on the last stage, or on every one (`Spread.stages`); a tied one is a tensor of its own there. In some models every
-  stage holds the embedding (`Spread.every_embedding`);
-- attention is shared by the ranks of a DP group, and so is the embedding, unless it is whole (`Spread`); with
-  `dp_lm_head` the output layer, too;
-- a rank holds the experts of its EP group, which lie next to each other, and of each what its place in the group says;
-- everything else is shared by all ranks of a stage, shared experts and dense MLPs among it;
-- a draft, where there is one, is divided in the same way, and has embedding and output layer from the model.
+- a pipeline stage holds its layers, the first one the embedding, the last one the final norm. The output layer is on
+  the last stage, or on every stage (`Spread.stages`); a tied one is a separate tensor there. In some models every stage
+  holds the embedding (`Spread.every_embedding`);
+- the ranks of a DP group share attention, the embedding unless it is whole (`Spread`), and with `dp_lm_head` the output
+  layer;
+- a rank holds neighbouring experts, those of its EP group, and of each the share of its place in the group;
+- all ranks of a stage share everything else, such as shared experts and dense MLPs;
+- a draft model is divided in the same way, with embedding and output layer of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable, Head
 
 TIED_HEAD = "lm_head.weight"
-"""How SGLang calls the output layer, where it is one beside the embedding that it is tied to."""
+"""SGLang's name of an output layer that is tied to the embedding but has a tensor of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +31,26 @@ class Share:
     part: int = 0
     parts: int = 1
     padded_for: int = 1
-    """On a CPU, heads and features are padded for this many ranks, however many share them."""
+    """On a CPU, heads and features are padded for this many ranks, whatever `parts` is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank holds of a resident tensor; ranks of one holding have the same bytes."""
+    """What a rank holds of a resident tensor. Ranks with equal holdings hold the same bytes."""
 
     share: Share
     experts: range | None = None
-    """Of the routed experts, these; None where the tensor holds none."""
+    """Routed experts; None for a tensor without experts."""
 
     def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
-        """Of all entries of the resident tensor those of this rank."""
+        """The entries of this rank among all entries of the resident tensor."""
         return held if self.experts is None else held[self.experts.start : self.experts.stop]
 
 
 def holdings(
     table: FamilyTable, held: Sequence[Entry], layout: EngineLayout
 ) -> Iterator[tuple[EngineRank, str, Holding]]:
-    """Every rank that holds a resident tensor of these entries, under which name, and what of it."""
+    """(rank, resident name, holding) of every rank that holds a part of these entries."""
     entry = held[0]
     name = entry.row.megatron
     if entry.engine.startswith(DRAFT) and not layout.draft:
@@ -67,7 +67,7 @@ def holdings(
 
 
 def hf_names_held(table: FamilyTable, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
-    """Rank -> the HF tensors of which it holds anything."""
+    """Rank -> the HF tensors that it holds any part of."""
     names: dict[EngineRank, set[str]] = {rank: set() for rank in layout.ranks()}
     for held in table.resident.values():
         for rank, _, holding in holdings(table, held, layout):
@@ -76,7 +76,6 @@ def hf_names_held(table: FamilyTable, layout: EngineLayout) -> dict[EngineRank, 
 
 
 def _stages(table: FamilyTable, entry: Entry, layout: EngineLayout) -> range:
-    """The pipeline stages that hold an entry."""
     last = layout.pp_size - 1
     if entry.row.megatron == HEAD and table.spread.stages is Head.EVERY:
         return range(layout.pp_size)

@@ -1,7 +1,7 @@
-"""Who receives weights, and who sends them: engines behind the control port, and the training ranks as peers.
+"""The two sides of a weight sync: engines behind the control port, and the training ranks as peers.
 
-Control calls to several engines run side by side in threads; each call has its own limit (the control's), and the
-first failures are reported together, by engine.
+Control calls to several engines run in parallel threads, each with the limit of its control. The first failures are
+reported together, by engine.
 """
 
 from __future__ import annotations
@@ -22,53 +22,50 @@ if TYPE_CHECKING:  # transports are imported where torch is not
 
 T = TypeVar("T")
 GRACE_S = 5.0
-"""How long engines may take to answer once another one has failed at the same."""
+"""How long the other engines may still take to answer once one has failed."""
 POLL_S = 0.05
-"""Between two looks at whether an engine was lost."""
+"""Interval of the check for lost engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """One engine that weights go to."""
-
     control: EngineControl
     gpu_ids: tuple[str, ...] = ()
-    """Per engine rank, stage by stage, the identity of its GPU in the same naming as the trainer's
-    (`TransportContext.gpu_id`). Empty on a CPU; only the tensor transport reads it."""
+    """GPU of each engine rank, stage by stage, named as in `TransportContext.gpu_id`. Empty on a CPU; read only by
+    the tensor transport."""
     is_lost: Callable[[], bool] = field(default=lambda: False, compare=False)
-    """Whether the supervisor of the fleet has given it up; nothing it answers is worth waiting for then."""
+    """Whether the fleet's supervisor has given the engine up. Its answers are then not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The training ranks, as the weight sync sees them. The defaults are a trainer of one rank."""
+    """The training ranks. The defaults are a trainer of one rank."""
 
     rank: int = 0
-    """This one. Rank 0 conducts: it pauses engines, verifies and lets them serve."""
+    """This rank. Rank 0 conducts: it pauses the engines, verifies their weights and resumes them."""
     broadcast: Callable[[Any], Any] = lambda value: value
     """Collective: every rank gets the conductor's (picklable) object."""
     gather: Callable[[Any], list[Any] | None] = lambda value: [value]
     """Collective: the conductor gets every rank's (picklable) object in rank order, the others None."""
     share: Callable[[Tensor, int], None] = lambda memory, source: None
-    """Collective: the content of one rank's memory in that of all, which are equally large."""
+    """Collective: copies the memory of one rank to that of all others, which has the same size."""
     tell: Callable[[int, bool], None] = lambda turn, good: None
-    """Tells the rank whose turn it is that it may begin, and whether all went well so far. From one thread."""
+    """Tells the sender of a turn that it may begin, and whether all went well so far. From one thread."""
     hear: Callable[[int, int], bool] = lambda turn, num_turns: True
-    """Waits for the word of a turn of this rank, behind so many turns of others. From one thread. Raises
+    """Waits until a turn of this rank may begin, after `num_turns` turns of others. From one thread. Raises
     `DeadlineExceeded`."""
 
     @property
     def conducts(self) -> bool:
-        """Whether this rank does what is done once."""
         return self.rank == 0
 
 
 def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:
-    """Calls every engine at the same time and returns their answers in order.
+    """Calls all engines in parallel and returns their answers in order.
 
-    Raises the one failure as it is, or an `EngineError` that names every engine that failed at `what`; its `engines`
-    are those. Once one has failed the others have `GRACE_S` to fail, too, or to answer: without that one they may wait
-    for ever. One that was lost is not waited for. Calls that are left go on in threads that nobody waits for.
+    Raises a single failure as it is; several become one `EngineError` that names the engines that failed to `what`, and
+    has them as `engines`. After a failure the others get `GRACE_S` to answer or fail, since they may be waiting for the
+    failed engine. A lost engine ends the wait. Unfinished calls go on in their threads.
     """
     futures = {_beside(call, receiver.control): receiver for receiver in receivers}
     failures: dict[str, BaseException] = {}
@@ -89,7 +86,6 @@ def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], wh
 
 
 def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: str) -> BaseException:
-    """What `on_all` raises."""
     if len(failures) == 1:
         (error,) = failures.values()
     else:
@@ -102,13 +98,13 @@ def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: st
 
 
 def _beside(call: Callable[[EngineControl], T], control: EngineControl) -> Future[T]:
-    """Makes a call in a thread of its own, which does not keep the process from ending."""
+    """Makes a call in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call(control))
-        except BaseException as error:  # the caller's, whatever it is
+        except BaseException as error:  # for the caller
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"weights {control.url}", daemon=True).start()

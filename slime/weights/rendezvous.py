@@ -1,8 +1,8 @@
-"""Where ranks meet: `TCPStore`s that listen on one address instead of on every interface of the host.
+"""Rendezvous stores (`TCPStore`) that listen on one address instead of on every interface of the host.
 
-torch opens its store on all interfaces, without authentication, and pickles travel through it: whoever reaches the
-port runs code in the trainer. Here the socket is bound first, to the address that the peers get, and the store
-takes it over. On one host that address is loopback.
+torch opens its store on all interfaces, without authentication, and sends pickles through it: whoever reaches the port
+runs code in the trainer. Here the socket is bound to the address that peers get, and the store takes it over. On one
+host that address is loopback.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from slime.core.processes import interface_variables, is_loopback
 
 BACKLOG = 1024
-"""Ranks that may knock at the same moment."""
+"""Ranks that may connect at the same moment."""
 
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on `address` alone; port 0 takes a free one. Raises `OSError` if it cannot be had."""
+    """A socket that listens on `address` only; port 0 takes a free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, wait: bool = True) -> Store:
-    """The store of the rank that others come to; it owns `listener` from now on.
+    """The store that other ranks join, with `join_store` or as any `TCPStore` client. It takes over `listener`.
 
-    `wait` waits until `world_size` ranks (this one included) are there. Peers connect with `join_store`, or as any
-    `TCPStore` client does.
+    `wait`: until `world_size` ranks, including this one, have joined.
     """
     address, port = listener.getsockname()[:2]
     return TCPStore(
@@ -44,11 +43,11 @@ def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, 
 
 
 def join_store(address: str, port: int, *, world_size: int, timeout: timedelta) -> Store:
-    """The store that another rank opened at `address`; waits for it until `timeout`."""
+    """The store that another rank opened at `address`. Waits up to `timeout` for it."""
     return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
 
 
 def keep_gloo_on(address: str) -> None:
-    """If ranks meet on loopback, gloo's own sockets of this process open there, too; before the first group."""
+    """Keeps gloo's own sockets on loopback if `address` is loopback. Call it before the first process group."""
     if is_loopback(address):
         os.environ.update(interface_variables(address, os.environ))

@@ -1,36 +1,36 @@
-"""The weight sync of one weight version: pause -> drain -> send -> verify -> resume.
+"""Syncs one weight version to all engines: pause -> drain -> send -> verify -> resume.
 
-Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or the error that every rank
-raises. Waits for each engine's answers, with the limit of its control, and for the other ranks; nobody wakes it.
+Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or an error on every rank. Waits
+for each engine's answers, with the limit of its control, and for the other ranks; nobody wakes it.
 
-Called collectively on every training rank. Each walks through all turns (`turns`): filling buckets is a collective of
-those who have parts of the tensors, whatever has failed. Rank 0 conducts: pauses engines, verifies, lets them serve. At
-the end all ranks agree on the outcome, and all raise or none does. The exception is a rank that breaks a collective of
-the trainer off (no memory for its part, say): it cannot agree on anything, raises at once, and with it the run ends.
-Where a bucket goes from its sender to the engines it does so beside the filling of the next one (`delivery`); where all
-ranks must have it (`Channel.everywhere`), turns follow one another, to the last one whatever has failed.
+Every training rank calls it and walks through all turns (`turns`): filling a bucket is a collective of the ranks that
+have parts of its tensors, even after a failure. Rank 0 conducts: it pauses the engines, verifies and resumes them. At
+the end all ranks agree on the outcome; all raise or none does. Only a rank that breaks off a collective of the trainer
+(out of memory, say) cannot agree: it raises at once, which ends the run. A bucket travels from its sender to the
+engines while the next one is filled (`delivery`). If all ranks need each bucket (`Channel.everywhere`), turns follow
+one another.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
-2. After a failure the engines stay paused, but for those that hold the verified version and were let go before another
-   one could not be reached; another weight sync may start from any such state.
-3. Digests are taken of the trainer's own tensors, not of what travels: by the rank that sends them, before they are
-   copied into the bucket. Beside the model a rank has two buckets, what it gathers for a turn included
-   (`Outgoing.beside`), unless one parameter takes more by itself, or buckets go everywhere: then both stay.
-4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
-   and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
-   With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
-   the weights that read it (`slime.compat.sglang_version_prefixes`): its scheduler counts the updates it is asked for,
-   and a prefix is found under its count alone. So no two sets of weights share one: not those that are sent as the same
-   `version`, by two runs or by a resumed one, and not those of a weight sync that failed and of the one that follows.
-   Caches that are not divided, or that a flush does not empty, are refused
+2. After a failure the engines stay paused, except those that were resumed with the verified version before another one
+   could not be reached. The next weight sync may start from any such state.
+3. The rank that sends a tensor takes the digest of the trainer's own tensor, before it is copied into the bucket. A
+   rank has two buckets beside its model, which include what it gathers for a turn (`Outgoing.beside`). A parameter
+   larger than a bucket, and buckets that go everywhere, take more.
+4. No update flushes the engine's cache: an engine with running requests would die of it. The flush comes after the
+   pause and also shows that nothing runs; a paused engine admits no request that could refill the cache. With `retract`
+   and `in_place` requests stay, so nothing can be flushed. Then the cache is divided by weights
+   (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and finds a prefix only under its own count.
+   So no two sets of weights share a prefix, not even two that were sent as the same `version`, or a failed sync and
+   the next one. Caches that are not divided, or that a flush does not empty, are refused
    (`slime.settings.groups.engines`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,38 +41,26 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, departure_from
 from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
-from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.transports import Channel
-from slime.weights.turns import NUM_BUFFERS, Bucket, Buffers, Turn
-
-# Compares what engines hold with what the trainer meant to send, and names every tensor that is not equal.
-#
-# Law 2: engine weights equal trainer weights under the version that they are served under. A missing, an extra and a
-# differing tensor are all violations. (Engines leave buffers that are never loaded, such as rotary tables, out of their
-# report. What the trainer only carries along they loaded themselves; a vision tower that a trainer sees with is
-# compared in engines of one rank.)
+from slime.weights.turns import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one engine rank departs from what was meant. Resident names, sorted."""
+    """How the tensors that one engine rank reports differ from those expected. Resident names, sorted."""
 
     missing: tuple[str, ...]
-    """Meant to be there, not reported."""
     extra: tuple[str, ...]
-    """Reported, not meant to be there."""
     differing: tuple[str, ...]
     """Reported with another digest."""
     num_equal: int
-    """Tensors that are as meant."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.differing)
 
 
 def compare(expected: Mapping[str, str], actual: Mapping[str, str]) -> Difference:
-    """Compares digests by resident name."""
     shared = sorted(set(expected) & set(actual))
     differing = tuple(n for n in shared if expected[n] != actual[n])
     return Difference(
@@ -92,11 +80,14 @@ def require_equal(
     transport: str,
     carried: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises one `WeightSyncError` that names every engine, rank and tensor that departs.
+    """Raises one `WeightSyncError` that names every engine, rank and tensor that is missing, extra or different.
 
-    `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, what its ranks hold; a
-    rank may report several times); `carried`: resident name -> digest of what the trainer reads but does not send, and
-    an engine of one rank has to have loaded as it did.
+    Engines do not report buffers that are never loaded, such as rotary tables. Tensors that the trainer does not send
+    were loaded by the engine itself.
+
+    `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks;
+    a rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
+    send (a vision tower). They are compared in engines of one rank.
     """
     complaints: list[str] = []
     departing: set[str] = set()
@@ -114,26 +105,26 @@ def require_equal(
                 departing.add(url)
     if complaints:
         error = WeightSyncError(
-            f"got weights of version {version} by {transport} that differ from the trainer's, so they must not be "
-            f"served: {'; '.join(sorted(complaints))}. The engines stay paused; sync again, or replace them"
+            f"weights of version {version} that {transport} sent differ from the trainer's and must not be served: "
+            f"{'; '.join(sorted(complaints))}. The engines stay paused; sync again, or replace them"
         )
         error.engines = tuple(sorted(departing))
         raise error
 
 
 def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:
-    """What is wrong with who reported, in words; None if it is every rank of an engine of this layout."""
+    """What is wrong with the set of reports, in words; None if each rank of an engine of this layout reported."""
     named = ("tp_size", "pp_size", "dp_size")
     for report in ranks:
         if any(getattr(report.layout, name) != getattr(layout, name) for name in named):
-            return f"says that it is of {report.layout}, it was started with {layout}"
+            return f"reports the layout {report.layout}, but was started with {layout}"
     numbers = {rank: number for number, rank in enumerate(layout.ranks())}
     got = sorted({numbers.get(report.rank, -1) for report in ranks})
-    return None if got == list(range(layout.num_ranks)) else f"reported ranks {got}, it has {layout.num_ranks}"
+    return None if got == list(range(layout.num_ranks)) else f"reported ranks {got}, but has {layout.num_ranks} ranks"
 
 
 def describe(table: FamilyTable, difference: Difference) -> str:
-    """One line: resident names with the HF tensors that they hold."""
+    """Resident names with the HF tensors that they hold, in one line."""
     hf = {name: tuple(n for e in held for n in e.hf) for name, held in table.resident.items()}
 
     def some(names: tuple[str, ...]) -> str:
@@ -141,7 +132,7 @@ def describe(table: FamilyTable, difference: Difference) -> str:
 
     kinds = (("differing", difference.differing), ("missing", difference.missing), ("extra", difference.extra))
     text = "; ".join(f"{kind}: {some(names)}" for kind, names in kinds if names)
-    hint = " (no tensor is equal: do trainer and engine use the same dtype?)" if not difference.num_equal else ""
+    hint = "" if difference.num_equal else " (no tensor is equal: do trainer and engine use the same dtype?)"
     return text + hint
 
 
@@ -160,16 +151,16 @@ def sync_weights(
 ) -> dict[str, float]:
     """Sends `version` to all engines and returns its cost. Collective among training ranks.
 
-    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: of a bucket. `pause_mode`: what becomes of running
-    requests: `abort`, `retract` or `in_place`. `buffers`: memory of this rank's buckets, from an earlier weight sync.
+    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: size of a bucket. `pause_mode`: what happens to
+    running requests: `abort`, `retract` or `in_place`. `buffers`: this rank's buckets from an earlier weight sync.
     `carried`: see `require_equal`.
 
-    Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time` (in
-    which a bucket was on its way), `update_weights_verify_time` (engines' digests and the comparison),
-    `update_weights_digest_time` (the trainer's digests, of the rank that took longest; beside the sending),
+    Returns seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`, `update_weights_send_time`
+    (while a bucket was on its way), `update_weights_verify_time` (engines' digests and the comparison),
+    `update_weights_digest_time` (the trainer's digests on the slowest rank; overlaps the sending),
     `update_weights_bytes`.
-    Raises on every rank: `WeightSyncError` if an engine does not hold what was meant, `EngineError` or
-    `DeadlineExceeded` if one cannot be reached.
+    Raises on every rank: `WeightSyncError` if an engine holds other weights, `EngineError` or `DeadlineExceeded` if one
+    cannot be reached.
     """
     run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)
@@ -183,20 +174,20 @@ def sync_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank tells the conductor when all turns are over."""
+    """What one rank reports to the conductor after all turns."""
 
     failure: SlimeError | None
     digests: Digests = field(default_factory=dict)
     """Of the tensors that it sent."""
     report: Any = None
-    """Of its channel; None from those that send nothing."""
+    """Of its channel."""
     sends: bool = False
     send_s: float = 0.0
     digest_s: float = 0.0
 
 
 class _WeightSync:
-    """One rank's side of one weight sync."""
+    """One rank's part of one weight sync."""
 
     def __init__(
         self,
@@ -222,18 +213,15 @@ class _WeightSync:
         self._num_bytes = 0
 
     def buffers(self) -> Buffers:
-        """Memory for this weight sync alone."""
         return Buffers(lambda num_bytes: self._channel.allocate(num_bytes, self._outgoing.device))
 
-    # --- turns --------------------------------------------------------------------------------------------------------
-
     def send_all(self, buffers: Buffers, buffer_bytes: int) -> None:
-        """Walks through all turns; when it returns, this rank's buckets have arrived or something has failed."""
+        """Walks through all turns. When it returns, this rank's buckets have arrived or something has failed."""
         turns = tuple(self._outgoing.turns(buffer_bytes))
         self._num_bytes = sum(turn.num_bytes for turn in turns)
         if self._peers.conducts:
             sent = {name for turn in turns for name in turn.hf_names}
-            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before an engine hears of it
+            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before any engine is paused
             self._guarded(self._pause)
         if self._channel.everywhere:
             self._send_everywhere(turns, buffers)
@@ -274,18 +262,18 @@ class _WeightSync:
 
     def _take_part(self, turn: Turn) -> None:
         for _ in self._outgoing.tensors(turn):
-            raise AssertionError("tensors are for the rank that sends them")
+            raise AssertionError("only the sender of a turn gets its tensors")
 
     def _filled(self, turn: Turn, buffers: Buffers) -> Bucket | None:
-        """A bucket of a turn's tensors; None if something is wrong with one, or went wrong before."""
+        """A bucket of a turn's tensors; None after any failure."""
         made: list[Bucket] = []
         self._guarded(lambda: made.append(buffers.next(turn.specs)))
         return made[0] if self._fill(turn, made[0] if made else None) else None
 
     def _fill(self, turn: Turn, bucket: Bucket | None) -> bool:
-        """Takes digests of a turn's tensors and copies them into the bucket. False if something is wrong with one.
+        """Takes digests of a turn's tensors and copies them into the bucket. False after any failure.
 
-        Whatever is wrong, all parts of the turn are taken: others wait for that.
+        Even then it takes all parts of the turn, because other ranks wait for that.
         """
         self._sent.append(turn)
         views = dict(bucket.tensors) if bucket is not None else {}
@@ -303,17 +291,15 @@ class _WeightSync:
         place.copy_(tensor)
 
     def _deliver(self, bucket: Bucket) -> None:
-        """In this rank's turn, in a thread of its own."""
+        """Sends a bucket in this rank's turn. Runs in the delivery's thread."""
         if not self._begun and not self._peers.conducts:
             self._begun = True
             self._channel.begin(self._receivers, version=self._version)
         prepared = self._channel.prepare(bucket, self._receivers)
         self._channel.deliver(prepared, self._receivers, version=self._version)
 
-    # --- what is done once --------------------------------------------------------------------------------------------
-
     def _pause(self) -> None:
-        """Stops every engine; with `abort`, ends its requests and sees that nothing runs any more."""
+        """Pauses every engine. With `abort`, also makes sure that nothing runs any more."""
         with self._timed("pause"):
             on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
             if self._pause_mode == "abort":
@@ -322,7 +308,7 @@ class _WeightSync:
             self._begun = True
 
     def agree(self) -> SlimeError | dict[str, float]:
-        """What all ranks end with: the failure, or the cost."""
+        """The outcome on all ranks: the failure, or the cost."""
         parts = self._peers.gather(self._part())
         outcome: SlimeError | dict[str, float] | None = None
         if parts is not None:
@@ -340,7 +326,7 @@ class _WeightSync:
         names = [name for turn in self._sent for name in turn.hf_names]
         with self._timed("digest"):
             self._guarded(lambda: digests.append(self._expected.finish(names)))
-        reports: list[Any] = []  # of a channel that never began there is none
+        reports: list[Any] = []  # a channel that never began has none
         if self._begun:
             self._guarded(lambda: reports.append(self._channel.report()))
         report = reports[0] if reports else None
@@ -348,7 +334,7 @@ class _WeightSync:
         return _Part(self._failure, digests[0] if digests else {}, report, True, *seconds)
 
     def _complete(self, parts: Sequence[_Part]) -> None:
-        """Ends the transfer, then verifies every tensor of every rank of every engine."""
+        """Ends the transfer and verifies every tensor on every rank of every engine."""
         expected = merged(part.digests for part in parts)
         with self._timed("send"):
             reports = [part.report for part in parts if part.sends]
@@ -369,7 +355,6 @@ class _WeightSync:
             )
 
     def _resume(self) -> None:
-        """Lets every engine serve the verified version."""
         on_all(self._receivers, lambda c: c.resume(), "resume")
 
     def _cost(self, parts: Sequence[_Part]) -> dict[str, float]:
@@ -379,24 +364,20 @@ class _WeightSync:
         seconds = {f"update_weights_{name}_time": value for name, value in times.items()}
         return {**total, **seconds, "update_weights_bytes": float(self._num_bytes)}
 
-    # --- failures and times -------------------------------------------------------------------------------------------
-
-    def _guarded(self, step: Callable[..., Any], *args: Any, **named: Any) -> bool:
-        """Runs a step unless an earlier one failed; a failure is kept for the agreement at the end."""
-        if self._failure is not None:
-            return False
-        try:
-            step(*args, **named)
-        except Exception as error:
-            self._note(error)
-        return self._failure is None
+    def _guarded(self, step: Callable[..., Any], *args: Any, **named: Any) -> None:
+        """Runs a step unless an earlier one failed. Keeps the failure for the agreement at the end."""
+        if self._failure is None:
+            try:
+                step(*args, **named)
+            except Exception as error:
+                self._note(error)
 
     def _note(self, error: BaseException | None) -> None:
         """Keeps the first failure of this rank."""
         self._failure = self._failure or self._as_failure(error)
 
     def _as_failure(self, error: BaseException | None) -> SlimeError | None:
-        """What ranks can agree on."""
+        """An error that can be sent to the other ranks."""
         if error is None or isinstance(error, SlimeError):
             return error
         kind = type(error).__name__
@@ -404,26 +385,17 @@ class _WeightSync:
         failure.__cause__ = error
         return failure
 
-    def _timed(self, name: str) -> _Timer:
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         """Adds the seconds of a block to the cost of `name`."""
-        return _Timer(self._times, name)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._times[name] += time.monotonic() - began
 
 
 def _first_cause(failures: Sequence[SlimeError | None]) -> SlimeError | None:
-    """Of what ranks ended with: which engines failed, before what else did, before who waited in vain for another."""
+    """The most telling failure: one that names engines, then any other, and only then a wait that ran out."""
     found = [failure for failure in failures if failure is not None]
-    found.sort(key=lambda failure: (not failure.engines, isinstance(failure, DeadlineExceeded)))
-    return found[0] if found else None
-
-
-class _Timer:
-    """Adds the seconds of a block to one entry."""
-
-    def __init__(self, times: dict[str, float], name: str) -> None:
-        self._times, self._name = times, name
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __exit__(self, *exc: object) -> None:
-        self._times[self._name] += time.monotonic() - self._begin
+    return min(found, key=lambda f: (not f.engines, isinstance(f, DeadlineExceeded)), default=None)

@@ -1,13 +1,18 @@
-"""The order of a weight sync: which training rank sends which tensors, bucket by bucket. Every rank works it out alike.
+"""The order of a weight sync: which training rank sends which tensors, bucket by bucket. All ranks compute the same.
 
-A pipeline stage sends its own layers. In a model with experts the ranks that share those of a stage take turns, some
-layers each: the one whose turn it is gets the experts of the others (`training.state.outgoing`), so that every engine
-tensor comes from one rank, in order, which can take its digest without holding it.
+A pipeline stage sends its own layers. In a model with experts, the ranks that share the experts of a stage take turns
+with some layers each. The sender of a turn gets the experts of the others (`training.state.outgoing`). So each engine
+tensor comes from one rank, in order, and that rank can take its digest without holding it whole.
+
+A bucket is tensors that travel together, end to end in memory that is reused. While one bucket is on its way the next
+is filled, so a sender has two buckets beside its model.
 
 Invariants
 1. Each tensor is in one turn, each turn has one sender, and all ranks know all turns.
-2. What an engine holds in one tensor comes from one sender, in the order in which it is stacked there.
-3. A bucket is at most as large as it may be, unless it holds one tensor, or tensors that an engine loads together.
+2. One sender sends all parts of an engine tensor, in the order in which the engine stacks them.
+3. A bucket exceeds its limit only for a single tensor, or for tensors that an engine loads together.
+4. The tensors of a bucket lie end to end, wider types first. So each begins at a multiple of its element size, and
+   names, types and shapes tell where.
 """
 
 from __future__ import annotations
@@ -16,20 +21,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from slime.models.common.table import Entry
+from slime.models.common.table import Entry, FamilyTable
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-# Buckets: the tensors that travel together, end to end in memory that is filled again, two buffers of it.
-#
-# Invariants
-# 1. Tensors of a bucket lie end to end, wider types first: so each begins at a multiple of its element size, and
-#    whoever knows names, types and shapes knows where.
-# 2. While one bucket is on its way the next is filled; a third waits. So a sender has two buckets beside its model.
 
 NUM_BUFFERS = 2
 """One is filled while the other is sent."""
@@ -37,29 +35,26 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor that travels."""
+    """Name, shape and type of a tensor that is sent."""
 
     name: str
-    """Hugging Face's, under which an engine gets it."""
+    """The HF name."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors on their way."""
-
     tensors: tuple[tuple[str, Tensor], ...]
-    """(HF name, full tensor): views of one memory, in which they lie end to end."""
+    """(HF name, full tensor): views of one memory, end to end."""
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
-        """Views for these tensors at the beginning of `memory` [bytes] uint8, whose content is whatever it is."""
+        """Views of `memory` [bytes] uint8, from its start. The content is not touched."""
         tensors, start = [], 0
         for spec in in_memory_order(specs):
             end = start + spec.num_bytes
@@ -69,12 +64,11 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors)
 
     @property
     def flat(self) -> Tensor:
-        """[num_bytes] uint8: all of it as one view. Tensors that do not lie end to end are copied."""
+        """[num_bytes] uint8: all tensors as one view; a copy if they do not lie end to end."""
         import torch
 
         from slime.weights.hf_shards import byte_runs
@@ -84,59 +78,56 @@ class Bucket:
 
 
 def in_memory_order(specs: Iterable[Spec]) -> list[Spec]:
-    """Wider types first, else in their order."""
+    """Wider types first, otherwise in the given order."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 
 
 class Buffers:
-    """The memory of a sender's buckets, which are filled in turn."""
+    """The memory of a sender's buckets, used in turn."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        """`allocate`: [bytes] uint8 of memory that the transport sends from."""
+        """`allocate` returns [bytes] uint8 of memory that the transport sends from."""
         self._allocate = allocate
         self._held: list[Tensor | None] = [None] * NUM_BUFFERS
         self._number = 0
 
     def next(self, specs: Sequence[Spec]) -> Bucket:
-        """An unfilled bucket of these tensors, in the memory of the last but one, which nobody may read any more."""
+        """An unfilled bucket of these tensors, in memory of the last bucket but one, which nobody may still read."""
         place, self._number = self._number % NUM_BUFFERS, self._number + 1
         num_bytes = sum(spec.num_bytes for spec in specs)
         held = self._held[place]
         if held is None or held.numel() < num_bytes:
-            self._held[place] = held = None  # or both would be there for a moment
+            self._held[place] = held = None  # before the larger one is allocated
             self._held[place] = held = self._allocate(num_bytes)
         return Bucket.of(specs, held)
 
     def free(self) -> None:
-        """Gives the memory back."""
         self._held = [None] * NUM_BUFFERS
 
 
 MAX_SENDERS = 4
-"""Of a stage: each sender that is in a process group with engines costs every engine rank the memory of a
+"""Of a stage. Each sender that is in a process group with engines costs every engine rank the memory of a
 communicator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What buckets do not divide: the tensors of one parameter, or of experts that share them."""
+    """Tensors that stay in one bucket: those of one parameter, or of experts that share HF tensors."""
 
     entries: tuple[Entry, ...]
-    """Of the table; several where HF tensors hold all experts of a layer."""
+    """Of the table; several if HF tensors hold all experts of a layer."""
     specs: tuple[Spec, ...]
-    """What travels of them."""
     stage: int = 0
-    """The pipeline stage that has it."""
+    """Pipeline stage."""
 
     @property
     def num_bytes(self) -> int:
-        """Of what travels."""
         return sum(spec.num_bytes for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One bucket, and who sends it."""
+    """One bucket and its sender."""
 
     sender: int
     """Training rank."""
@@ -144,17 +135,15 @@ class Turn:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """The tensors, in the order of the table."""
+        """In the order of the table."""
         return tuple(spec for portion in self.portions for spec in portion.specs)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """The HF tensors of its portions."""
         return tuple(name for portion in self.portions for entry in portion.entries for name in entry.hf)
 
     @property
     def num_bytes(self) -> int:
-        """Of the bucket."""
         return sum(portion.num_bytes for portion in self.portions)
 
 
@@ -163,8 +152,8 @@ def turns_of(
 ) -> tuple[Turn, ...]:
     """All turns, stage after stage.
 
-    `portions`: in the order of the table. `senders`: of each stage the ranks that take turns. `together`: HF tensor ->
-    a name that it shares with those that stay in its bucket.
+    `portions`: in the order of the table. `senders`: for each stage, the ranks that take turns. `together`: HF tensor
+    -> a name shared by the tensors that must be in one bucket.
     """
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     turns: list[Turn] = []
@@ -177,7 +166,7 @@ def turns_of(
 
 
 def _shares(portions: Iterable[Portion], least_bytes: int | None) -> Iterator[list[Portion]]:
-    """Whole layers of a stage, as many as make a bucket; all of it if nobody shares."""
+    """Splits a stage between senders: whole layers, at least a bucket each; all in one if `least_bytes` is None."""
     share: list[Portion] = []
     for _, layer in groupby(portions, lambda portion: portion.entries[0].layer):
         share += layer
@@ -203,3 +192,28 @@ def _buckets(
         size += portion.num_bytes
     if held:
         yield tuple(held)
+
+
+class Outgoing(Protocol):
+    """The weights of one version on one training rank."""
+
+    @property
+    def table(self) -> FamilyTable: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def turns(self, limit_bytes: int) -> Sequence[Turn]:
+        """Every bucket of every rank, in order; the same on all ranks."""
+
+    def beside(self, turn: Turn) -> int:
+        """Bytes that the sender needs while it fills the bucket of a turn, beside that bucket and the parameters, as
+        far as they exceed the room that every bucket leaves."""
+
+    def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
+        """On the sender, the (HF name, full tensor) of a turn. A tensor is valid while somebody holds it.
+
+        All ranks walk through all turns: ranks that have a part of its tensors give it, and get nothing. A bad tensor
+        raises a `SlimeError` after all parts of the turn were given. After any other error the ranks are in different
+        collectives, and the caller must not go on.
+        """

@@ -28,12 +28,11 @@ from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, warm_digest
 from slime.serving.server import ServerSpec, SGLangServer
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
 from tests.support.tiny import write_tiny_model
-from tests.support.weights import Ranks, TamperingChannel, disk_settings, transport_context
+from tests.support.weights import Ranks, TamperingChannel, Whole, disk_settings, transport_context
 
 GPUS = (0, 1)
 pytestmark = [

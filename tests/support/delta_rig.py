@@ -12,11 +12,10 @@ from slime.serving.control import FolderEngineControl
 from slime.serving.payloads import digest
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.folder import Manifest, folder_of
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
-from tests.support.weights import model
+from tests.support.weights import Whole, model
 
 URL = "http://127.0.0.1:30000"
 

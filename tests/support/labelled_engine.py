@@ -24,13 +24,12 @@ from slime.models.common.table import FamilyTable
 from slime.rollout.client.engine_client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_state import num_running
 from tests.support.tiny import VOCAB_SIZE
-from tests.support.weights import transport_context
+from tests.support.weights import Whole, transport_context
 
 LOGIT_STEP = 0.125
 TOLERANCE = 1e-5

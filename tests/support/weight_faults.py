@@ -30,11 +30,10 @@ from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.topology import ONE_RANK
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
-from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Receiver
 from slime.weights.sync import Difference, describe, sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
-from slime.weights.turns import Bucket
+from slime.weights.turns import Bucket, Outgoing
 from tests.support.forwarding import between, forward
 from tests.support.weight_agents import agent_beside, delta_channel
 from tests.support.weights import TamperingChannel, disk_settings, transport_context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.transports import Channel, TransportContext
-from slime.weights.turns import Bucket
+from slime.weights.turns import Bucket, Portion, Spec, Turn, turns_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -263,3 +263,37 @@ class Ranks:
             tell=self.words.tell,
             hear=self.words.hear,
         )
+
+
+class Whole:
+    """`Outgoing` of a trainer in which each rank holds all tensors whole."""
+
+    def __init__(
+        self,
+        table: FamilyTable,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        rank: int = 0,
+        senders: Sequence[Sequence[int]] = ((0,),),
+    ) -> None:
+        """`named_tensors`: (HF name, full tensor) in any order; the sync itself finds missing ones. `senders`: the
+        ranks of each stage that take turns.
+        """
+        self.table, self._rank, self._senders = table, rank, senders
+        self._tensors: Mapping[str, torch.Tensor] = dict(named_tensors)
+        self.device = next(iter(self._tensors.values())).device
+
+    def turns(self, limit_bytes: int) -> Sequence[Turn]:
+        """Raises `WeightSyncError` for a tensor that the table does not name."""
+        portions = [
+            Portion((self.table.entry_of_hf(name),), (Spec(name, tuple(tensor.shape), tensor.dtype),))
+            for name, tensor in self._tensors.items()
+        ]
+        return turns_of(portions, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
+
+    def beside(self, turn: Turn) -> int:
+        return 0  # nothing is gathered
+
+    def tensors(self, turn: Turn) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in turn.specs if turn.sender == self._rank else ():
+            yield spec.name, self._tensors[spec.name]

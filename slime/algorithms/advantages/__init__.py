@@ -1,8 +1,8 @@
-"""Advantages and returns, computed in NumPy float64 on the host from the whole batch.
+"""Advantages and returns, NumPy float64 on the host, computed from the whole batch.
 
-To add an estimator, derive a frozen dataclass from `AdvantageEstimator` (or from `grpo.GroupEstimator`) and register
-it; its fields are its settings. A user's own estimator is selected by its path: `--advantage-estimator my_pkg.mine`.
-`returns` has the formulas that several estimators share, and whitening. `distillation` applies to any estimator.
+To add an estimator, derive a frozen dataclass from `AdvantageEstimator` (or from `GroupEstimator` in `grpo`), whose
+fields are its settings, and register it. A user's own is named by its path: `--advantage-estimator my_pkg.mine`.
+`returns` and `distillation` hold what several estimators share.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Arrays = tuple[npt.NDArray[Any], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardedBatch:
-    """The input of an estimator: a batch of S samples, in the batch's order; the same on every rank."""
+    """The columns of a batch of S samples that an estimator reads, in batch order; the same on every rank."""
 
     rewards: Array
     """[S] raw rewards; NaN for an unscored sample, which gets advantage 0 and enters no statistic."""
     groups: npt.NDArray[np.int64]
-    """[S] prompt id, shared by all samples of one prompt, wherever they are in the batch."""
+    """[S] prompt id."""
     executions: npt.NDArray[np.int64]
     """[S] execution id; fan-out siblings share it and count once."""
     masks: Arrays
-    """[R] 1.0 where trained, zero throughout an unscored sample."""
+    """[R] 1.0 where trained; all zero for an unscored sample."""
     log_probs: Arrays | None = None
-    """[R] the policy's log-probs before the update, under the whole distribution; None unless the estimator
-    `reads_log_probs` or a setting needs them."""
+    """[R] of the policy before the update, over the whole distribution; None unless the estimator `reads_log_probs` or
+    a setting needs them."""
     ref_log_probs: Arrays | None = None
     """[R] the reference's log-probs; None without a reference."""
     kl: Arrays | None = None
-    """[R] estimate of the KL to the reference; None without --kl-coef."""
+    """[R] estimated KL to the reference; None without --kl-coef."""
     kl_coef: float = 0.0
     """Weight of the KL in the reward. Every estimator applies it."""
     values: Arrays | None = None
@@ -54,26 +54,25 @@ class RewardedBatch:
 
     @property
     def kl_S(self) -> Sequence[npt.NDArray[Any] | None]:
-        """[S] the KL of each sample; all None without --kl-coef."""
+        """The KL per sample; a None per sample without --kl-coef."""
         return self.kl if self.kl is not None else (None,) * len(self.masks)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The output of an estimator: one float64 array [R] per sample."""
+    """The result of an estimator, per sample [R] float64, zero where masked."""
 
     advantages: Arrays
-    """Zero where masked."""
     returns: Arrays | None = None
-    """The returns that the critic learns to predict, zero where masked; None without a critic."""
+    """The critic learns to predict these; None without a critic."""
 
 
 class AdvantageEstimator(ABC):
-    """Turns rewards into advantages. The class attributes describe the estimator to the rest of slime."""
+    """Turns rewards into advantages."""
 
     name: ClassVar[str]
     default_policy_loss: ClassVar[str] = "ppo_clip"
-    """The default of --policy-loss with this estimator."""
+    """The default of --policy-loss."""
     needs_critic: ClassVar[bool] = False
     """Whether a value model is trained along with the policy; see `CriticEstimator`."""
     whitens: ClassVar[bool] = False
@@ -81,20 +80,20 @@ class AdvantageEstimator(ABC):
     reads_log_probs: ClassVar[bool] = False
     """Whether it reads the policy's log-probs, which then need a forward pass before the update."""
     compares_within_group: ClassVar[bool] = False
-    """Whether each answer is compared with the other answers to its prompt, so that a group of one has no effect."""
+    """Whether it compares the answers to a prompt, so that nothing is learnt from a group of one."""
 
     @abstractmethod
     def estimate(self, batch: RewardedBatch) -> Estimate:
-        """The advantages of a batch, before distillation and whitening. Deterministic: every rank computes the same."""
+        """The advantages of a batch, before distillation and whitening. Deterministic: all ranks compute the same."""
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work together, checked before the start; None if they can."""
+        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticEstimator(AdvantageEstimator):
-    """An estimator that reads a critic's values, together with the critic's loss."""
+    """An estimator with a critic, and the loss of that critic."""
 
     needs_critic: ClassVar[bool] = True
 
@@ -102,7 +101,7 @@ class CriticEstimator(AdvantageEstimator):
     """Range of a value's change per update (PPO)."""
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss [R], differentiable in `values`; 1.0 where the clip determined it [R]); both zero where masked."""
+        """(loss [R], differentiable in `values`; 1.0 where the clip decided it [R]), both zero where masked."""
         from slime.algorithms.token_losses import value_loss
 
         return value_loss(values, old_values, returns, mask, value_clip=self.value_clip)
@@ -117,5 +116,5 @@ ESTIMATORS: Registry[AdvantageEstimator] = Registry(
 
 
 def where_trained(values: Sequence[npt.NDArray[Any]], masks: Arrays) -> Arrays:
-    """`values` with zeros at masked positions, where returns may be non-zero."""
+    """Values with zeros where masked."""
     return tuple(np.where(m > 0, v, 0.0) for v, m in zip(values, masks, strict=True))

@@ -1,5 +1,11 @@
 """Estimators that compare the rewards of one prompt's executions: GRPO with or without the standard deviation, RLOO,
 and GSPO, CISPO and SAPO, which use GRPO's advantages.
+
+Invariants
+1. Groups are formed by `group_index`, never by position.
+2. An execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
+3. A group of one, and a group whose executions have equal rewards, have advantage exactly 0.
+4. A reward of NaN means unscored: it enters no statistics, and its sample has advantage 0.
 """
 
 from __future__ import annotations
@@ -20,28 +26,20 @@ from slime.settings.fields import Need, always, derived, opt
 if TYPE_CHECKING:
     from slime.settings import Args
 
-# Shared by these estimators: comparing rewards within the samples of each prompt of the batch.
-#
-# Invariants
-# 1. Groups are formed by `group_index`, never by position.
-# 2. An execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
-# 3. A group of one, and a group whose executions have equal rewards, have advantage exactly 0.
-# 4. A reward of NaN means unscored: it enters no statistics, and its sample has advantage 0.
-
 EQUAL_TOLERANCE = 1e-12
 """Relative tolerance for equal rewards. The mean over siblings has rounding errors, and dividing them by a tiny
 standard deviation would amplify noise."""
 
 
 def _hook_of_rewards(s: Any) -> str | None:
-    """The flag of the user's hook, if any, that returns rewards to train on without normalisation."""
+    """The given hook whose rewards are trained without normalisation."""
     names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(AdvantageEstimator):
-    """Gives each sample one advantage from its group's rewards, and subtracts the KL to the reference per token."""
+    """One advantage per sample, from the rewards of its group, minus the KL to the reference at each token."""
 
     compares_within_group: ClassVar[bool] = True
 
@@ -57,19 +55,18 @@ class GroupEstimator(AdvantageEstimator):
         asks=always,
     )
     """Subtract the group's mean reward. Off with --custom-reward-post-process-path and
-    --custom-convert-samples-to-train-data-path, whose rewards are trained as they are."""
+    --custom-convert-samples-to-train-data-path, whose rewards are trained unchanged."""
 
     @abstractmethod
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
-        """[S] rewards minus their baseline, possibly scaled; 0 where there is nothing to compare."""
+        """Rewards [S] minus their baseline; 0 if there is nothing to compare."""
 
     def check(self, args: Args) -> str | None:
-        """Refuses to normalise the rewards of a user's hook again."""
         if not (args.custom_reward_post_process_path and self.rewards_normalization):
             return None
         return (
-            "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the hook "
-            "returns once more; drop the switch and normalise in the hook"
+            "got --custom-reward-post-process-path with --rewards-normalization, which would normalise the hook's "
+            "rewards again; drop the switch and normalise in the hook"
         )
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
@@ -86,7 +83,7 @@ def iter_groups(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
-    """Yields for each group: (positions of its scored samples, index of each one's execution, reward per execution)."""
+    """For each group: its scored samples, the execution of each (an index into the last), reward of each execution."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
     scored = ~np.isnan(rewards)
@@ -97,13 +94,9 @@ def iter_groups(
 
 
 def nothing_to_compare(own: Array) -> bool:
-    """Whether a group has only one execution, or the same reward for all. `own`: the reward of each execution."""
+    """Whether a group has one execution, or equal rewards."""
     return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())
 
-
-# GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
-#
-# Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) omits the division by the standard deviation.
 
 STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
@@ -116,7 +109,10 @@ _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_no
 @ESTIMATORS.register("grpo")
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(GroupEstimator):
-    """GRPO: rewards, centred and scaled within the group."""
+    """GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
+
+    Without the division it is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+    """
 
     grpo_std_normalization: bool = derived(
         lambda s: s.n_samples_per_prompt != 1,
@@ -149,7 +145,6 @@ class GroupRelative(GroupEstimator):
         return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
 
     def check(self, args: Args) -> str | None:
-        """Refuses contradicting values of the two settings for the division."""
         both = args.was_given("grpo_std_normalization") and args.was_given("advantage_scale")
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
             return (
@@ -167,10 +162,9 @@ def group_advantages(
     scale: Scale = "group",
     epsilon: float = STD_EPSILON,
 ) -> Array:
-    """[S] reward of each sample minus the mean of its group, divided according to `scale`.
+    """Each sample's reward minus the mean of its group [S], divided as `scale` says.
 
-    group: divide by the group's standard deviation + epsilon. batch: divide by the standard deviation over all
-    executions of the batch + epsilon. none: do not divide.
+    group: by the group's standard deviation + epsilon; batch: by that of all executions of the batch; none: undivided.
     """
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
@@ -191,46 +185,37 @@ def group_advantages(
             assert_never(never)
 
 
-# GSPO (Zheng et al. 2025, arXiv:2507.18071): the advantages of GRPO, with a sequence-level policy loss.
-
-
 @ESTIMATORS.register("gspo")
 @dataclass(frozen=True, kw_only=True)
 class GspoAdvantages(GroupRelative):
-    """GRPO's advantages, with the policy loss of GSPO."""
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): GRPO's advantages with a policy loss of sequences."""
 
     default_policy_loss: ClassVar[str] = "gspo"
-
-
-# CISPO (MiniMax-M1, arXiv:2506.13585): the advantages of GRPO, with a clipped weight as policy loss.
 
 
 @ESTIMATORS.register("cispo")
 @dataclass(frozen=True, kw_only=True)
 class CispoAdvantages(GroupRelative):
-    """GRPO's advantages, with the policy loss of CISPO."""
+    """CISPO (MiniMax-M1, arXiv:2506.13585): GRPO's advantages with a clipped weight as policy loss."""
 
     default_policy_loss: ClassVar[str] = "cispo"
-
-
-# SAPO (Gao et al. 2025, arXiv:2511.20347): the advantages of GRPO, with a soft gate as policy loss.
 
 
 @ESTIMATORS.register("sapo")
 @dataclass(frozen=True, kw_only=True)
 class SapoAdvantages(GroupRelative):
-    """GRPO's advantages, with the policy loss of SAPO."""
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): GRPO's advantages with a soft gate as policy loss."""
 
     default_policy_loss: ClassVar[str] = "sapo"
-
-
-# RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R - mean of the others = G / (G - 1) * (R - mean).
 
 
 @ESTIMATORS.register("rloo")
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(GroupEstimator):
-    """RLOO: the baseline excludes the execution's own reward, so it adds no bias."""
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R - mean of the others = G / (G - 1) * (R - mean).
+
+    The baseline does not contain the reward itself, so it adds no bias.
+    """
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
         return leave_one_out(rewards, groups, executions)
@@ -241,7 +226,7 @@ def leave_one_out(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Array:
-    """[S] reward of each sample minus the mean reward of the group's other executions; 0 if there are none."""
+    """Each sample's reward minus the mean of the other executions of its group [S]; 0 if there are none."""
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
     for members, which, own in iter_groups(rewards, group_index_S, execution_S):

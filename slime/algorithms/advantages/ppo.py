@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 @ESTIMATORS.register("ppo")
 @dataclass(frozen=True, kw_only=True)
 class ProximalAdvantages(ReturnSettings, CriticEstimator):
-    """PPO's advantages: the critic's values are the baseline of every token."""
-
     lambd: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Lambda of generalized advantage estimation (ppo, arXiv:1506.02438)."""
 
@@ -40,9 +38,8 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
         return Estimate(where_trained(advantages, batch.masks), where_trained(returns, batch.masks))
 
     def check(self, args: Args) -> str | None:
-        """Refuses `reset`, which generalized advantage estimation does not have."""
         if self.observation_returns == "reset":
-            return "got observation_returns reset with ppo, which bootstraps; give skip or through"
+            return "got --observation-returns reset with ppo, which cannot bootstrap across it; give skip or through"
         return None
 
 
@@ -57,8 +54,8 @@ def generalized_advantages(
 ) -> tuple[Array, Array]:
     """(advantages [R], returns [R]) of one sample; all inputs [R].
 
-    skip: observation tokens are not steps; V_{t+1} is the value at the next trained token, and both results are 0 at
-    observation tokens. through: every token is a step with its own value.
+    skip: observation tokens take no time and their values do not matter; V_{t+1} is that of the next trained token, and
+    both results are 0 there. through: every token is a step with its own value.
     """
     trained = np.asarray(mask) > 0
     if observations == "through":

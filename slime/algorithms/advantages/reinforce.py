@@ -16,7 +16,7 @@ from slime.algorithms.advantages.returns import Observations, ReturnSettings, re
 @ESTIMATORS.register("reinforce_plus_plus")
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
-    """REINFORCE++: discounted returns without a baseline, then whitened."""
+    """Discounted returns without a baseline."""
 
     whitens: ClassVar[bool] = True
 
@@ -31,7 +31,7 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
 def discounted_returns(
     token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
 ) -> Array:
-    """[R] R_t = r_t + gamma * R_{t+1} over the tokens of one sample; values at masked positions are not trained."""
+    """R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]. Values at masked positions are not trained."""
     trained = np.asarray(mask) > 0
     rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
     if observations == "through":
@@ -46,13 +46,10 @@ def discounted_returns(
     assert_never(observations)
 
 
-# The REINFORCE++ baseline (Hu 2025, arXiv:2501.03262): A = R - mean of the group, at every token, then whitened.
-
-
 @ESTIMATORS.register("reinforce_plus_plus_baseline")
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaseline(GroupEstimator):
-    """Rewards, centred within the group and scaled over the batch."""
+    """A = R - mean of the group at every token, then whitened over the batch (Hu 2025, arXiv:2501.03262)."""
 
     whitens: ClassVar[bool] = True
 

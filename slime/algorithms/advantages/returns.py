@@ -1,8 +1,8 @@
-"""Token rewards, returns and whitening, shared by several estimators.
+"""Rewards of tokens, and what estimators that sum them share: returns, the reverse scan and whitening.
 
-Observation tokens (masked, inside a response) are not actions of the policy. `observation_returns` says how returns
-treat them. skip (default): they are not steps; the next trained token is the next step. through: they discount like any
-other token. reset: no reward flows back across them.
+Observation tokens (masked, inside a response) are not steps of the policy. `observation_returns` says how returns treat
+them. skip: they take no time, the next trained token is the next step (default); through: they discount like any token;
+reset: nothing flows back across them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ Observations = Literal["skip", "through", "reset"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnSettings:
-    """Settings of estimators that sum up the rewards of later tokens."""
-
     gamma: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Discount of later tokens' rewards (ppo, reinforce_plus_plus)."""
     observation_returns: Observations = opt("skip", needs=OWN_ADVANTAGES)
-    """What tokens that the policy did not write (tool results) do to returns: they are skipped, count as time steps, or
-    end the discounted sum (reinforce_plus_plus only)."""
+    """How returns treat tokens that the policy did not write (tool results): skip them, count them as time steps
+    (through), or end the discounted sum there (reset, only reinforce_plus_plus)."""
 
 
 def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
-    """Token rewards [R] of each sample, including the KL penalty. An unscored sample counts as reward 0."""
+    """Token rewards [R] of each sample, with the KL to the reference. An unscored sample has no reward."""
     return [
         token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
         for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
@@ -48,10 +46,10 @@ def token_rewards(
 ) -> Array:
     """[R] -kl_coef * kl at each trained token, plus `reward` at the last one; zero elsewhere.
 
-    Raises `DataError` if the reward is not finite, because an unscored sample must be masked before.
+    Raises `DataError` if the reward is not finite: an unscored sample must be masked before.
     """
     if not math.isfinite(reward):
-        raise DataError(f"got reward {reward}, because the sample is unscored; mask it before its returns are computed")
+        raise DataError(f"got reward {reward} of an unscored sample; mask it before its returns are computed")
     out = spread_advantage(0.0, mask, kl, kl_coef)
     trained = np.flatnonzero(np.asarray(mask) > 0)
     if len(trained):
@@ -62,7 +60,7 @@ def token_rewards(
 def spread_advantage(
     advantage: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
 ) -> Array:
-    """[R] the advantage of a sample minus kl_coef * kl at each trained token; zero where masked.
+    """The advantage of a sample minus kl_coef * kl, at each trained token [R]; zero where masked.
 
     Estimators that compare rewards within a group apply the KL penalty in this way, after the baseline.
     """
@@ -72,21 +70,20 @@ def spread_advantage(
     return np.where(np.asarray(mask) > 0, values, 0.0)
 
 
-# y_t = x_t + decay * y_{t+1}, computed exactly from the end, in chunks.
-#
-# Within a chunk the recursion is a product with the upper triangular matrix of powers of `decay`, for all chunks at
-# once. Only the carry from each chunk to the one before it is serial.
-
 Floats = npt.NDArray[np.float64]
 CHUNK_TOKENS = 128
 
 
 def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
-    """y_t = x_t + decay * y_{t+1} for x [R], in float64."""
+    """y [R] with y_t = x_t + decay * y_{t+1}, exact, in float64.
+
+    Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, for all chunks
+    at once. Only the value that a chunk passes to the one before it is serial.
+    """
     assert chunk > 0, f"got chunk {chunk}"
     num = -(-len(x) // chunk)
     padded = np.zeros(num * chunk, np.float64)
-    padded[: len(x)] = x  # zeros at the end do not change the recursion
+    padded[: len(x)] = x  # zeros after the end do not change the recursion
     powers = _powers(float(decay), chunk)
     out: Floats = padded.reshape(num, chunk) @ powers.T
     to_next = decay * powers[:, -1]
@@ -103,20 +100,18 @@ def _powers(decay: float, chunk: int) -> Floats:
     return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
 
 
-# Zero mean and unit variance over all trained tokens of a batch (REINFORCE++, arXiv:2501.03262).
-#
-# Uses two passes with exact sums (Shewchuk 1997, `math.fsum`), so the order of the samples cannot matter. It avoids the
-# difference of two large moments, which fails in float32 at an offset of 1000. The variance divides by N - 1.
-
 WHITEN_EPSILON = 1e-8
 """Added to the variance."""
 
 
 def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[Floats]:
-    """Whitened advantages [R] of each sample, zero where masked.
+    """Advantages with zero mean and unit variance over all trained tokens of the batch (REINFORCE++, arXiv:2501.03262);
+    per sample [R], zero where masked.
 
-    All zeros if there are fewer than two trained tokens, or all have the same advantage. Statistics are over tokens, so
-    long responses weigh more. Pass an unscored sample with a mask of zeros.
+    All zeros if there are fewer than two trained tokens or all have the same advantage. Statistics are over tokens, so
+    long responses weigh more; give an unscored sample a mask of zeros. Two passes with exact sums (Shewchuk 1997,
+    `math.fsum`) avoid the difference of two large moments, which fails at an offset of 1000 in float32, and make the
+    order of samples irrelevant. The variance divides by N - 1.
     """
     assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
     keep = [np.asarray(m) > 0 for m in mask_S]

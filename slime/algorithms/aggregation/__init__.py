@@ -1,10 +1,10 @@
-"""Aggregates per-token losses into one number, with a weight per token computed from the whole step before it is split.
+"""Aggregations of token losses: a weight per token, computed from the whole step before it is split.
 
-The loss of a step is sum(weight * token_loss). The weights contain the denominators of the whole step, so the sum and
-its gradient are the same for any partition into ranks, micro-batches and packed rows.
+The loss of a step is sum(weight * token_loss). The weights contain the denominators of the whole step, so any partition
+into ranks, micro-batches and packed rows gives the same sum and the same gradient.
 
-To add an aggregation, derive a frozen dataclass from `Aggregation` and register it; its fields are its settings. A
-user's own is selected by its path: `--loss-aggregation my_pkg.mine`.
+To add an aggregation, derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it. A
+user's own is named by its path: `--loss-aggregation my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Array = npt.NDArray[np.float64]
 
 
 class Aggregation(ABC):
-    """How the token losses of one optimizer step add up."""
+    """Weighs the token losses of one optimizer step."""
 
     name: ClassVar[str]
     counts_executions: ClassVar[bool] = True
-    """Whether the loss is divided by the number of executions; if not, by the number of trained tokens."""
+    """Whether the number of executions is a denominator; otherwise the number of trained tokens is."""
 
     @abstractmethod
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """The weights of the response tokens of one optimizer step: [R] float64 per sample, zero where masked.
+        """Weight of every response token of one optimizer step, per sample [R] float64; zero where masked.
 
-        `mask_S`: trained tokens [R] of each sample, 0 or 1 (or any weight >= 0). `execution_S`: execution id of each
-        sample. With `count_masked`, an execution without trained tokens still counts in N, as a filtered answer does.
-        Do not pass unscored samples.
+        `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: its execution id. An
+        execution without trained tokens contributes zero but counts in N, unless `count_masked` is false. Unscored
+        samples are not passed.
         """
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work together, checked before the start; None if they can."""
+        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
         return None
 
 
@@ -57,7 +57,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 
 
 def trained_tokens(mask_S: Sequence[npt.NDArray[Any]]) -> list[float]:
-    """[S] number of trained tokens of each sample, or the sum of their weights."""
+    """Number of trained tokens (or the sum of their weights) of each sample."""
     return [math.fsum(np.asarray(m, np.float64).tolist()) for m in mask_S]
 
 
@@ -71,27 +71,25 @@ def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequen
 
 
 def num_counted(per_execution: dict[int, float], count_masked: bool) -> int:
-    """N, the number of executions of the step. Executions without trained tokens count only with `count_masked`."""
+    """N: the number of executions; those without trained tokens count only with `count_masked`."""
     return sum(count_masked or total > 0 for total in per_execution.values())
 
 
 def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
-    """The mask divided by `denominator`; zeros if it is zero."""
+    """mask / denominator; zeros if that is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
     weights: Array = np.asarray(mask, np.float64) / denominator
     return weights
 
 
-# m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
-#
-# Fan-out siblings share the mean of their execution, weighted by tokens.
-
-
 @AGGREGATIONS.register("sequence_mean")
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean(Aggregation):
-    """All executions have the same weight."""
+    """m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
+
+    Every execution weighs the same. Siblings share the mean of their execution, weighted by tokens.
+    """
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
@@ -101,13 +99,10 @@ class SequenceMean(Aggregation):
         return [divided(m, per_execution[e] * num) for m, e in zip(mask_S, execution_S, strict=True)]
 
 
-# m / (trained tokens of the step): the mean over tokens (DAPO, arXiv:2503.14476).
-
-
 @AGGREGATIONS.register("token_mean")
 @dataclass(frozen=True, kw_only=True)
 class TokenMean(Aggregation):
-    """All tokens of the step have the same weight, regardless of executions."""
+    """m / (trained tokens of the step): the mean over tokens (DAPO, arXiv:2503.14476)."""
 
     counts_executions: ClassVar[bool] = False
 
@@ -119,13 +114,10 @@ class TokenMean(Aggregation):
         return [divided(m, denominator) for m in mask_S]
 
 
-# m / N: the mean over executions of the sum over their tokens, so long answers weigh more.
-
-
 @AGGREGATIONS.register("sequence_sum")
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum(Aggregation):
-    """All tokens have the same weight, independent of the lengths of the step's answers."""
+    """m / N: the mean over executions of their token sums, so long answers weigh more."""
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
@@ -134,13 +126,10 @@ class SequenceSum(Aggregation):
         return [divided(m, num) for m in mask_S]
 
 
-# m / (N * constant_length): every execution is divided by the same number of tokens (Dr. GRPO, arXiv:2503.20783).
-
-
 @AGGREGATIONS.register("constant_length")
 @dataclass(frozen=True, kw_only=True)
 class ConstantLength(Aggregation):
-    """The sum over tokens, divided by a constant, so that response length introduces no bias."""
+    """m / (N * constant_length): one divisor for all, which no length can bias (Dr. GRPO, arXiv:2503.20783)."""
 
     loss_constant_length: int = derived(
         lambda s: s.rollout_max_total_response_len or s.rollout_max_response_len,
@@ -152,11 +141,10 @@ class ConstantLength(Aggregation):
     --rollout-max-total-response-len if that is given, else --rollout-max-response-len."""
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for a length that is not positive."""
         if not self.loss_constant_length or self.loss_constant_length < 0:
             raise ConfigError(
-                f"got --loss-constant-length {self.loss_constant_length}, because constant_length divides by it; give "
-                "a number of tokens, for example the longest response"
+                f"got --loss-constant-length {self.loss_constant_length}, by which constant_length divides; give a "
+                "number of tokens, for example the longest response"
             )
 
     def token_weights(

@@ -1,14 +1,13 @@
 """Per-token estimators of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
 
-Every estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator`, define
-`of_log_ratio`, and register it. A user's own is selected by its path: `--kl-loss-type my_pkg.mine`.
+An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it. A
+user's own is named by its path: `--kl-loss-type my_pkg.mine`.
 
-With `old_log_probs` the estimate is multiplied by the ratio policy / old, and the gradient flows through the ratio as
-well (DeepSeek-V3.2, arXiv:2512.02556). Value and gradient are then unbiased for tokens sampled from the old policy.
+With `old_log_probs` the estimate is multiplied by the ratio policy / old, and the gradient flows through both
+(DeepSeek-V3.2, arXiv:2512.02556): value and gradient are then unbiased for tokens sampled from the old policy.
 
-Bounds apply to the minimised quantity: the estimate, or its product with the ratio. Bounding only the estimate inside
-the product would be wrong: with k3 clamped to 10, the gradient of the ratio alone would push the policy away. A token
-at which a bound acts has no gradient.
+A bound acts on the whole product of estimate and ratio, not on the estimate alone: k3 clamped to 10, times a rising
+ratio, would push the policy away. A token at a bound has no gradient.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class KLEstimator(ABC):
         if old_log_probs is None:
             d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
             return self.bounded(self.of_log_ratio(d))
-        # The slopes of k3 and of the ratio are both as large as exp(-d), but their sum is only d. In float32 their
-        # rounding errors would swamp the sum.
+        # The slopes of k3 and of the ratio are both as large as exp(-d), but their sum is d: in float32 only their
+        # rounding would remain, with a random sign.
         policy = log_probs.double()
         d, limited = clamped_log_ratio(policy, ref_log_probs.detach(), mask, log_ratio_limit)
         log_ratio, ratio_limited = clamped_log_ratio(policy, old_log_probs.detach(), mask, log_ratio_limit)
@@ -59,14 +58,11 @@ class KLEstimator(ABC):
         return torch.where(limited | ratio_limited, product.detach(), product).to(log_probs.dtype)
 
     def bounded(self, values: Tensor) -> Tensor:
-        """[R] `values` (the estimates, or their products with the ratio) within the estimator's bounds.
-
-        The gradient is zero where a bound acts. By default there are no bounds.
-        """
+        """The estimates [R], or their products with the ratio, clamped to the estimator's bounds (default: none)."""
         return values
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work together, checked before the start; None if they can."""
+        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
         return None
 
 
@@ -74,52 +70,41 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
     "KL estimator", flag="--kl-loss-type", package="slime.algorithms.kl", contract=KLEstimator
 )
 
-# k1 = d: unbiased, with high variance. As a loss its expected gradient is always zero.
-
 
 @KL_ESTIMATORS.register("k1")
 @dataclass(frozen=True, kw_only=True)
 class K1(KLEstimator):
-    """The log-ratio itself."""
+    """k1 = d: unbiased, with high variance. As a loss its expected gradient is zero at any distance."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return d
 
     def check(self, args: Args) -> str | None:
-        """Refuses k1 as a loss, where it would have no effect."""
         if not (args.use_kl_loss and args.kl_loss_coef) or args.use_unbiased_kl:
             return None
         return (
-            f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient is "
+            f"got --kl-loss-type k1 with --kl-loss-coef {args.kl_loss_coef}, but as a loss its expected gradient is "
             "zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
         )
-
-
-# k2 = d^2 / 2: biased, but its on-policy gradient equals that of the KL.
 
 
 @KL_ESTIMATORS.register("k2")
 @dataclass(frozen=True, kw_only=True)
 class K2(KLEstimator):
-    """Half the squared log-ratio."""
+    """k2 = d^2 / 2: biased; on policy its gradient is that of the KL."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return d.square() / 2
 
 
-# k3 = exp(-d) - 1 + d: unbiased and never negative, but its gradient is biased.
-
-
 @KL_ESTIMATORS.register("k3")
 @dataclass(frozen=True, kw_only=True)
 class K3(KLEstimator):
-    """The log-ratio with a control variate."""
+    """k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is biased."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return (-d).expm1() + d
 
-
-# low_var_kl: k3, or its product with the ratio, clamped to +-10, so that no single token dominates the penalty.
 
 LOW_VAR_LIMIT = 10.0
 
@@ -127,7 +112,7 @@ LOW_VAR_LIMIT = 10.0
 @KL_ESTIMATORS.register("low_var_kl")
 @dataclass(frozen=True, kw_only=True)
 class LowVarianceKL(K3):
-    """k3, clamped; the gradient is zero where the clamp acts."""
+    """k3, or its product with the ratio, clamped to +-10, so that no token dominates the penalty."""
 
     def bounded(self, values: Tensor) -> Tensor:
         return values.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)

@@ -1,10 +1,10 @@
-"""Corrections for tokens that another policy sampled: weights and masks, through which no gradient flows.
+"""Corrections for tokens that another policy sampled: weights and masks without a gradient.
 
-Several corrections may be combined. Each takes the policy loss from the previous one, in the order of
---off-policy-corrections. They multiply token losses and never change the denominators of the step.
+Several may act, in the order of --off-policy-corrections: each gets the policy loss of the one before. They multiply
+token losses; the denominators of the step stay, whatever is masked.
 
-To add a correction, derive a frozen dataclass from `Correction` and register it; its fields are its settings. A user's
-own is selected by its path: `--off-policy-corrections tis my_pkg.mine`.
+To add a correction, derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. A
+user's own is named by its path: `--off-policy-corrections tis my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyTokens:
-    """The input of a correction: a micro-batch with R response tokens. No tensor carries a gradient."""
+    """The columns of a micro-batch with R response tokens that a correction reads; none has a gradient."""
 
     log_probs: Tensor
     """[R] log-probs under the current policy."""
     old_log_probs: Tensor
-    """[R] log-probs under the old policy: the trainer's before the update, or the engine's with
-    --use-rollout-logprobs."""
+    """[R] of the old policy: the trainer's before the update, or the engine's with --use-rollout-logprobs."""
     trainer_log_probs: Tensor
-    """[R] the trainer's log-probs before the update, under the whole distribution, like those that engines report."""
+    """[R] the trainer's before the update, over the whole distribution, as engines report them."""
     rollout_log_probs: Tensor
     """[R] the engine's log-probs; meaningless where `sampled` is 0."""
     sampled: Tensor
-    """[R] 1.0 where the token is trained and has an engine's log-prob."""
+    """[R] 1.0 for trained tokens with an engine's log-prob."""
     mask: Tensor
     """[R] 1.0 where the token is trained."""
     advantages: Tensor
     """[R] advantage of each token."""
     sequences: Sequences
-    """Maps tokens to samples."""
     lengths: tuple[int, ...]
     """Number of response tokens of each sample."""
     total_lengths: tuple[int, ...]
@@ -51,37 +49,36 @@ class OffPolicyTokens:
     args: Args
     """All settings, for users' functions."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this value; 0 means no clamp."""
+    """Log-ratios are clamped to +- this; 0: no clamp."""
 
 
 class Correction(ABC):
-    """Changes the policy loss of tokens according to how they were sampled."""
+    """Changes the policy loss of tokens by how they were sampled."""
 
     name: ClassVar[str]
     switch: ClassVar[str] = ""
-    """The flag that enables it, for messages."""
+    """The flag that turns it on, for messages."""
     asked_by: ClassVar[str] = ""
-    """The setting of that flag. Corrections with the same setting are alternatives."""
+    """The setting of that flag. Corrections of one setting replace each other."""
     place: ClassVar[int] = 0
-    """Position among the corrections that flags enable, smallest first. --off-policy-corrections gives its own order.
-    """
+    """Its place among corrections that flags turn on, smallest first. --off-policy-corrections has its own order."""
     needs_rollout_log_probs: ClassVar[bool] = True
-    """Whether trained tokens must come with the engine's log-probs."""
+    """Whether trained tokens need the engine's log-probs."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Whether flags enable it; used if --off-policy-corrections is not given."""
+        """Whether its flag turns it on. Asked if --off-policy-corrections is not given."""
         return False
 
     @abstractmethod
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """(policy loss [R] after this correction, metric name -> values [R]).
+        """(corrected policy loss [R], metric name -> values [R], to be averaged over trained tokens).
 
-        Metrics are averaged over trained tokens; those with a name that ends in `_clamped` are counted.
+        Metrics named `*_clamped` are counted instead.
         """
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work together, checked before the start; None if they can."""
+        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
         return None
 
 
@@ -89,7 +86,6 @@ class MismatchCorrection(Correction):
     """A correction based on w = p(trainer, before the update) / p(engine)."""
 
     def check(self, args: Args) -> str | None:
-        """Refuses the engine's log-probs as the old policy, because then every w is 1."""
         if not args.use_rollout_logprobs:
             return None
         return (

@@ -1,6 +1,4 @@
-"""Off-policy corrections that exclude tokens or sequences: rejection by the mismatch ratio, and DeepSeek-V3.2's
-sequence masking.
-"""
+"""Corrections that mask tokens or sequences: rejection by the mismatch ratio, and DeepSeek-V3.2's sequence masking."""
 
 from __future__ import annotations
 
@@ -20,16 +18,16 @@ if TYPE_CHECKING:
     from slime.algorithms.token_losses import Sequences
     from slime.settings import Args
 
-# Rejects tokens or sequences with a mismatch ratio outside a band (Liu et al. 2025, "When speed kills stability").
-#
-# Unlike the mode "mask" of the importance weights, it applies no weights itself. So weights at one level can be
-# combined with rejection at another. Rejected tokens stay in the denominators of the loss.
-
 
 @CORRECTIONS.register("rejection")
 @dataclass(frozen=True, kw_only=True)
 class Rejection(MismatchCorrection):
-    """Excludes tokens or sequences with a ratio outside the band (`--rejection-level`)."""
+    """Masks tokens or sequences with a mismatch ratio outside of a band (Liu et al. 2025, "When speed kills
+    stability").
+
+    Unlike importance weights in mode "mask" it only masks, so weights at one level and rejection at another can be
+    combined. Rejected tokens stay in the denominators of the loss.
+    """
 
     switch: ClassVar[str] = "--rejection-level"
     asked_by: ClassVar[str] = "rejection_level"
@@ -40,7 +38,7 @@ class Rejection(MismatchCorrection):
     rejection_high: float = opt(2.0, within=BOUND)
     """Upper bound of an accepted w."""
     rejection_veto: float | None = opt(None, within=BOUND)
-    """Leaves out a sequence if the w of any of its tokens is below this."""
+    """Rejects a sequence if the w of any of its tokens is below this."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
@@ -70,8 +68,8 @@ class Rejection(MismatchCorrection):
             )
         if self.rejection_low > self.rejection_high:
             return (
-                f"got rejection_low {self.rejection_low} and rejection_high {self.rejection_high}, because no ratio "
-                "lies between them; give 0 <= low <= high"
+                f"got --rejection-low {self.rejection_low} and --rejection-high {self.rejection_high}, but no ratio is "
+                "between them; give 0 <= low <= high"
             )
         return super().check(args)
 
@@ -90,7 +88,7 @@ def rejection_mask(
 ) -> Tensor:
     """[R] 1.0 where low <= ratio <= high at `level` (None: no bound) or masked, else 0.0.
 
-    A single unmasked token with a ratio below `veto` rejects its whole sequence.
+    An unmasked token with a ratio below `veto` rejects its whole sequence.
     """
     ratio = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)[0].exp()
     trained = mask > 0
@@ -106,17 +104,14 @@ def rejection_mask(
     return (~(rejected & trained)).to(ratio.dtype)
 
 
-# Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
-#
-# Excludes a sequence with a negative advantage if the policy has moved away from it, that is, if
-# mean(log old - log policy) > delta. Pushing its tokens down further would mean learning from text that the policy no
-# longer writes.
-
-
 @CORRECTIONS.register("opsm")
 @dataclass(frozen=True, kw_only=True)
 class OffPolicySequenceMasking(Correction):
-    """Excludes sequences with a negative advantage that the policy has moved away from (`--use-opsm`)."""
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Masks a sequence with a negative advantage if mean(log old - log policy) > delta: the policy has already moved away
+    from it and would learn from an answer that it no longer gives.
+    """
 
     switch: ClassVar[str] = "--use-opsm"
     asked_by: ClassVar[str] = "use_opsm"
@@ -124,7 +119,7 @@ class OffPolicySequenceMasking(Correction):
     needs_rollout_log_probs: ClassVar[bool] = False
 
     opsm_delta: float = opt(1e-4, within=BOUND)
-    """Largest mean of old minus current log-prob of such a sequence."""
+    """Largest mean of old minus current log-prob of a sequence with a negative advantage."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
@@ -153,10 +148,7 @@ def opsm_mask(
     delta: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """[R] 0.0 where the advantage is negative and the sequence's mean of old - new log-probs exceeds `delta`; else 1.0.
-
-    To measure the distance from the sampler instead, pass the engine's log-probs as `old_log_probs`.
-    """
+    """[R] 0.0 where the advantage is negative and the sequence's mean of old - new exceeds `delta`, else 1.0."""
     log_ratio, _ = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     far = sequences.spread(sequences.mean(-log_ratio, mask)) > delta
     return (~(far & (unmasked(advantages, mask) < 0))).to(log_ratio.dtype)

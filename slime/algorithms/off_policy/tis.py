@@ -1,9 +1,12 @@
 """Importance weights between engine and trainer: truncated (TIS; Yao et al. 2025, "Your efficient RL framework secretly
 brings you off-policy RL training") or masked (icepop, MIS; Ling team 2025, arXiv:2510.18855).
 
-The engine that samples the tokens has slightly different probabilities than the trainer, because of rounding, precision
-or older weights. The policy gradient is multiplied by w = p_trainer_old / p_engine. Outside of [low, high], w is
-clamped ("truncate") or replaced by 0 ("mask"). No gradient flows through w.
+The engine that samples tokens has slightly different probabilities than the trainer, by rounding, precision or age. The
+policy gradient is multiplied by w = p_trainer_old / p_engine, clipped to [low, high] ("truncate") or set to 0 outside
+of it ("mask"); w has no gradient.
+
+The ratio is of one `Level`. token: the token's own. sequence: the product over the sequence's unmasked tokens (the
+exact importance weight, whose variance grows with the length). geometric: their geometric mean.
 """
 
 from __future__ import annotations
@@ -25,15 +28,13 @@ if TYPE_CHECKING:
     from slime.algorithms.token_losses import Sequences
     from slime.settings import Args
 
-# A user's function that replaces the importance weights: `--custom-tis-function-path`.
-
 FLAG = "--custom-tis-function-path"
 
 
 @CORRECTIONS.register("custom_tis")
 @dataclass(frozen=True, kw_only=True)
 class CustomWeights(MismatchCorrection):
-    """Calls the user's function with lists per sample; it returns (loss [R], masks per sample, metrics [R])."""
+    """The user's function: gets lists per sample, returns the changed loss, masks per sample and metrics [R]."""
 
     switch: ClassVar[str] = FLAG
     asked_by: ClassVar[str] = "use_tis"
@@ -41,11 +42,10 @@ class CustomWeights(MismatchCorrection):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Replaces `tis` if the user names a function."""
+        """It replaces `tis`."""
         return bool(settings.use_tis and settings.custom_tis_function_path)
 
     def check(self, args: Args) -> str | None:
-        """Refuses to start without a function to call."""
         if not args.custom_tis_function_path:
             return f"got --off-policy-corrections custom_tis without {FLAG}, which names its function; give both"
         return super().check(args)
@@ -65,20 +65,14 @@ class CustomWeights(MismatchCorrection):
             response_lengths=list(tokens.lengths),
         )
         if not isinstance(result, tuple) or len(result) != 3:
-            raise HookError(f"{FLAG}: got {type(result).__name__}; it returns (pg_loss, masks, metrics)")
+            raise HookError(f"{FLAG}: got {type(result).__name__}, expected (pg_loss, masks, metrics)")
         changed, masks, metrics = result
         if changed.shape != loss.shape or [len(m) for m in masks] != list(tokens.lengths):
-            raise HookError(f"{FLAG}: got a loss of shape {list(changed.shape)} for {list(loss.shape)} tokens")
+            raise HookError(f"{FLAG}: got a loss of shape {list(changed.shape)}, expected {list(loss.shape)}")
         keep = torch.cat([torch.as_tensor(m) for m in masks]) if masks else torch.zeros_like(tokens.mask)
         kept = (keep.to(tokens.mask.device) > 0) & (tokens.mask > 0)
         changed = torch.where(kept, changed, torch.zeros_like(changed))
         return changed, {str(name): torch.as_tensor(value).float() for name, value in metrics.items()}
-
-
-# The mismatch ratio p_trainer_old / p_engine of a token, or of its sequence.
-#
-# token: the token's own ratio. sequence: the product over the sequence's unmasked tokens (the exact importance weight,
-# with a variance that grows with the length). geometric: the geometric mean over the same tokens.
 
 
 def mismatch_log_ratio(
@@ -86,7 +80,7 @@ def mismatch_log_ratio(
 ) -> tuple[Tensor, Tensor]:
     """(log ratio [R] at `level`, detached, zero where masked; [R] bool: where a clamp acted).
 
-    The clamp to +-`limit` applies to each token and to the sum of a sequence.
+    The clamp of +-`limit` applies to each token and to the sum of a sequence.
     """
     log_ratio, limited = clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), mask, limit)
     if level == "token":
@@ -104,27 +98,27 @@ Mode = Literal["truncate", "mask"]
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing(MismatchCorrection):
-    """Computes importance weights, for corrections that apply them and for those that only report them."""
+    """Importance weights, for `tis` and `tis_metrics`."""
 
     tis_clip: float = opt(2.0, within=BOUND)
     """Upper bound of the weight."""
     tis_clip_low: float = opt(0.0, within=BOUND)
     """Lower bound of the weight."""
     tis_level: Level = "token"
-    """The weight of a token is its own, the product over its sequence, or the geometric mean of it."""
+    """token: a weight per token; sequence: the product over the sequence; geometric: its geometric mean."""
     tis_mode: Mode = "truncate"
-    """A weight out of bounds becomes the bound (TIS), or zero (icepop, MIS)."""
+    """A weight out of bounds becomes the bound (truncate: TIS) or zero (mask: icepop, MIS)."""
 
     def check(self, args: Args) -> str | None:
         if self.tis_clip_low > self.tis_clip:
             return (
-                f"got tis_clip_low {self.tis_clip_low} and tis_clip {self.tis_clip}, because no weight lies between "
+                f"got --tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}, but no weight is between "
                 "them; give 0 <= low <= high"
             )
         return super().check(args)
 
     def weights(self, tokens: OffPolicyTokens) -> ImportanceWeights:
-        """The weights of tokens that an engine sampled; 1 for all others."""
+        """The weights of tokens that an engine sampled; 1 elsewhere."""
         return importance_weights(
             tokens.trainer_log_probs,
             tokens.rollout_log_probs,
@@ -149,7 +143,6 @@ class ImportanceSampling(Weighing):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Enabled by --use-tis, unless `custom_tis` replaces it."""
         return bool(settings.use_tis and not settings.custom_tis_function_path)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -157,11 +150,10 @@ class ImportanceSampling(Weighing):
         return loss * weights.weight, weights.metrics()
 
     def check(self, args: Args) -> str | None:
-        """Refuses a user's function, which only `custom_tis` calls."""
         if args.custom_tis_function_path and "custom_tis" not in args.off_policy_corrections:
             return (
                 "got --off-policy-corrections tis with --custom-tis-function-path, which only custom_tis calls; name "
-                "custom_tis in its place, or drop the function"
+                "custom_tis instead, or drop the function"
             )
         return super().check(args)
 
@@ -177,7 +169,7 @@ class ReportedWeights(Weighing):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Not needed with --use-tis, which reports the weights as well."""
+        """--use-tis reports its weights anyway."""
         return bool(settings.get_mismatch_metrics and not settings.use_tis)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -189,16 +181,15 @@ class ImportanceWeights:
     """Per-token results [R], detached."""
 
     weight: Tensor
-    """Factor of the policy loss; 1 where masked."""
+    """The factor of the policy loss; 1 where masked."""
     raw: Tensor
     """The ratio at the chosen level before truncation or masking; 1 where masked."""
     truncated: Tensor
     """1.0 where the bounds changed the weight."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio of the token, or the sum over its sequence, was clamped."""
+    """1.0 where the log-ratio of the token, or the sum of its sequence, hit its clamp."""
 
     def metrics(self) -> dict[str, Tensor]:
-        """Metric name -> values [R]."""
         return {
             "tis": self.raw,
             "tis_clipfrac": self.truncated,
@@ -219,10 +210,7 @@ def importance_weights(
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
-    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs are [R].
-
-    Masked values cannot matter; in particular, they do not enter the product or the mean of their sequence.
-    """
+    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values cannot matter."""
     import torch
 
     log_ratio, limited = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)

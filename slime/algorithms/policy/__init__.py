@@ -1,7 +1,7 @@
-"""Per-token policy losses before aggregation. They differ in how they bound the update.
+"""Policy losses per token, before aggregation.
 
-To add one, derive a frozen dataclass from `PolicyLoss` and register it; its fields are its settings. A user's own is
-selected by its path: `--policy-loss my_pkg.mine`.
+To add a loss, derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. A user's own
+is named by its path: `--policy-loss my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
-    """The input of a policy loss: a micro-batch with R response tokens. Masked values may be arbitrary."""
+    """The columns of a micro-batch with R response tokens that a policy loss reads. Masked values may be anything."""
 
     log_probs: Tensor
-    """[R] log-probs under the current policy; the only input with a gradient."""
+    """[R] of the current policy; only they have a gradient."""
     old_log_probs: Tensor
     """[R] log-probs under the policy before the update."""
     advantages: Tensor
@@ -33,36 +33,33 @@ class PolicyTokens:
     mask: Tensor
     """[R] 1.0 where the token is trained."""
     sequences: Sequences
-    """Maps tokens to samples."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this value; 0 means no clamp."""
+    """Log-ratios are clamped to +- this; 0: no clamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """The output of a policy loss: per-token results [R] in the dtype of the log-probs, zero where masked."""
+    """The result of a policy loss per token [R], in the dtype of the log-probs, zero where masked."""
 
     loss: Tensor
-    """Differentiable only in the log-probs."""
+    """Differentiable in the log-probs."""
     clipped: Tensor
     """1.0 where a clip acted: no gradient (PPO, GSPO) or a bounded weight (CISPO). Never set by SAPO's soft gate."""
     old_minus_new: Tensor
-    """Detached difference of log-probs; its mean is the public metric `ppo_kl`."""
+    """Detached log-prob difference; its mean is the public metric `ppo_kl`."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio was clamped."""
+    """1.0 where the log-ratio hit its clamp."""
 
 
 class PolicyLoss(ABC):
-    """Turns log-probs and advantages into a loss per token."""
-
     name: ClassVar[str]
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
-        """The loss of each token. It must not depend on values at masked positions, NaN included."""
+        """The loss of each token. It must not depend on masked values, even NaN."""
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work together, checked before the start; None if they can."""
+        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
         return None
 
 

@@ -1,7 +1,7 @@
 """CISPO (MiniMax-M1, arXiv:2506.13585): clips the importance weight, so that every token keeps its gradient.
 
-loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only the gradient is meaningful, because the value scales
-with the log-prob.
+loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only its gradient is meaningful; its value scales with the
+log-prob.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 
-_OWN_BOUNDS = "policy_loss ppo_clip or gspo, or cispo without bounds of its own that replace it"
+_OWN_BOUNDS = "policy_loss ppo_clip or gspo, or cispo without its own bounds"
 
 
 def _has_own_high(s: Any) -> bool:
@@ -31,8 +31,6 @@ def _has_own_high(s: Any) -> bool:
 @POLICY_LOSSES.register("cispo")
 @dataclass(frozen=True, kw_only=True)
 class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
-    """Bounds the weight of each token, but keeps its gradient. PPO's clip range gives the default bounds."""
-
     eps_clip: float = opt(
         0.2,
         gt=0,
@@ -71,8 +69,8 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
         if 0 <= self.cispo_clip_low <= self.cispo_clip_high:
             return None
         return (
-            f"got cispo_clip_low {self.cispo_clip_low} and cispo_clip_high {self.cispo_clip_high}, because no weight "
-            "lies between them; give 0 <= low <= high"
+            f"got --cispo-clip-low {self.cispo_clip_low} and --cispo-clip-high {self.cispo_clip_high}, but no weight "
+            "is between them; give 0 <= low <= high"
         )
 
 

@@ -1,4 +1,9 @@
-"""The clipped policy losses of PPO (Schulman et al. 2017, arXiv:1707.06347) and GSPO."""
+"""Clipped policy losses: PPO (Schulman et al. 2017, arXiv:1707.06347) clips tokens, GSPO sequences.
+
+Both have two refinements. Clip-higher (Yu et al. 2025, DAPO, arXiv:2503.14476): separate bounds below and above 1. Dual
+clip (Ye et al. 2020, arXiv:1912.09729): for negative advantages the loss is at most -c * A, so a large ratio cannot
+dominate.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,9 @@ if TYPE_CHECKING:
 
     from slime.algorithms.token_losses import Sequences
 
-# The clipping of ratios that PPO and GSPO share, with two refinements.
-#
-# Clip-higher (Yu et al. 2025, DAPO, arXiv:2503.14476): separate bounds below and above 1. Dual clip (Ye et al. 2020,
-# arXiv:1912.09729): for negative advantages the loss is at most -c * A, so a large ratio cannot dominate.
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRange:
-    """The clip range of a ratio."""
-
     eps_clip: float = opt(0.2, gt=0, le=1)
     """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
     eps_clip_high: float = derived(lambda s: s.eps_clip, "eps_clip", gt=0, le=1e9)
@@ -32,8 +30,6 @@ class ClipRange:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(ClipRange):
-    """The clip range of a ratio, and the bound of the dual clip."""
-
     eps_clip_c: float | None = opt(None, gt=1, le=1e9)
     """Dual clip bound for negative advantages, > 1 (arXiv:1912.09729)."""
 
@@ -41,7 +37,7 @@ class ClipSettings(ClipRange):
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(loss [R]; 1.0 where a clip determined it [R]). Ratios and advantages must be finite at every position."""
+    """(loss [R], 1.0 where a clip decided it [R]). Ratios and advantages must be finite everywhere."""
     import torch
 
     high = eps_clip if eps_clip_high is None else eps_clip_high
@@ -60,8 +56,6 @@ def clipped_surrogate(
 @POLICY_LOSSES.register("ppo_clip")
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyLoss(ClipSettings, PolicyLoss):
-    """PPO: keeps the ratio of each token near 1."""
-
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         return clipped_policy_loss(
             tokens.log_probs,
@@ -86,10 +80,7 @@ def clipped_policy_loss(
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), then the dual clip if `eps_clip_c` (> 1) is given.
-
-    log_probs, old_log_probs, advantages, mask: [R]. Only `log_probs` gets a gradient.
-    """
+    """max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) [R], then the dual clip if `eps_clip_c` (> 1) is given."""
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     loss, clipped = clipped_surrogate(
         log_ratio.exp(), unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c
@@ -97,20 +88,18 @@ def clipped_policy_loss(
     return TokenLosses(loss, clipped, -log_ratio.detach(), limited.to(loss.dtype))
 
 
-# Group sequence policy optimization (GSPO; Zheng et al. 2025, arXiv:2507.18071) clips whole sequences.
-#
-# The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r). All
-# its tokens are clipped by s. It is much closer to 1 than a token's ratio: the paper's bounds are about 3e-4 and 4e-4.
-#
-# The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s, and its gradient is that of the token.
-# With one advantage per sequence, the gradient equals that of s. If tokens have different advantages (distillation, a
-# KL in the reward), each token uses its own advantage instead of the sequence's mean.
-
-
 @POLICY_LOSSES.register("gspo")
 @dataclass(frozen=True, kw_only=True)
 class GroupSequencePolicyLoss(ClipSettings, PolicyLoss):
-    """GSPO: keeps the ratio of each sequence near 1."""
+    """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): clips whole sequences.
+
+    The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r), and
+    clips each of its tokens. s is much closer to 1 than a token's ratio: the paper's bounds are about 3e-4 and 4e-4.
+
+    The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s, its gradient that of the token. With one
+    advantage per sequence the gradient is that of s. With an advantage per token (distillation, a KL in the reward),
+    each token gets its own and not the mean of the sequence.
+    """
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         return gspo_loss(
@@ -138,10 +127,7 @@ def gspo_loss(
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """[R] max(-s A, -clip(s) A), where s is the ratio of the token's sequence. Arguments as in `clipped_policy_loss`.
-
-    Advantages are per token; if their signs differ within a sequence, each token is clipped by its own sign.
-    """
+    """max(-s A, -clip(s) A) [R], with s of the token's sequence and A of the token."""
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     own = log_ratio.detach()
     ratio = (sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()

@@ -1,9 +1,8 @@
-"""Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): a smooth gate in place of the hard clip.
+"""Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): a smooth gate instead of the hard clip.
 
-f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so the on-policy gradient is
-the policy gradient. Away from 1 the slope falls with 4 * p * (1 - p), where p is the sigmoid. tau depends on the sign
-of A: it is larger for negative advantages, so their gradient falls off faster, because raising all other tokens of a
-large vocabulary destabilises training.
+f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so on policy it is the policy
+gradient; away from 1 the slope falls with 4 * p * (1 - p). tau depends on the sign of A: it is larger for negative
+advantages, because raising all other tokens of a large vocabulary is unstable.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 @POLICY_LOSSES.register("sapo")
 @dataclass(frozen=True, kw_only=True)
 class SoftAdaptivePolicyLoss(PolicyLoss):
-    """SAPO: a smooth gate on the ratio of each token."""
-
     sapo_tau_positive: float = opt(1.0, gt=0, le=1_000)
     """Steepness of SAPO's gate for advantages > 0."""
     sapo_tau_negative: float = opt(1.05, gt=0, le=1_000)
@@ -51,7 +48,7 @@ def sapo_loss(
     tau_negative: float = 1.05,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """[R] losses; `tau_negative` applies to A <= 0."""
+    """Loss [R]. `tau_negative` is for A <= 0."""
     import torch
 
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)

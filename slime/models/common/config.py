@@ -1,5 +1,6 @@
-"""Megatron settings from a checkpoint's config.json: the settings that decoders share, the options that no family
-supports, and the settings of routed experts.
+"""From a checkpoint's config.json to Megatron's settings: common settings of decoders, refusals, and routed experts.
+
+A family returns the settings in which it differs, and raises `ConfigError` for a config that cannot be trained.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ from slime.core.hf_config import HfConfig, num_experts_of
 if TYPE_CHECKING:
     from slime.models.family import Family
 
-# The meaning of `config.json` keys that many families share, in the spellings of transformers 4 and 5.
-
 _FALLBACK_THETA = 10000.0
 
 
 def rope_of(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling object or None), from the spelling of transformers 4 or 5."""
+    """(theta, scaling object or None), in the spelling of transformers 4 or 5."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     theta = parameters.get("rope_theta", config.get("rope_theta", _FALLBACK_THETA))
     scaling = config.get("rope_scaling") or {k: v for k, v in parameters.items() if k != "rope_theta"}
@@ -42,14 +41,10 @@ def is_sparse(config: HfConfig, layer: int) -> bool:
 
 
 def rotary_percent(config: HfConfig, default: float) -> float:
-    """The fraction of a head that is rotated, in the spelling of transformers 4 or 5."""
+    """The share of a head that is rotated, in the spelling of transformers 4 or 5."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
-
-# Megatron settings from a checkpoint's config.json: the settings that decoders share, and the options that no family
-# supports. A family returns only the settings in which it differs, and raises `ConfigError` for an option that it
-# cannot train.
 
 ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -57,7 +52,7 @@ ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("original_max_position_embeddings",),
 }
-"""Rotary scalings that `common.rotary` computes -> the keys they need."""
+"""Rotary scalings that `common.rotary` computes -> keys that they need."""
 
 
 def decoder_architecture(config: HfConfig) -> dict[str, Any]:
@@ -96,7 +91,7 @@ def decoder_architecture(config: HfConfig) -> dict[str, Any]:
 
 
 def refuse_unsupported(family: Family, config: HfConfig) -> None:
-    """Raises `ConfigError` for options of the config that the family does not train."""
+    """Raises `ConfigError` for a config that asks for something that the family does not train."""
     if config.get("use_sliding_window"):
         raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
     if config.get("hidden_act", "silu") != "silu":
@@ -127,11 +122,8 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
         raise ConfigError(f"got rotary scaling {kind!r} without {', '.join(missing)}; complete config.json")
 
 
-# Megatron's settings of routed experts, from the HF config, for the two kinds of router.
-
-
 def softmax_experts(config: HfConfig) -> dict[str, Any]:
-    """Settings for experts chosen by the softmax of their scores. Raises `ConfigError` if their sizes are missing."""
+    """Megatron's settings of a softmax router and its experts. Raises `ConfigError` if sizes are missing."""
     if not num_experts_of(config) or not config.get("moe_intermediate_size") or not config.get("num_experts_per_tok"):
         raise ConfigError(
             "the checkpoint's config.json lacks num_experts, num_experts_per_tok or moe_intermediate_size; it does not "
@@ -155,7 +147,7 @@ def softmax_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: HfConfig) -> dict[str, Any]:
-    """Settings for experts behind a sigmoid router with bias and groups, and for the shared experts."""
+    """Megatron's settings of a sigmoid router with bias and groups, its experts and shared experts."""
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ConfigError(
             f"got a router with scoring_func {config.get('scoring_func')} and topk_method "

@@ -1,4 +1,4 @@
-"""The floating-point operations of a forward pass over one sequence, computed from the HF config alone.
+"""The floating-point operations of a forward pass over one sequence, computed from the HF config.
 
 They are used to balance ranks and for the `perf/*_tflops` metrics. Only matrix products count, with two operations per
 multiply-add; norms, softmax, rotary embedding and the embedding look-up are left out, as is usual for model FLOPs
@@ -6,8 +6,8 @@ multiply-add; norms, softmax, rotary embedding and the embedding look-up are lef
 appendix).
 
 Invariants
-1. Attention counts the pairs that a causal mask lets through, n (n + 1) / 2, or those of a sliding window. Sparse
-   attention sees as many keys as a window of `index_topk`; its indexer scores all pairs.
+1. Attention counts the pairs of a causal mask, n (n + 1) / 2, or of a sliding window. Sparse attention counts as a
+   window of `index_topk`; its indexer scores all pairs.
 2. A mixture of experts counts the experts that a token visits, the shared experts and the router.
 3. Sequences of a packed row do not see each other, so the cost of a row is the sum over its sequences.
 4. Recomputed activations are not counted: the figure says how fast the model trains, not how busy the device is.
@@ -28,30 +28,28 @@ TRAIN_FORWARDS = 3
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Multiply-adds of one layer's attention, for any kind of attention."""
+    """Multiply-adds of the attention of one layer."""
 
     per_token: int
-    """Projections and other per-token work."""
     per_pair: tuple[tuple[int | None, int], ...] = ()
-    """(window in tokens, or None for all earlier tokens; multiply-adds per pair of query and key)."""
+    """(window in tokens or None, multiply-adds per pair of query and key)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
-    """The cost of one architecture, summed over all layers."""
+    """Cost of all layers of a model."""
 
     per_token: float
-    """FLOPs per token of all matrix products with weights, except the LM head."""
+    """FLOPs per token of all matrix products with weights, without the LM head."""
     per_logit: float
-    """FLOPs of the LM head per position whose logits are computed."""
+    """FLOPs of the LM head per position."""
     per_pair: tuple[tuple[int | None, float], ...]
-    """(window in tokens or None, FLOPs per pair of query and key summed over the layers with that window)."""
+    """(window in tokens or None, FLOPs per pair of query and key, summed over the layers with that window)."""
 
     def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
         """FLOPs of a forward pass over one sequence.
 
-        `num_logits`: the number of positions that the LM head is applied to (default: all). With `causal=False` all
-        pairs count, as in an implementation that also computes masked pairs.
+        `num_logits`: positions that the LM head is applied to (default: all). Without `causal`, masked pairs count too.
         """
         pairs = 0.0
         for window, flops in self.per_pair:
@@ -65,17 +63,15 @@ class FlopsModel:
 def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
     """10^12 FLOPs per second and GPU, for the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
 
-    `forward_flops`: the sum over all samples of the whole batch. `num_gpus`: all GPUs that shared the work. Returns 0
-    if `time_s` is 0.
+    `forward_flops`: sum over all samples of the batch; `num_gpus`: all that shared the work. 0 if `time_s` is 0.
     """
     return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
 
 
 def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], AttentionCost]) -> FlopsModel:
-    """The cost model of a decoder with gated three-matrix MLPs, dense or with experts.
+    """The cost of a decoder with gated MLPs, dense or with experts, and `attention(config, layer)`.
 
-    `attention(config, layer)` gives the cost of a layer's attention. `config` may have the language model under
-    `text_config`. Raises `ConfigError` for a missing key or an unsupported kind of attention.
+    `config` may have the language model under `text_config`. Raises `ConfigError` for a missing key.
     """
     config = config.get("text_config") or config
     try:
@@ -84,7 +80,7 @@ def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], Attenti
         per_token = sum(cost.per_token for cost in costs) + sum(mlp_cost(config, layer) for layer in layers)
         per_logit = 2.0 * int(config["hidden_size"]) * int(config["vocab_size"])
     except KeyError as missing:
-        raise ConfigError(f"got a config.json without {missing}, because of which FLOPs are unknown") from missing
+        raise ConfigError(f"config.json lacks {missing}, which its FLOPs need") from missing
     per_pair: dict[int | None, int] = {}
     for cost in costs:
         for window, multiply_adds in cost.per_pair:
@@ -93,7 +89,6 @@ def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], Attenti
 
 
 def grouped_query_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """The cost of grouped-query attention, with a sliding window if the layer has one."""
     heads, kv_heads, head_dim = head_sizes(config)
     projections = int(config["hidden_size"]) * head_dim * (2 * heads + 2 * kv_heads)
     return AttentionCost(projections, ((_window(config, layer), 2 * heads * head_dim),))
@@ -107,11 +102,11 @@ def head_sizes(config: HfConfig) -> tuple[int, int, int]:
 
 
 def _window(config: HfConfig, layer: int) -> int | None:
-    """The most tokens that a query of this layer sees; None for all earlier tokens."""
+    """The window of this layer in tokens; None without one."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
     if kind not in (None, "full_attention", "sliding_attention"):
-        raise ConfigError(f"got a config.json with layers of type {kind!r}, whose FLOPs are not modelled")
+        raise ConfigError(f"config.json has layers of type {kind!r}, whose FLOPs are not modelled")
     return int(window) if kind == "sliding_attention" and window else None
 
 
@@ -123,6 +118,6 @@ def mlp_cost(config: HfConfig, layer: int) -> int:
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
-    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: has its own size and a gate
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and it has a gate
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router

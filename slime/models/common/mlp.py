@@ -1,5 +1,50 @@
-"""MLPs of decoders: the dense gated MLP, and mixture of experts with its router, token dispatchers, stacked experts and
-routing replay.
+"""MLPs of decoders: the dense gated MLP, and mixture of experts with router, dispatchers, stacked experts, and routing
+replay.
+
+Dispatchers carry tokens to the experts of a layer and back, in Megatron's protocol:
+
+    dispatch_preprocess, token_dispatch, dispatch_postprocess      tokens -> rows ordered by expert
+    combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
+
+Without expert parallelism rows are reordered on their rank, and neither GPU nor host waits for the other
+(`LocalDispatcher`). With it Megatron's two dispatchers carry them. The all-to-all waits once per forward pass of a
+layer, because the host must know its split sizes. The all-gather waits several times, also for its selections.
+
+Invariants
+1. Every token reaches all experts that its router chose; nothing is dropped.
+2. Ranks of one expert group may hold rows of different lengths.
+3. On a CPU all dispatchers equal Megatron's bit for bit; so do experts in float32, with the gradients of rows and
+   weights, compared with Megatron's sequential experts.
+4. Experts are whole on their rank: tensor-parallel ranks are data-parallel to them (`ExpertLayer`).
+
+Router. It has no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
+tokens of its micro-batch (Law 3), so `slime.settings.megatron.FIXED` refuses them. Megatron's settings, which a family
+sets from its HF config:
+
+- `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts of a layer, those of a token, their size;
+- `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
+- `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores stay (True) or
+  are divided by their sum (False);
+- `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
+- `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. The score of a
+  group is the sum of its two best experts;
+- `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice, not for the
+  weights. It is a float32 buffer that is not trained;
+- `moe_router_dtype`: "fp32" if transformers computes router logits in float32 (DeepSeek, GLM); None: in the model's
+  dtype (Qwen), to which the weights of the chosen experts are rounded;
+- `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
+  `moe_shared_expert_gate`: the sigmoid of `gate_weight` scales their output (Qwen3-Next).
+
+Routing replay (R3). Engine and trainer round differently, and a router can turn a rounding error into another expert.
+So the trainer takes the experts that were chosen when the token was sampled, and weighs them by its own logits: the
+router gets gradients as without a record (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels with its
+row in `PackedSequences`; `RoutedLayer` lends it to its router while the layer runs.
+
+Invariants
+5. A router reads the record of the row that its layer was called with, also when the layer runs again for the backward
+   pass, whatever rows ran in between: nothing is looked up by order or time.
+6. A token without a record gets the trainer's own choice.
+7. Without a record for its row a router computes the same bits as always.
 """
 
 from __future__ import annotations
@@ -45,19 +90,16 @@ from slime.ops.experts import (
 )
 from slime.ops.swiglu import swiglu
 
-# The gated MLP of decoders, based on Megatron's, with one fused op between its two linear layers (`slime.ops.swiglu`).
-
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU, silu(gate) * up, and with gate and up in one projection."""
+    """Megatron's MLP with silu(gate) * up as one op (`slime.ops.swiglu`); gate and up are one projection."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[T_local, 1, H] -> [T_local, 1, H] and the output's bias, if any.
 
-        `per_token_scale`: [T], the router's weights when this MLP is an expert. It multiplies the activation, as in
-        Megatron.
+        `per_token_scale` [T] multiplies the activation of an expert, as in Megatron.
         """
         mixed, bias = self.linear_fc1(hidden_states)
         out = swiglu(mixed if bias is None else mixed + bias)
@@ -69,35 +111,17 @@ class GatedMLP(MLP):
 
 
 class DenseMLP(GatedMLP):
-    """The MLP of a dense layer."""
-
     def __init__(self, config: TransformerConfig) -> None:
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(config, parts, ffn_hidden_size=config.ffn_hidden_size)
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
-    """Megatron's shared experts (one MLP, with an optional gate), with SwiGLU."""
-
-
-# Token dispatchers: they carry tokens to the experts of a layer and back, in Megatron's dispatcher protocol.
-#
-#     dispatch_preprocess, token_dispatch, dispatch_postprocess      tokens -> rows ordered by expert
-#     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
-#
-# Without expert parallelism each rank orders its own rows, and neither the GPU nor the host waits for the other
-# (`LocalDispatcher`). With expert parallelism Megatron's two dispatchers carry the rows. The host must know the split
-# sizes of the all-to-all, so it waits once in each forward pass of a layer. The all-gather waits several times, also
-# for its selections.
-#
-# Invariants
-# 1. Every token reaches all experts that its router chose; nothing is dropped.
-# 2. Ranks of one expert group may hold rows of different lengths.
-# 3. On a CPU the results equal Megatron's own, bit for bit.
+    """Megatron's shared experts, one MLP and an optional gate, as `GatedMLP`."""
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """For layers whose experts are all on this rank: orders the rows by expert and restores their order afterwards."""
+    """For all experts on this rank: only reorders rows."""
 
     _plan: RowPlan
     _shape: torch.Size
@@ -110,19 +134,15 @@ class LocalDispatcher(MoETokenDispatcher):
         return rows, row_weights(probs, self._plan)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows unchanged."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, RowGroups, Tensor]:
-        """Adds the grouping of rows by expert."""
         return hidden_states, self._plan.groups, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the rows unchanged."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Returns the rows unchanged."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -131,9 +151,8 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all with our row order. Megatron's own waits for the device to count rows, and sums rows in
-    their dtype.
-    """
+    """Megatron's all-to-all with our row order. Its own waits for the device to count rows, and adds rows in their
+    dtype."""
 
     _plan: RowPlan
 
@@ -153,7 +172,7 @@ class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Pads each rank's tokens to the longest row of the expert group; Megatron's own assumes equal lengths."""
+    """Pads each rank's tokens to the longest row of the expert group. Megatron's own assumes equal lengths."""
 
     num_tokens: int
     """Tokens of this rank, without padding."""
@@ -178,17 +197,6 @@ def _pad(x: Tensor, num_rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(num_rows, *x.shape[1:])]) if num_rows else x
 
 
-# The routed experts that one rank holds, stacked: one tensor per projection for any number of experts.
-#
-# The optimizer, gradient buffers and memory accounting see two parameters per layer. Weight tables, checkpoints and the
-# engines still see every expert: `training.model.names` gives views under the experts' names.
-#
-# Invariants
-# 1. Rows come ordered by expert. The outputs equal those of Megatron's sequential experts: bit for bit with float32 on
-#    a CPU, including the gradients of rows and weights.
-# 2. Experts are whole on their rank: tensor-parallel ranks are data-parallel to them (`ExpertLayer`).
-
-
 class StackedLinear(Module):
     """A linear layer without bias for each expert."""
 
@@ -197,8 +205,7 @@ class StackedLinear(Module):
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         shape = (num_experts, size_out, size_in)
         self.weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # The gradient norm counts parameters with this mark on every tensor-parallel rank, and each rank has its own
-        # experts.
+        # Marked, so that the gradient norm counts the experts of every tensor-parallel rank.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -207,18 +214,21 @@ class StackedLinear(Module):
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        """x [rows, in], weight [experts, out, in] -> [rows, out], by the implementation for this device."""
+        """x [rows, in], weight [experts, out, in] -> [rows, out]."""
         return grouped_linear(x, weight, groups, form_of(x))
 
 
 class StackedExperts(Module):
-    """SwiGLU experts without bias, in place of Megatron's `SequentialMLP`."""
+    """SwiGLU experts without bias instead of Megatron's `SequentialMLP`: a tensor per projection for all experts.
+
+    Optimizer and gradient buffers see two parameters per layer. `training.model.names` gives views of each expert to
+    weight tables, checkpoints and engines. Weights are undefined until a checkpoint fills them.
+    """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
-        """Leaves the weights uninitialised until a checkpoint fills them."""
         super().__init__()
         gated = config.gated_linear_unit and config.activation_func is functional.silu
-        assert gated and not config.add_bias_linear, "experts of all families are SwiGLU without bias"
+        assert gated and not config.add_bias_linear, "stacked experts are SwiGLU without bias"
         hidden, size = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = StackedLinear(config, num_local_experts, hidden, 2 * size)
         """weight [experts, 2F, H]: gates, then values."""
@@ -226,52 +236,27 @@ class StackedExperts(Module):
         """weight [experts, H, F]."""
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """x [rows, H] ordered by expert, router weights [rows] -> [rows, H], and None for the bias that Megatron
-        expects.
+        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and no bias.
 
-        `sizes`: row groups, or the number of rows of each expert [experts].
+        `sizes`: groups, or the number of rows of each expert [experts].
         """
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
         inner = weighted_swiglu(self.linear_fc1(x, groups), weights, form_of(x))
         return self.linear_fc2(inner, groups), None
 
 
-# Mixture-of-experts layers: Megatron's layer with our router and stacked experts, behind the dispatchers above.
-#
-# The router takes no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
-# tokens of its micro-batch (Law 3); `slime.settings.megatron.FIXED` refuses them. A family sets these
-# Megatron settings from its HF config (`slime.models.common.config`):
-#
-# - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: number of routed experts per layer and per
-#   token, and their size;
-# - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
-# - `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores stay
-#   unchanged (True) or are divided by their sum (False);
-# - `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
-# - `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. A group counts by
-#   the sum of its two best experts;
-# - `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice but not for the
-#   weights. It is a float32 buffer that training does not change;
-# - `moe_router_dtype`: "fp32" where transformers computes router logits in float32 (DeepSeek, GLM); None: in the dtype
-#   of the model (Qwen), and the weights of the chosen experts are rounded to it;
-# - `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
-#   `moe_shared_expert_gate`: their output is scaled by the sigmoid of `gate_weight` (Qwen3-Next).
-
-
 class ExactRouter(TopKRouter):
     """Megatron's router, choosing and weighting experts as `transformers` does.
 
-    Megatron's own always divides sigmoid scores by their sum, takes the softmax over the chosen logits in their own
-    dtype, and scores a group by topk / group_topk of its experts.
+    Megatron's own always divides sigmoid scores by their sum, takes softmax over the chosen logits in their dtype, and
+    scores a group by topk / group_topk of its experts.
     """
 
     choices: Choices | None = None
-    """Set while a layer runs on a row with recorded choices: see `RowRouting`."""
+    """Set by `RoutedLayer` while it runs."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 where not chosen, and the mask of chosen
-        experts, bool [T, experts].
-        """
+        """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 if not chosen, and the choice as bool."""
         config = self.config
         logits = logits.view(-1, config.num_moe_experts)
         wide = logits.float()
@@ -301,17 +286,17 @@ class ExactRouter(TopKRouter):
 
 
 class WideRouter(ExactRouter):
-    """A router with a float32 weight for any training dtype, as in the engines; its row in the table is `wide`."""
+    """A router with a float32 weight whatever the training dtype, as in engines. Its row is `wide`."""
 
     def reset_parameters(self) -> None:
-        """Does the same as Megatron's, which would round the weight to the training dtype."""
+        """As Megatron's, without its rounding to the training dtype."""
         if self.config.perform_initialization:
             self.config.init_method(self.weight)
         self.weight.sequence_parallel = self.config.sequence_parallel
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's layer of experts with our router, stacked experts, and dispatchers that wait less for the host."""
+    """Megatron's layer of experts with our router, experts and dispatchers."""
 
     router_class: ClassVar[type[ExactRouter]] = ExactRouter
     experts_class: ClassVar[type[torch.nn.Module]] = StackedExperts
@@ -324,7 +309,7 @@ class ExpertLayer(MoELayer):
             parts.submodules.shared_experts.module = GatedSharedExperts
         super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
-            # Megatron sets this only under expert parallelism, as if experts were otherwise split like dense layers.
+            # Megatron sets this only under expert parallelism, since it otherwise splits experts like dense layers.
             # Ours are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
             parameter.allreduce = False
         if groups.ep.size() == 1:
@@ -343,37 +328,21 @@ class WideRoutedExperts(ExpertLayer):
     router_class = WideRouter
 
 
-# Routing replay (R3): routers take the choice of experts from a record, but compute the weights of the chosen experts.
-#
-# Engine and trainer round differently, and a rounding error can make a router choose another expert. So the trainer
-# reuses the choice made when the token was sampled, and weights the chosen experts by its own logits: gradients flow
-# into the router as they do without a record (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels with
-# its row in `PackedSequences`; `RoutedLayer` passes it to the router while the layer runs.
-#
-# Invariants
-# 1. A router always reads the choices of the row that its layer was called with, even when the layer runs again for the
-#    backward pass and other rows ran in between: nothing is looked up by order or time.
-# 2. A token without a record gets the trainer's own choice.
-# 3. Without recorded routing a router computes the same bits as without replay.
-
-
 @dataclass(frozen=True, slots=True)
 class RowRouting:
-    """The choices for one row, of which this rank has T tokens."""
+    """The recorded choices for the T tokens of a row that this rank has (`packed_attention.Choices`)."""
 
     recorded: Mapping[int, Tensor]
-    """Layer -> expert indices [T, topk]; out-of-range indices mark a token that was not recorded."""
+    """Layer -> [T, topk] numbers of experts. Out of range numbers mean: not recorded."""
     replays: bool = True
-    """False: recorded choices are only compared with the router's own choices, which are used."""
+    """False: the router's own choice is used, and only compared with the record."""
     keeps: dict[int, Tensor] | None = None
-    """Layer -> the choice made [T, topk], filled here for a later pass; None: nothing is recorded."""
+    """Layer -> the choice made [T, topk], filled for a later pass; None: nothing is kept."""
     counts: Tensor | None = None
-    """[2] float64, accumulated per token and layer: the number of recorded choices, and the number of those that differ
-    from the router's own choice. None: not counted.
-    """
+    """[2] float64, added to: recorded choices (one per token and layer), and those that differ from the router's own.
+    None: not counted."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
-        """See `slime.models.common.packed_attention.Choices`."""
         choice, given = own, self.recorded.get(layer)
         if given is not None:
             assert given.shape == own.shape, f"recorded {tuple(given.shape)} for {tuple(own.shape)} in layer {layer}"
@@ -390,10 +359,10 @@ class RowRouting:
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer; while it runs, its router has the recorded routing of the current row."""
+    """Megatron's layer, which lends the row's recorded choices to its router while it runs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs Megatron's forward. The block passes the row's `PackedSequences` as `packed_seq_params`."""
+        """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""
         packed = kwargs.get("packed_seq_params")
         choices = None if packed is None else packed.routing
         if choices is None or not isinstance(self.mlp, MoELayer):

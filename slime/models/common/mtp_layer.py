@@ -1,12 +1,12 @@
-"""The module of `slime.models.common.mtp`: norms, a projection and one decoder layer, behind the model's last layer.
+"""The module of multi-token prediction (`slime.models.common.mtp`): norms, projection and one layer of the family.
 
-The model itself gets no gradient from it: hidden states, embedding and output layer are detached. So reinforcement
-learning updates the model as it would without this layer, and the layer only learns to predict its tokens.
+The model itself gets no gradient from it: hidden states, embedding and output layer are constants for it. So training
+moves the model as it would without the layer, which only learns to predict the model.
 
 Invariants
-1. In a packed row, the last token of a sequence never sees the first token of the next one.
+1. The token after a sequence's last one in a packed row is never read.
 2. Under sequence parallelism each rank works on its part of the row, and Megatron sums the gradients of replicated
-   parameters over the ranks, as it does for norms.
+   parameters over the ranks, as for norms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from slime.models.common.packed_attention import PackedSequences, RMSNorm, curre
 
 class MultiTokenLayer(torch.nn.Module):
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
-        """`layer`: the specification of the family's layer."""
         super().__init__()
         self.hidden_first = form.hidden_first
         hidden, eps = config.hidden_size, config.layernorm_epsilon
@@ -38,7 +37,7 @@ class MultiTokenLayer(torch.nn.Module):
         self.final_layernorm = RMSNorm(config, hidden, eps=eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """hidden of a token and embedded of the next token, both [T_local, 1, H] -> normed states [T_local, 1, H]."""
+        """hidden [T_local, 1, H], embedded [T_local, 1, H] of the next token -> normed states [T_local, 1, H]."""
         both = [self.enorm(embedded), self.hnorm(hidden)]
         joined = torch.cat(both[::-1] if self.hidden_first else both, dim=-1)
         out, _ = self.transformer_layer(self.eh_proj(joined), attention_mask=None, packed_seq_params=packed)
@@ -46,7 +45,7 @@ class MultiTokenLayer(torch.nn.Module):
 
 
 class MultiTokenHead(torch.nn.Module):
-    """Holds the single multi-token prediction layer, under Megatron's names."""
+    """The single layer of multi-token prediction, under Megatron's names."""
 
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         super().__init__()
@@ -54,10 +53,8 @@ class MultiTokenHead(torch.nn.Module):
         self.layers = torch.nn.ModuleList([MultiTokenLayer(config, layer, vp_stage, form)])
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """hidden [T_local, 1, H] of this rank's tokens, detached; embedded [T, H] of the next tokens -> states
-        [T_local, 1, H].
-
-        T counts the tokens of all sequence-parallel ranks together.
+        """hidden [T_local, 1, H] of this rank, without a gradient; embedded [T, H] of the next tokens, before sequence
+        parallelism splits them -> states [T_local, 1, H].
         """
         if self.blind_start:
             assert packed.positions is not None, "a packed row knows the positions of its tokens"
@@ -70,7 +67,7 @@ class MultiTokenHead(torch.nn.Module):
 
 
 def following(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """tokens [T] of a packed row -> the next token of each [T]; the last token of a sequence maps to itself.
+    """tokens [T] of a packed row -> [T] the next token of each; the last one of a sequence stays.
 
     `cu_seqlens` [N + 1]: the start of each sequence, then T.
     """

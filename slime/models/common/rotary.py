@@ -1,8 +1,7 @@
-"""Rotary embedding: frequencies with the scaling of the HF config, and the rotation for attention that does not use the
-fused op.
+"""Rotary embedding: frequencies with the scaling of the HF config, and the rotation.
 
 Sources: RoFormer (Su et al. 2021); llama 3 scaling as released with Llama 3.1; yarn (Peng et al. 2023,
-arXiv:2309.00071) with the two magnitudes of DeepSeek: `attention_factor` on cos and sin, `softmax_scale` on the scores.
+arXiv:2309.00071) with DeepSeek's two magnitudes: `attention_factor` on cos and sin, `softmax_scale` on the scores.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ Scaling = Mapping[str, Any]
 
 
 def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 rotary frequencies with the scaling of the HF config.
+    """[head_dim / 2] float32 rotary frequencies, scaled as the HF config says.
 
-    Megatron's own llama 3 scaling hard-codes three of its four parameters, so the frequencies are computed here.
+    Megatron's llama 3 scaling fixes three of its four parameters, so frequencies are computed here.
     """
     theta, scaling = rope_of(hf_config)
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
@@ -47,7 +46,7 @@ def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
 
 
 def _factor(hf_config: HfConfig, scaling: Scaling) -> float:
-    """The ratio of the extended to the original context length."""
+    """The growth of the context."""
     original = float(scaling.get("original_max_position_embeddings") or 1)
     return float(scaling.get("factor") or hf_config["max_position_embeddings"] / original)
 
@@ -57,7 +56,7 @@ def _yarn_share(theta: float, scaling: Scaling, head_dim: int) -> Tensor:
     original = float(scaling["original_max_position_embeddings"])
 
     def dimension(rotations: float) -> float:
-        """The dimension that makes this many rotations within the original context."""
+        """The dimension that makes so many rotations within the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(float(scaling.get("beta_fast") or 32))
@@ -74,7 +73,7 @@ def _magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def attention_factor(hf_config: HfConfig) -> float:
-    """The factor on cos and sin; 1 for all scalings but yarn."""
+    """The factor of cos and sin; 1 for all scalings but yarn."""
     _, scaling = rope_of(hf_config)
     if scaling is None or rope_kind(scaling) != "yarn":
         return 1.0
@@ -87,7 +86,7 @@ def attention_factor(hf_config: HfConfig) -> float:
 
 
 def softmax_scale(hf_config: HfConfig, head_dim: int) -> float:
-    """The factor on scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's `mscale_all_dim`."""
+    """The factor of scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's magnitude."""
     _, scaling = rope_of(hf_config)
     all_dim = float((scaling or {}).get("mscale_all_dim") or 0)
     magnitude = _magnitude(_factor(hf_config, scaling), all_dim) if scaling and all_dim else 1.0
@@ -107,9 +106,9 @@ class Rotary:
     frequencies: Tensor
     """[r / 2] float32 on the model's device."""
     factor: float
-    """The factor on cos and sin."""
+    """Of cos and sin."""
     axes: Tensor | None = None
-    """[r / 2] int64: the index of the position, of three, that each frequency uses; None: tokens have one position."""
+    """[r / 2] int64: which of a token's three positions each frequency uses; None: a token has one position."""
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64, or [3, T] with `axes` -> cos and sin, each [T, r / 2] float32."""
@@ -124,8 +123,7 @@ class Rotary:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """[T, heads, d] -> the same, rotated. Pairs are (0, 1), (2, 3), … if `interleaved`, else (0, d / 2), ….
 
-    The result holds the first members of all pairs, then the second ones. This fixed permutation cancels in products of
-    q and k.
+    The result holds all first members, then all second ones: a permutation that cancels in products of q and k.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

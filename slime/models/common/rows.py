@@ -1,7 +1,6 @@
-"""Constructors of rows, and the rows that decoders have in common.
+"""Constructors of rows, and common parts of decoders.
 
-Names are without the layer's prefix, which `at_layer` adds. An engine's name is the first HF name unless it fuses
-tensors.
+Names lack the prefix of the layer, which `at_layer` adds. The engine's name is the first HF name unless it fuses.
 """
 
 from __future__ import annotations
@@ -17,19 +16,24 @@ from slime.models.common.table import EMBEDDING, EXPERT, HEAD, PLAIN, FamilyTabl
 Rows = tuple[Row, ...]
 
 
-def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
-    """Adds the prefixes to the rows of a layer; `prefix`: the part before `layers.` in HF and engine names."""
-    hf = prefix + "layers.{layer}."
+def prefixed(rows: Iterable[Row], megatron: str, hf: str, engine: str) -> Rows:
+    """Rows with prefixes for their names."""
     return tuple(
         dataclasses.replace(
             row,
-            megatron="decoder.layers.{layer}." + row.megatron,
+            megatron=megatron + row.megatron,
             hf=tuple(hf + name for name in row.hf),
-            engine=hf + row.engine,
-            engines=tuple(hf + name for name in row.engines),
+            engine=engine + row.engine,
+            engines=tuple(engine + name for name in row.engines),
         )
         for row in rows
     )
+
+
+def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
+    """Rows of a layer under their full names. `prefix`: of `layers.` in HF and engine names."""
+    hf = prefix + "layers.{layer}."
+    return prefixed(rows, "decoder.layers.{layer}.", hf, hf)
 
 
 def copy(megatron: str, name: str, *shape: int, engine: str | None = None, **options: Any) -> Row:
@@ -46,7 +50,7 @@ def column(
     engine: str | None = None,
     **options: Any,
 ) -> Row:
-    """Tensors stacked along the output features, which are split. A single unit applies to all segments."""
+    """Tensors stacked along the output features, which are split. A single unit is that of all segments."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(units, Unit):
         units = (units,) * len(options.get("segments") or shapes)
@@ -54,7 +58,7 @@ def column(
 
 
 def row(megatron: str, name: str, out: int, size: int, unit: Unit = Unit.EVEN, **options: Any) -> Row:
-    """A weight [out, size] that is split along its input features."""
+    """A weight [out, size], split along the input features."""
     engine = options.pop("engine", name)
     return Row(megatron, (name,), ((out, size),), engine, dim=1, units=(unit,), **options)
 
@@ -66,7 +70,7 @@ def norm(megatron: str, name: str, size: int) -> Row:
 def attention(
     s: ModelSizes, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, gated: bool = False
 ) -> Rows:
-    """Grouped-query attention, with q, k and v fused per KV head. `gated`: a gate follows every query head."""
+    """Grouped-query attention: q, k and v fused per KV head. `gated`: each query head is followed by its gate."""
     heads, d = (s.num_heads, s.num_kv_heads, s.num_kv_heads), s.head_dim
     sizes = tuple(n * d * (2 if gated and i == 0 else 1) for i, n in enumerate(heads))
     units = (Unit.HEADS, Unit.KV_HEADS, Unit.KV_HEADS)
@@ -102,7 +106,7 @@ def mlp(
     engines: tuple[str, str] | None = None,
     bias: bool = False,
 ) -> Rows:
-    """A gated MLP of `size` features; `engines`: resident names of [gate; up] and of down, which experts share."""
+    """A gated MLP of `size` features. `engines`: resident names of [gate; up] and down, which experts share."""
     gate_up, down = engines or (f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight")
 
     def fc1(kind: str, *more: int) -> Row:
@@ -125,10 +129,10 @@ def mlp(
 def experts(
     s: ModelSizes, *, bias: str | None = None, shared: tuple[str, int] | None = None, shared_gate: str | None = None
 ) -> Rows:
-    """A router and its gated experts. The engine stacks [gate; up] of all experts, and down of all experts.
+    """A router and its experts. The engine stacks [gate; up] of all experts, and down of all experts.
 
-    `bias`: HF name of the router's correction bias. `shared`: HF name and features of the shared experts.
-    `shared_gate`: HF name of the weight of their gate.
+    HF names: `bias` of the router's correction bias, `shared` of the shared experts (with their features),
+    `shared_gate` of their gate.
     """
     hidden = s.hidden_size
     rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden),)
@@ -158,9 +162,7 @@ def decoder_table(
     mtp: Rows = (),
     duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Embedding, layers, final norm and output layer. `layer(sizes, number)` returns the rows of a layer; `mtp` and
-    `duplicates` are as in `FamilyTable`.
-    """
+    """Embedding, layers, final norm and output layer. `layer(sizes, number)` returns the rows of a layer."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
     tied = bool(hf_config.get("tie_word_embeddings", False))
@@ -180,7 +182,7 @@ def decoder_table(
 
 
 def pre_norm(hidden: int, attention_rows: Rows, mlp_rows: Rows) -> Rows:
-    """A layer with one norm ahead of attention and one ahead of the MLP."""
+    """A layer with a norm before attention and one before the MLP."""
     return (
         norm("input_layernorm", "input_layernorm", hidden),
         *attention_rows,

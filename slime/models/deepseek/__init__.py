@@ -38,7 +38,6 @@ class DeepSeek(Family):
         return super().prefix_problem(hf_config)
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Settings of latent attention and experts. Raises `ConfigError` for unsupported options."""
         _refuse(hf_config)
         heads, nope, rope = (int(hf_config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
         return {
@@ -60,16 +59,14 @@ class DeepSeek(Family):
         return deepseek_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """None with sparse attention, where the multi-token prediction layer would need an indexer."""
+        """Not with sparse attention, because that layer would have an indexer."""
         return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, the last one has the output layer; in GLM-4.7-Flash each one has it."""
         head = Head.EVERY if hf_config["model_type"] == "glm4_moe_lite" else Head.LAST
         return Spread(dp_attention=True, stages=head, whole_dense_mlp=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """Latent attention, with an indexer if the layer has one."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from slime.models.deepseek.layers import LatentAttention
@@ -92,20 +89,19 @@ def _refuse(hf_config: HfConfig) -> None:
     )
     if missing := [name for name in needed if not hf_config.get(name)]:
         raise ConfigError(
-            f"the checkpoint's config.json lacks {', '.join(missing)}; models with latent attention and "
-            "experts have them"
+            f"config.json lacks {', '.join(missing)}, which models with latent attention and experts need; complete it"
         )
     if hf_config.get("attention_bias"):
-        raise ConfigError("got a checkpoint with attention_bias, which latent attention in the engine lacks")
+        raise ConfigError("got a checkpoint with attention_bias, which the engine's latent attention does not support")
     if indexer_kinds(hf_config) and (
         not hf_config.get("q_lora_rank") or hf_config.get("index_k_norm_type", "layer") != "layer"
     ):
         raise ConfigError(
-            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a "
-            "layer norm; neither is trained"
+            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a layer norm; this "
+            "release trains neither"
         )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:
         raise ConfigError(
-            f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these "
-            "keys, the trainer does not; such a checkpoint is not trained"
+            f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these keys, the "
+            "trainer does not; this release does not train such a checkpoint"
         )

@@ -1,5 +1,10 @@
-"""DeepSeek-V3, GLM-4.7-Flash and GLM-5, without tensors: the weight map, multiply-adds, and the layers that choose
-keys.
+"""DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash and GLM-5 without torch: the weight map, multiply-adds, and which layers have
+an indexer.
+
+Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
+them in one bucket, because a second call of its loader drops what the first one kept back. `w_kc` and `w_vc` are not
+parameters: the engine makes them from `kv_b_proj` after each update. Shared experts have their own parameters only with
+`--disable-shared-experts-fusion`.
 """
 
 from __future__ import annotations
@@ -13,11 +18,9 @@ from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_r
 from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
 from slime.models.common.table import FamilyTable, ModelSizes, Spread, Unit
 
-# Which layers of a model with sparse attention choose keys, and which reuse the choice of an earlier layer.
-
 
 def indexer_kinds(config: HfConfig) -> list[str]:
-    """For each layer "full" (it chooses keys) or "shared" (it reuses the previous choice); empty without an indexer."""
+    """Per layer "full" (it chooses keys) or "shared" (it uses an earlier layer's choice); empty without indexers."""
     if not config.get("index_topk"):
         return []
     num_layers = int(config["num_hidden_layers"])
@@ -30,16 +33,8 @@ def indexer_kinds(config: HfConfig) -> list[str]:
     return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(num_layers)]
 
 
-# Latent attention with experts: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, GLM-5 and its sparse-attention indexer.
-#
-# Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and needs them
-# in one bucket, because a second call of its loader forgets the tensor that the first call kept. `w_kc` and `w_vc` are
-# not parameters: the engine recomputes them from `kv_b_proj` after each update. Shared experts have their own
-# parameters only under `--disable-shared-experts-fusion`.
-
-
 def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
-    """The down projections to latents, whole on each rank, and the up projections to heads, which are split."""
+    """Down projections to latents, whole on each rank, and up projections to heads, which are split."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, nope, rope, value = (int(config[name]) for name in names)
     hidden, heads, q_rank = s.hidden_size, s.num_heads, int(config.get("q_lora_rank") or 0)
@@ -72,7 +67,7 @@ def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) 
 
 
 def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
-    """The rows of an indexer. For the interleaved kind, engines on a GPU stack the projections of keys and weights."""
+    """The indexer of a layer. If interleaved, engines on a GPU stack the projections of keys and weights."""
     heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
     ours, hf = "self_attention.indexer", "self_attn.indexer"
     engine = f"{hf}.wk_weights_proj.weight" if config.get("indexer_rope_interleave") else None
@@ -87,27 +82,21 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
 
 
 def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """The rows of a model with latent attention, in which the first layers are dense and the others have experts.
-
-    `mtp`: the config of its multi-token prediction layer, if that is trained.
-    """
+    """The weight map. `mtp`: the config of the layer of multi-token prediction, if it is trained."""
     kinds = indexer_kinds(hf_config)
 
     def layer(s: ModelSizes, number: int) -> Rows:
-        full = bool(kinds) and kinds[number] == "full"
-        return _layer(s, hf_config, number, indexer=full)
+        return _layer(s, hf_config, number, indexer=bool(kinds) and kinds[number] == "full")
 
     num_layers = int(hf_config["num_hidden_layers"])
     without = [number for number, kind in enumerate(kinds) if kind == "shared"]
-    # Engines create an unused indexer for these layers, too.
+    # Engines make an indexer for these layers too, and do not use it.
     carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
     if mtp is not None:
         sizes = ModelSizes.from_hf(hf_config)
-        rows, duplicates = (
-            deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, num_layers),
-            deepseek_duplicates(num_layers),
-        )
-        return decoder_table(hf_config, layer, carried=carried, spread=spread, mtp=rows, duplicates=duplicates)
+        rows = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, num_layers)
+        named = {"mtp": rows, "duplicates": deepseek_duplicates(num_layers)}
+        return decoder_table(hf_config, layer, carried=carried, spread=spread, **named)
     return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
 
 
@@ -121,11 +110,9 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
     return pre_norm(s.hidden_size, latent_attention(s, config, indexer=indexer), mlp_rows)
 
 
-# Multiply-adds of latent attention (DeepSeek-AI 2024, arXiv 2405.04434) and of its sparse indexer.
-
-
 def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """The cost of one layer. With an indexer, which scores all pairs, queries see `index_topk` keys."""
+    """Multiply-adds of latent attention (arXiv 2405.04434). With an indexer, which scores all pairs, queries see
+    `index_topk` keys."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")

@@ -27,27 +27,25 @@ from slime.models.common.packed_attention import PackedAttention, PackedSequence
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 from slime.models.deepseek.config import indexer_kinds
 
-# The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5), which chooses the keys that each query of a long
-# sequence sees.
-#
-# A small attention scores all keys at or before a query, and the best `index_topk` are kept. The choice has no
-# derivative, so the policy loss gives the indexer no gradient: its parameters are frozen, and are loaded, exported and
-# synced unchanged. In a sequence of at most `index_topk` tokens every query sees all keys, and the indexer does not
-# run.
-
 SCORES_AT_ONCE = 1 << 27
-"""The most scores (heads x queries x keys, float32) held in memory at once."""
+"""Scores of heads, queries and keys in memory at once (float32)."""
 
 
 class SparseIndexer(torch.nn.Module):
-    """Chooses keys for one layer. Every tensor-parallel rank holds all of it and computes the same choice."""
+    """The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5): chooses the keys of each query in a layer.
+
+    A small attention scores all keys at or before a query and keeps the best `index_topk`. The choice has no
+    derivative, so the policy loss gives the indexer no gradient: its parameters are frozen, but loaded, exported and
+    synced. Queries of a sequence of at most `index_topk` tokens see all keys, and nothing is computed. Each
+    tensor-parallel rank holds all of it and computes the same choice.
+    """
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.heads, self.dim, self.topk = (int(hf_config[f"index_{n}"]) for n in ("n_heads", "head_dim", "topk"))
         self.rope_dim = int(hf_config["qk_rope_head_dim"])
-        # Pairs are (i, i + d / 2), even if the attention interleaves them, unless the checkpoint says otherwise.
+        # Not interleaved by default, even if the attention itself is.
         self.interleaved = bool(hf_config.get("indexer_rope_interleave", False))
 
         def linear(size: int, out: int) -> torch.nn.Linear:
@@ -62,15 +60,13 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Whether a sequence of the row has more than `topk` tokens, the number of keys that a query may see.
-
-        If so, raises `ConfigError` under context parallelism.
-        """
+        """Whether the row has a sequence of more than `topk` tokens. Raises `ConfigError` for it under context
+        parallelism."""
         longest = int(packed.cu_seqlens_q.diff().max())
         if longest > self.topk and packed.shard is not None:
             raise ConfigError(
-                f"got a sequence of {longest} tokens for sparse attention under context parallelism, which is trained "
-                f"for at most index_topk {self.topk} tokens; drop --context-parallel-size or shorten the sequences"
+                f"got a sequence of {longest} tokens, but under context parallelism sparse attention is trained only "
+                f"up to index_topk {self.topk} tokens; drop --context-parallel-size or shorten the sequences"
             )
         return longest > self.topk
 
@@ -78,10 +74,10 @@ class SparseIndexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None]:
-        """For each sequence the chosen keys of each query, int32 [n, topk], or None for a short sequence.
+        """The chosen keys of each query, int32 [n, topk] per sequence, or None for a short one.
 
         hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are a part of the row under sequence parallelism; cos
-        and sin [T, 1, d / 2] are of the whole row. If fewer than topk keys precede a query, later keys fill the rest.
+        and sin [T, 1, d / 2] are of the whole row. If a query has fewer keys, the rest of its choice comes after it.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
         row = torch.cat(projected, dim=-1)
@@ -124,18 +120,6 @@ def _mask(chosen: Tensor) -> Tensor:
     return seen.scatter_(1, chosen.long(), True).tril_()
 
 
-# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one small latent.
-#
-# With the local specification, Megatron's own layer splits the down projections. Here they are whole on each
-# tensor-parallel rank, as in the engines, and only the parameters of heads are split. The layer feeds
-# `PackedAttention`, so context parallelism works as elsewhere. DeepSeek-V3 and GLM-4.7-Flash use it; GLM-5 uses it with
-# a `SparseIndexer`.
-#
-# Invariants
-# 1. All heads share the rotary part of a key: its gradient is summed over the tensor-parallel ranks.
-# 2. A layer without an indexer reuses the choice of the last layer with one, for the same row; both are on one pipeline
-#    stage. The choice is stored with the row, so that recomputation finds the right layer's choice.
-
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3,
 but 1e-5 in GLM-4.7-Flash and GLM-5: there the two differ by 4.5e-6 over the variance of a latent.
@@ -143,7 +127,17 @@ but 1e-5 in GLM-4.7-Flash and GLM-5: there the two differ by 4.5e-6 over the var
 
 
 class LatentAttention(MegatronModule):
-    """The attention of one layer in Megatron's interface; it takes no rotary embedding from the model."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one small latent.
+
+    Megatron's own, with the local specification, splits the down projections. Here they are whole on each
+    tensor-parallel rank, as in the engines, and only heads are split. It uses `PackedAttention`, so context parallelism
+    works as elsewhere. For DeepSeek-V3 and GLM-4.7-Flash; with a `SparseIndexer` for GLM-5.
+
+    Invariants
+    1. All heads share the rotary part of a key, so its gradient is summed over the tensor-parallel ranks.
+    2. A layer without an indexer uses the choice of the last layer that has one, for the same row and on the same
+       pipeline stage. The choice is kept with the row, so that recomputation finds the right one.
+    """
 
     frequencies: Tensor
 
@@ -159,13 +153,8 @@ class LatentAttention(MegatronModule):
         self.factor = attention_factor(hf_config)
         frequencies = inverse_frequencies(hf_config, self.rope).to(current_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
-        linear: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-        }
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method}
+        linear |= {"bias": False, "skip_bias_add": False, "is_expert": False}
         column = functools.partial(ColumnParallelLinear, gather_output=False, **linear)
         query_size = int(hf_config.get("q_lora_rank") or 0)
         if query_size:
@@ -185,15 +174,15 @@ class LatentAttention(MegatronModule):
         self._choose_indexer(hf_config)
 
     def _whole(self, size: int, out: int) -> torch.nn.Module:
-        """A linear layer, whole on every tensor-parallel rank. Sequence parallelism sums its gradients."""
+        """A linear layer, replicated on tensor-parallel ranks; under sequence parallelism its gradients are summed."""
         config = self.config
         linear = skip_init(torch.nn.Linear, size, out, bias=False, device=current_device(), dtype=config.params_dtype)
         linear.weight.sequence_parallel = config.sequence_parallel
         return linear
 
     def _choose_indexer(self, hf_config: HfConfig) -> None:
-        """Sets `indexer`, the layer that chooses the keys (`chooser`), and whether other layers reuse this choice
-        (`shares`).
+        """Sets `indexer`, `chooser` (the layer whose choice is used) and `shares` (whether later layers use this
+        one's).
         """
         kinds, layer = indexer_kinds(hf_config), self.layer_number - 1
         self.chooser = max((i for i in range(layer + 1) if kinds[i] == "full"), default=None) if kinds else None
@@ -251,7 +240,7 @@ class LatentAttention(MegatronModule):
     def _masks(
         self, hidden: Tensor, query_latent: Tensor | None, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None] | None:
-        """For each sequence the keys that each query sees; None if every query sees all earlier keys."""
+        """Masks per sequence; None if all are causal."""
         if self.chooser is None:
             return None
         if self.indexer is not None:
@@ -267,10 +256,10 @@ class LatentAttention(MegatronModule):
 
 
 def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
-    """Raises `ConfigError` if the first layer of a pipeline stage reuses the choice of an earlier layer."""
+    """Raises `ConfigError` if the first layer of a pipeline stage shares the choice of an earlier layer."""
     for layer in first_layers:
         if kinds[layer : layer + 1] == ["shared"]:
             raise ConfigError(
-                f"got a pipeline stage that begins with layer {layer}, which shares the indexer of a layer before it; "
+                f"a pipeline stage begins with layer {layer}, which shares the indexer of a layer on another stage; "
                 "choose --pipeline-model-parallel-size so that stages begin with layers of indexer type full"
             )

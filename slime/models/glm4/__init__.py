@@ -1,4 +1,4 @@
-"""GLM-4 (dense): norms on both sides of attention and MLP; half of each head is rotated, in interleaved pairs."""
+"""GLM-4 (dense): norms before and after attention and MLP; half of each head is rotated, in interleaved pairs."""
 
 from __future__ import annotations
 
@@ -50,18 +50,15 @@ class Glm4(Family):
         return decoder_table(hf_config, layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, the last one has the output layer."""
         return Spread(stages=Head.LAST)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """Attention with a norm on its output."""
         from slime.models.common.packed_attention import packed_attention
         from slime.models.glm4.layers import NormedAttention
 
         return packed_attention(config, standard, NormedAttention)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
-        """An MLP with a norm on its output."""
         from slime.models.glm4.layers import NormedMLP
 
         return NormedMLP

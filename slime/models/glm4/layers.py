@@ -1,6 +1,6 @@
-"""GLM-4's layer has four norms: one before and one after each of attention and MLP.
+"""GLM-4's layer has norms before and after attention and MLP.
 
-The two on the outputs belong to attention and MLP here, as `output_norm`, so that Megatron's layer stays unchanged.
+The norms after are part of the attention and the MLP, as `output_norm`, so that Megatron's layer need not change.
 """
 
 from __future__ import annotations
@@ -15,28 +15,22 @@ from slime.models.common.packed_attention import RMSNorm, RotatingAttention
 
 
 class NormedAttention(RotatingAttention):
-    """Attention with a norm on its output."""
-
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *given: Any, **named: Any) -> tuple[Tensor, None]:
-        """Returns hidden states [T_local, 1, H] and None for the bias, as Megatron's."""
         output, bias = super().forward(*given, **named)
-        assert bias is None, "the norm comes after the output's bias, which this layer does not add"
+        assert bias is None, "the output norm needs an output without a separate bias"
         return self.output_norm(output), None
 
 
 class NormedMLP(DenseMLP):
-    """The MLP of a dense layer with a norm on its output."""
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, None]:
-        """Returns hidden states [T_local, 1, H] and None for the bias, as Megatron's."""
         output, bias = super().forward(hidden_states, *given, **named)
-        assert bias is None, "the norm comes after the output's bias, which this layer does not add"
+        assert bias is None, "the output norm needs an output without a separate bias"
         return self.output_norm(output), None

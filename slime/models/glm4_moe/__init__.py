@@ -22,7 +22,6 @@ class Glm4Moe(Family):
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Partial rotation and experts. Raises `ConfigError` for settings that the engine serves differently."""
         if hf_config.get("tie_word_embeddings"):
             raise ConfigError("got a glm4_moe with tie_word_embeddings, which the engine would serve untied; untie it")
         return {
@@ -33,7 +32,6 @@ class Glm4Moe(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of the model; an untrained multi-token prediction layer, after the last layer, is carried along."""
         mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
 
         def layer(s: ModelSizes, number: int) -> Rows:
@@ -46,11 +44,9 @@ class Glm4Moe(Family):
         return decoder_table(hf_config, layer, spread=self.spread(hf_config), mtp=rows, duplicates=duplicates)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """The same layer as DeepSeek-V3's."""
         return only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, each one has an output layer."""
         return Spread(dp_attention=True, stages=Head.EVERY, whole_dense_mlp=True)
 
 

@@ -1,7 +1,8 @@
 """gpt-oss: attention with sinks, and with a sliding window in every second layer; biases everywhere; experts with a
 clamped SwiGLU.
 
-Files and trainer stack the experts of a layer as [in, out], with gates and values interleaved. Engines hold [out, in].
+Files and trainer hold the experts of a layer stacked, [in, out], with alternating gates and values. Engines hold
+[out, in].
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 SWIGLU_LIMIT = 7.0
-"""The clamp on gates and values. Transformers hard-codes it; SGLang reads `swiglu_limit`."""
+"""The limit of gates and values. It is a constant of transformers; SGLang reads `swiglu_limit`."""
 _EXPERTS = f"mlp.experts.local_experts.{EXPERT}"
 
 
 @FAMILIES.register("gpt_oss")
 class GptOss(Family):
-    """Every layer has experts; `intermediate_size` is the size of one expert."""
+    """Every layer has experts; `intermediate_size` is the size of an expert."""
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
     refused_biases = ()
@@ -38,41 +39,39 @@ class GptOss(Family):
     shares_prefixes = True
 
     def check(self, args: Args) -> str | None:
-        """Requires the triton kernel, because SGLang's others may reorder the experts; refuses adapters on experts."""
+        """Experts get no adapters, and engines must hold them in the loader's order, which not every kernel does."""
         rows = self.weight_map(read_hf_config(str(args.hf_checkpoint))).layers[0]
         names = [name for row in rows if EXPERT in row.megatron for name in (row.megatron, *row.hf)]
         if args.lora_rank and any(re.search(p, n) for p in args.lora_target_modules or ("",) for n in names):
             return (
-                "got --lora-rank for gpt-oss with its experts among --lora-target-modules, which get no adapters; give "
-                "--lora-target-modules self_attention"
+                "got --lora-rank for gpt-oss with its experts among --lora-target-modules, but they cannot have "
+                "adapters; give --lora-target-modules self_attention"
             )
         backend = args.sglang.get("moe_runner_backend")
         if backend == "triton" or args.debug_train_only:
             return None
         return (
-            f"got sglang_moe_runner_backend {backend} for gpt-oss, with which SGLang may hold experts in another order "
-            "than the weight sync verifies; give --sglang-moe-runner-backend triton"
+            f"got --sglang-moe-runner-backend {backend} for gpt-oss, with which SGLang may hold experts in another "
+            "order than the weight sync verifies; give --sglang-moe-runner-backend triton"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Settings of biases and experts. Raises `ConfigError` for unsupported options, or ones that the engine serves
-        differently.
-        """
+        """Also refuses configs that the engine would serve differently."""
         if (quantised := quantisation_of(hf_config)) is not None:
             raise ConfigError(
-                f"got a gpt_oss in {quantised.get('quant_method')}, whose codes are not read; give a folder in "
+                f"got a gpt_oss in {quantised.get('quant_method')}, which slime cannot read; give a folder in "
                 "bfloat16, as transformers writes it with dequantize=True in Mxfp4Config"
             )
         wanted = {"attention_bias": True, "swiglu_limit": SWIGLU_LIMIT}
         for name, value in wanted.items():
             if hf_config.get(name) != value:
                 raise ConfigError(
-                    f"got a gpt_oss with {name} {hf_config.get(name)}; {value} is trained, as released files have it"
+                    f"got a gpt_oss with {name} {hf_config.get(name)}; this release trains only {value}, as released"
                 )
         if hf_config.get("tie_word_embeddings"):
             raise ConfigError("got a gpt_oss with tie_word_embeddings, which the engine would serve untied; untie it")
         if not hf_config.get("layer_types"):
-            raise ConfigError("got a gpt_oss without layer_types, by which SGLang builds it; complete config.json")
+            raise ConfigError("got a gpt_oss without layer_types, which SGLang needs; complete config.json")
         experts = softmax_experts({**_of_experts(hf_config), "norm_topk_prob": True})
         return {"add_bias_linear": True, "add_qkv_bias": True, **experts}
 
@@ -80,13 +79,11 @@ class GptOss(Family):
         return decoder_table(_of_experts(hf_config), _layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages of one rank, each with the output layer. SGLang 0.5.16 does not divide plain experts with
-        biases by EP, and with TP it overwrites the biases in the sender's memory.
-        """
+        """Stages of one rank, each with the output layer. SGLang 0.5.16 cannot split experts with biases by EP, and
+        with TP it overwrites the biases."""
         return Spread(stages=Head.EVERY, whole_stages=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """Attention with sinks, and with a window if the layer has one."""
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from slime.models.common.packed_attention import packed_attention
@@ -105,7 +102,7 @@ class GptOss(Family):
 
 
 def _of_experts(hf_config: HfConfig) -> HfConfig:
-    """The config with the keys of families that also have dense layers."""
+    """The config with the usual keys for experts."""
     return {**hf_config, "moe_intermediate_size": hf_config["intermediate_size"]}
 
 

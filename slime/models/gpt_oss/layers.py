@@ -16,19 +16,14 @@ from slime.models.common.packed_attention import PackedAttention, PackedSequence
 from slime.models.gpt_oss import SWIGLU_LIMIT
 from slime.ops.experts import RowGroups, form_of, grouped_linear
 
-# Experts of gpt-oss: a clamped SwiGLU between two linear layers with biases, in the layout of its files.
-#
-#     gate, value = x W1 + b1, interleaved; gates clamped from above at the limit, values on both sides
-#     (value + 1) * gate * sigmoid(1.702 gate), through W2 and b2, times the router's weight
-#
-# Weights are [in, out]; biases are float32, as in the engines. The grouped products are those of the other families, on
-# transposed views.
-
 _ALPHA = 1.702
 
 
 class BiasedLinear(torch.nn.Module):
-    """A linear layer with bias for each expert."""
+    """A linear layer with bias for each expert, in the layout of the files: weights [in, out].
+
+    Biases are float32, as in engines. The grouped product is that of other families, on a transposed view.
+    """
 
     def __init__(self, config: TransformerConfig, num_experts: int, size_in: int, size_out: int) -> None:
         super().__init__()
@@ -37,8 +32,7 @@ class BiasedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         self.bias = torch.nn.Parameter(torch.empty((num_experts, size_out), dtype=torch.float32, device=device))
         for parameter in (self.weight, self.bias):
-            # The gradient norm counts parameters with this mark on every tensor-parallel rank, and each rank has its
-            # own experts.
+            # Marked, so that the gradient norm counts the experts of every tensor-parallel rank.
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -50,53 +44,53 @@ class BiasedLinear(torch.nn.Module):
 
 
 class BiasedExperts(torch.nn.Module):
-    """Replaces `StackedExperts`, with the same parameter names."""
+    """Experts with biases and a clamped SwiGLU, under the names of `StackedExperts`.
+
+    Weights are undefined until a checkpoint fills them.
+    """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
-        """Leaves the weights uninitialised until a checkpoint fills them."""
         super().__init__()
         hidden, size = config.hidden_size, config.moe_ffn_hidden_size
-        assert size is not None, "the family says the size of an expert"
+        assert size is not None, "the family sets moe_ffn_hidden_size"
         self.linear_fc1 = BiasedLinear(config, num_local_experts, hidden, 2 * size)
         self.linear_fc2 = BiasedLinear(config, num_local_experts, size, hidden)
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """x [rows, H] ordered by expert, router weights [rows] -> [rows, H], and None: the bias is already added."""
+        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and no bias."""
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
         out = self.linear_fc2(clamped_swiglu(self.linear_fc1(x, groups)), groups)
         return (out * weights.unsqueeze(-1)).to(x.dtype), None
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """x [rows, 2F], gates and values interleaved -> [rows, F]."""
+    """x [rows, 2F], gates and values in turn, clamped -> (value + 1) * gate * sigmoid(1.702 gate) [rows, F]."""
     gate, value = x[..., ::2].clamp(max=SWIGLU_LIMIT), x[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (value + 1) * gate * torch.sigmoid(gate * _ALPHA)
 
 
 class BiasedExpertLayer(ExpertLayer):
-    """A layer of experts with biases."""
-
     experts_class = BiasedExperts
 
-
-# Attention with sinks and an optional window (gpt-oss; sinks: Xiao et al. 2023, arXiv:2309.17453, learnt here).
-#
-# A head's sink is a score beside those of the keys: it takes a share of the softmax, but has no value. It is computed
-# as one more key with a value of zero: queries get one more entry, the sink over the scale, and the sink key has a one
-# there where all other keys have a zero. So every query sees the sink, regardless of its window, and gradients need no
-# extra formula. Queries are processed in slices, each with the keys that it may see, so that masks stay small.
-#
-# It is plain PyTorch on every device: the kernel for whole rows supports neither sinks nor windows.
 
 QUERIES_AT_ONCE = 1024
 """Queries of one sequence per slice."""
 _MORE = 8
-"""Entries added to the heads of queries and keys: kernels need a multiple of eight."""
+"""Entries added to heads of queries and keys, because kernels want a multiple of eight."""
 
 
 class SinkAttention(PackedAttention):
+    """Core attention with learnt sinks (Xiao et al. 2023, arXiv:2309.17453), optionally in a sliding window.
+
+    A head's sink is a score without a value that takes its share of the softmax. It is computed as a further key with
+    the value zero: queries get one more entry, the sink over the scale, and only this key has a one there. So every
+    query sees it, whatever its window, and gradients need no formula of their own. Queries are processed in slices with
+    the keys that they may see, so that masks stay small. Plain PyTorch on every device, since the kernel for whole rows
+    supports neither sinks nor windows.
+    """
+
     def __init__(self, config: TransformerConfig, *given: Any, window: int | None, **named: Any) -> None:
-        """`window`: the most keys that a query sees, including its own; None for all earlier keys."""
+        """`window`: most keys for a query, including its own; None: no window."""
         super().__init__(config, *given, **named)
         self.window = window
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
@@ -107,8 +101,8 @@ class SinkAttention(PackedAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
     ) -> Tensor:
-        """query [T, heads, d], keys and values that each sequence sees -> [T, heads, d]."""
-        assert masks is None, "a mask of each sequence knows no sinks"
+        """query [T, heads, d], key and value of each sequence's keys -> [T, heads, d]."""
+        assert masks is None, "masks do not work with sinks"
         scale = query.size(-1) ** -0.5
         sinks = (self.sinks / scale).to(query.dtype).expand(query.size(0), -1)
         query = torch.cat([query, functional.pad(sinks.unsqueeze(-1), (0, _MORE - 1))], dim=-1)
@@ -119,19 +113,19 @@ class SinkAttention(PackedAttention):
         return torch.cat([part for q, k, v in rows for part in self._of_sequence(q, k, v, sink, scale)])
 
     def _of_sequence(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, scale: float) -> Iterator[Tensor]:
-        """Yields the outputs of one sequence, slice by slice. Its last query is aligned with its last key."""
+        """The slices of one sequence. Its last query is aligned with its last key."""
         behind = key.size(0) - query.size(0)
         for start in range(0, query.size(0), QUERIES_AT_ONCE):
             part = query[start : start + QUERIES_AT_ONCE]
             first, end = start + behind, start + behind + part.size(0)
             begin = 0 if self.window is None else max(0, first - self.window + 1)
-            # The sink comes first, then the keys that at least one query of the slice sees.
+            # The sink comes before the keys that some query of the slice sees.
             seen = torch.cat([sink.expand(1, key.size(1), -1), key[begin:end]])
             values = torch.cat([torch.zeros_like(value[:1]), value[begin:end]])
             yield _softmax_attention(part, seen, values, self._mask(first, end, begin, query.device), scale)
 
     def _mask(self, first: int, end: int, begin: int, device: torch.device) -> Tensor:
-        """Whether the queries at positions `first` to `end` see the sink and each of the keys `begin` to `end`."""
+        """The mask of queries `first` to `end` for the sink and the keys `begin` to `end`."""
         places = torch.arange(first, end, device=device).unsqueeze(1)
         keys = torch.arange(begin, end, device=device)
         seen = keys <= places

@@ -11,12 +11,11 @@ from slime.models.family import Family
 
 @FAMILIES.register("llama")
 class Llama(Family):
-    """The plain decoder. Its table supports biases, which cannot be trained yet."""
+    """The plain decoder. Its table has optional biases, which are not trained yet."""
 
     shares_prefixes = True
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """The rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
         bias, mlp_bias = (bool(hf_config.get(name, False)) for name in ("attention_bias", "mlp_bias"))
         return decoder_table(
             hf_config,
@@ -29,5 +28,4 @@ class Llama(Family):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, each one has an output layer."""
         return Spread(stages=Head.EVERY)

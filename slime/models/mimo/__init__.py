@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's decoder, and a multi-token prediction layer under its own names."""
+"""MiMo-7B: Qwen2's decoder, and a layer of multi-token prediction with its own names."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from slime.models.common.table import DRAFT, PLAIN, FamilyTable, ModelSizes, Spr
 from slime.models.qwen2 import Qwen2
 
 _HF = "model.mtp_layers.0."
-"""HF prefix of its multi-token prediction layer."""
+"""Prefix of the layer of multi-token prediction."""
 
 
 @FAMILIES.register("mimo")
 class MiMo(Qwen2):
-    """Its multi-token prediction layer projects [hidden state; embedding], as in its files. In SGLang's draft the
-    embedding at the start of a sequence is zero.
-    """
+    """Multi-token prediction reads `[hidden ; embedding]`, and SGLang's draft no embedding at a sequence's start."""
 
     mtp_form = HeadForm(hidden_first=True, blind_start=True)
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of the model; an untrained multi-token prediction layer is carried along."""
         mtp = _mtp_rows(hf_config) if trains_mtp(hf_config) else ()
         has_one = bool(hf_config.get("num_nextn_predict_layers"))
         carried = (_HF.replace(".", r"\."), CARRIED_DRAFT) if has_one and not mtp else ()
         return decoder_table(hf_config, _layer, carried=carried, spread=self.spread(hf_config), mtp=mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """The layer has the same architecture as the model's other layers."""
         return only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Unlike Qwen2, it cannot run in pipeline stages."""
+        """No stages, unlike Qwen2."""
         return PLAIN
 
 
@@ -42,7 +38,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _mtp_rows(hf_config: HfConfig) -> Rows:
-    """In the draft, the layer is a block, and the norms and the projection are beside it."""
+    """The draft has the layer as `mtp_block`; norms and projection are outside of it."""
     s = ModelSizes.from_hf(hf_config)
     names = (f"{_HF}token_layernorm", f"{_HF}hidden_layernorm", f"{_HF}input_proj", f"{_HF}final_layernorm")
     *before, last = as_draft(head_rows(s.hidden_size, names), lambda name: name.replace(_HF, "model."))

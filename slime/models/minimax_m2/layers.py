@@ -1,8 +1,6 @@
-"""Norms of queries and keys over all heads of a token together, before the rotation (MiniMax-M2, `qk_norm_type`
-"per_layer" in its config).
+"""Norms of queries and keys over all heads of a token, before the rotation (MiniMax-M2, `qk_norm_type: per_layer`).
 
-Each tensor-parallel rank has some of the heads, so the ranks sum their parts of the mean square, forward and backward.
-On a single rank the device's norm op does the work.
+Tensor-parallel ranks have some of the heads, so they sum the squares, forward and backward.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from slime.ops.qk_rotary import rotate
 
 
 class WholeNorm(torch.nn.Module):
-    """A root mean square norm over the entries of all heads, of which each tensor-parallel rank has a part."""
+    """A root mean square norm over all heads, of which each tensor-parallel rank has a part."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         """`size`: entries on this rank."""
@@ -35,7 +33,7 @@ class WholeNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, heads, d] of this rank -> the same, normed."""
+        """[T, heads, d] of this rank -> normed [T, heads, d]."""
         flat = x.flatten(1)
         if self.tp_size == 1:
             return rms_norm(flat, self.weight, self.eps).view_as(x)
@@ -47,10 +45,10 @@ class WholeNorm(torch.nn.Module):
 
 
 class WholeNormedAttention(RotatingAttention):
-    """Attention with these norms of its queries and keys; the rotation is in plain PyTorch.
+    """Attention with such norms; the rotation is plain PyTorch.
 
-    They are not called `q_layernorm` and `k_layernorm` because Megatron sums gradients under these names over
-    tensor-parallel ranks, as if each had the whole weight.
+    The norms are not called `q_layernorm` and `k_layernorm`, because Megatron sums the gradients of those over
+    tensor-parallel ranks, as if each rank had the whole weight.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:

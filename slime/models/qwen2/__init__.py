@@ -13,7 +13,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen2")
 class Qwen2(Family):
-    """The architecture always has these biases; the config does not mention them."""
+    """Always with biases, whatever the config says."""
 
     refused_biases = ()
     shares_prefixes = True
@@ -29,5 +29,4 @@ class Qwen2(Family):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, the last one has the output layer."""
         return Spread(stages=Head.LAST, tied_stages=True)

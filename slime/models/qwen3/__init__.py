@@ -14,7 +14,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen3")
 class Qwen3(Family):
-    """The dense model. Its table supports biases, which cannot be trained yet."""
+    """Dense Qwen3. Its table has optional biases, which are not trained yet."""
 
     shares_prefixes = True
 
@@ -22,7 +22,6 @@ class Qwen3(Family):
         return {"qk_layernorm": True}
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Rows of a Qwen3, dense or with experts in all or some layers."""
         bias = bool(hf_config.get("attention_bias", False))
         return decoder_table(
             hf_config,
@@ -35,7 +34,6 @@ class Qwen3(Family):
         )
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, the last one has the output layer."""
         return Spread(dp_attention=True, stages=Head.LAST, tied_stages=True)
 
 
@@ -44,9 +42,7 @@ class Qwen3Moe(Qwen3):
     """Experts in all layers or in some."""
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Norms of q and k, and experts. Raises `ConfigError` if their sizes are missing."""
         return {**super().departures(hf_config), **softmax_experts(hf_config)}
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In pipeline stages, each one has an output layer."""
         return Spread(dp_attention=True, stages=Head.EVERY)

@@ -24,23 +24,22 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Sizes of linear attention; the keys in HF's and Megatron's configuration have the prefix `linear_`."""
+"""Sizes of linear attention; with the prefix `linear_`, keys of HF's and Megatron's configuration."""
 
 
 @FAMILIES.register("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Family):
-    """The language model, dense or with experts; in Qwen3.5 and 3.6 its config is under `text_config`."""
+    """The language model, dense or with experts. In Qwen3.5 and 3.6 it is under `text_config`."""
 
     refused_biases = ()
     layer_kinds = ("full_attention", "linear_attention")
 
     qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
-    """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
-    PyTorch, or the kernels where they are installed and can run."""
+    """Linear attention of Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention (a GPU and half precision);
+    torch: plain PyTorch; auto: the kernels if they are installed and can run."""
 
     def check(self, args: Args) -> str | None:
-        """Checks that tensor- and context-parallel ranks get whole key heads, and that the kernels can run."""
         m = args.megatron
         tp_size, cp_size = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1
         return split_problem(m["linear_num_key_heads"], tp_size, cp_size) or self._kernel_problem(args)
@@ -49,12 +48,11 @@ class Qwen3Next(Family):
         return "its linear attention carries a state along each sample"
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Gated delta nets, gated attention, experts. Raises `ConfigError` for unsupported options."""
         sizes = {f"linear_{name}": int(hf_config[f"linear_{name}"]) for name in _SIZES}
         keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
         if values % keys:
             raise ConfigError(
-                f"got {keys} key heads for {values} value heads of linear attention; they must divide evenly"
+                f"got {keys} key heads for {values} value heads of linear attention, which they must divide evenly"
             )
         gates = (None, "silu", "swish")
         trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
@@ -79,9 +77,9 @@ class Qwen3Next(Family):
         shared = int(hf_config.get("shared_expert_intermediate_size") or 0)
         if shared <= 0:
             raise ConfigError(
-                f"got a checkpoint with shared_expert_intermediate_size "
-                f"{hf_config.get('shared_expert_intermediate_size')}, because it has experts and no shared one, which "
-                "this release does not train in this family; do: use a checkpoint with a shared expert"
+                "got a checkpoint with experts and shared_expert_intermediate_size "
+                f"{hf_config.get('shared_expert_intermediate_size')}; this release trains this family only with a "
+                "shared expert, so use a checkpoint that has one"
             )
         return {
             **settings,
@@ -95,15 +93,15 @@ class Qwen3Next(Family):
         return qwen_next_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """One layer with full attention. Qwen3-Next checkpoints have it, although the config does not mention it."""
+        """One layer with full attention. Files of Qwen3-Next have it, although its config does not say so."""
         if int(hf_config.get("mtp_num_hidden_layers", 1)) != 1:
             return None
         return {**hf_config, "layer_types": ["full_attention"], "full_attention_interval": 1}
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Qwen3.5 and 3.6 are part of multimodal models, in which SGLang spreads the embedding differently.
+        """Qwen3.5 and 3.6 come inside multimodal models, with a whole embedding on each rank.
 
-        In the variants with experts every layer has experts, so `moe_dense_tp_size` has no dense layer to apply to.
+        With experts these have no dense layer, so `moe_dense_tp_size` has no effect on them.
         """
         wrapped, sparse = hf_config["model_type"] != "qwen3_next", num_experts_of(hf_config) > 0
         return Spread(dp_attention=True, whole_embedding=wrapped, whole_dense_mlp=wrapped and sparse)
@@ -133,4 +131,4 @@ class Qwen3Next(Family):
         reasons = " and ".join(reason for reason, holds in problems if holds)
         if not reasons:
             return None
-        return f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
+        return f"got --qwen-gdn-backend fla, but {reasons}; use torch or auto"

@@ -1,4 +1,9 @@
-"""Qwen3-Next, Qwen3.5 and 3.6, without tensors: the weight map, multiply-adds, and the layers with linear attention."""
+"""Qwen3-Next, Qwen3.5 and 3.6 without torch: the weight map, multiply-adds, and which layers have linear attention.
+
+Both orders of the released files map to one Megatron parameter: Qwen3-Next orders its projections by key head, Qwen3.5
+keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is carried
+along, as are layers for multi-token prediction.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,9 @@ from slime.models.common.mtp import CARRIED_DRAFT, as_draft, head_rows, layer_ro
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
 from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Spread
 
-# Which layers have linear attention, and how many ranks can split its heads.
-
 
 def is_linear(config: HfConfig, layer: int) -> bool:
-    """Whether the layer has linear attention. False for families without any."""
+    """Whether a layer has linear attention instead of full attention."""
     if kinds := config.get("layer_types"):
         return bool(kinds[layer] == "linear_attention")
     if not config.get("linear_num_key_heads"):
@@ -24,7 +27,7 @@ def is_linear(config: HfConfig, layer: int) -> bool:
 
 
 def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
-    """Why these ranks cannot share the heads of linear attention; None if they can. Each rank needs whole key heads."""
+    """Why these ranks cannot split the key heads of linear attention, as an error message; None if they can."""
     if key_heads % (tp_size * cp_size) == 0:
         return None
     if cp_size == 1:
@@ -33,26 +36,17 @@ def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
         )
     return (
         f"got tensor_model_parallel_size {tp_size} and context_parallel_size {cp_size} for {key_heads} key heads of "
-        f"linear attention, each of which runs through whole sequences on one of these {tp_size * cp_size} ranks; "
-        "choose sizes whose product divides the heads"
+        f"linear attention, which these {tp_size * cp_size} ranks cannot split evenly; choose sizes whose product "
+        "divides the heads"
     )
 
-
-# Qwen3-Next, Qwen3.5 and 3.6: gated delta nets and gated attention, dense or with experts.
-#
-# The two orders in the released files map to the same Megatron parameter: Qwen3-Next orders its projections by key
-# head, while Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 are part of multimodal models; their
-# vision tower is carried along, and so are untrained multi-token prediction layers.
 
 CARRIED = (r"mtp\.", r"(model\.)?visual\.")
 """HF tensors of multi-token prediction and of the vision tower."""
 
 
 def qwen_next_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """The rows of a Qwen3-Next, or of the language model of a Qwen3.5 or 3.6.
-
-    `mtp`: the config of its multi-token prediction layer, if that is trained.
-    """
+    """The weight map. `mtp`: the config of the layer of multi-token prediction, if it is trained."""
 
     def layer(s: ModelSizes, number: int) -> Rows:
         return _layer(s, hf_config, number, stacked=bool(hf_config.get("_stacked_experts")))
@@ -60,13 +54,7 @@ def qwen_next_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -
     prefix = "model.language_model." if hf_config.get("wrapper_type") else "model."
     carried = (*CARRIED, CARRIED_DRAFT) if mtp is None else CARRIED[1:]
     table = decoder_table(hf_config, layer, prefix=prefix, carried=carried, spread=spread)
-    return dataclasses.replace(
-        table,
-        before=tuple(map(_as_served, table.before)),
-        layers=tuple(tuple(map(_as_served, rows)) for rows in table.layers),
-        after=tuple(map(_as_served, table.after)),
-        mtp=() if mtp is None else _mtp_rows(mtp),
-    )
+    return dataclasses.replace(table.with_rows(_as_served), mtp=() if mtp is None else _mtp_rows(mtp))
 
 
 def _layer(s: ModelSizes, config: HfConfig, number: int, *, stacked: bool) -> Rows:
@@ -80,7 +68,7 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, stacked: bool) -> Ro
 
 
 def _mtp_rows(config: HfConfig) -> Rows:
-    """The draft is a model of one layer, with the norms and the projection outside that model."""
+    """The draft is a model of one layer; norms and projection before it are outside of that model."""
     s = ModelSizes.from_hf(config)
     names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     around = map(_as_served, head_rows(s.hidden_size, names))
@@ -91,7 +79,7 @@ def _mtp_rows(config: HfConfig) -> Rows:
 
 
 def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
-    """A gated delta net; `GatedDeltaNet` gives the order within a key head."""
+    """A gated delta net; see `layers.GatedDeltaNet` for the order within a key head."""
     key_heads, value_heads = int(hf_config["linear_num_key_heads"]), int(hf_config["linear_num_value_heads"])
     keys, value_dim = key_heads * int(hf_config["linear_key_head_dim"]), int(hf_config["linear_value_head_dim"])
     values, taps = value_heads * value_dim, int(hf_config["linear_conv_kernel_dim"])
@@ -126,7 +114,7 @@ def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
 
 
 def _stacked(row: Row) -> Row:
-    """The row of a routed expert for files that hold all experts in one tensor, with [gate; up] of each expert."""
+    """The row of a routed expert for files in which one tensor holds all experts, [gate; up] each."""
     if EXPERT not in row.megatron:
         return row
     name = "mlp.experts.gate_up_proj" if len(row.hf) == 2 else "mlp.experts.down_proj"
@@ -135,23 +123,20 @@ def _stacked(row: Row) -> Row:
 
 
 def _as_served(row: Row) -> Row:
-    """The row with SGLang's names: the language model is at the top level, and full attention is part of the layer."""
+    """SGLang has the language model at the top level, and the parts of full attention in the layer itself."""
 
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
 
     engine = resident(row.engine)
-    # For a zero-centred norm SGLang also keeps the effective weight, which is the stored weight plus one.
+    # Its zero-centred norms keep weight + 1 in a second tensor.
     zero_centred = row.megatron.endswith("norm.weight") and not row.megatron.endswith("out_norm.weight")
     plus_one = f"{engine.removesuffix('weight')}gemma_weight" if zero_centred else ""
     return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)
 
 
-# Multiply-adds of gated delta nets and of gated attention.
-
-
 def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """The cost of one layer: linear attention, or full attention with a gate per head."""
+    """Multiply-adds of linear attention, or of full attention with a gate per head."""
     if is_linear(config, layer):
         return AttentionCost(_delta_net(config))
     plain = grouped_query_cost(config, layer)
@@ -160,10 +145,8 @@ def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
 
 
 def _delta_net(config: HfConfig) -> int:
-    """Per token: projections, convolution and recurrence (S k, the outer product and S q for each value head).
-
-    The chunked form needs more operations, but is faster.
-    """
+    """Multiply-adds per token: projections, convolution and recurrence (S k, the outer product and S q per value head;
+    the chunked form takes more but is faster)."""
     key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
     key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
     qkv = 2 * key_heads * key_dim + value_heads * value_dim

@@ -39,10 +39,10 @@ DeltaRule = Callable[..., Tensor]
 
 
 def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
-    """Returns the implementation of the recurrence for `backend` (--qwen-gdn-backend).
+    """The implementation that `backend` (--qwen-gdn-backend) names.
 
     "auto" takes the kernels if they are installed and can run: they need a GPU and half precision. Raises `ConfigError`
-    if "fla" is requested and cannot run.
+    for "fla" if it cannot run.
     """
     reasons = kernel_problems(device, dtype)
     if backend == "fla" and reasons:
@@ -52,9 +52,9 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
 
 @functools.lru_cache(maxsize=8)
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the kernels cannot run here; empty if they can. Source of the last reason: flash-linear-attention, issue 640.
+    """Why the kernels cannot run here; empty if they can. The last reason is flash-linear-attention's issue 640.
 
-    Cached, because each layer asks and the check of installed packages takes milliseconds.
+    Cached, because every layer asks and finding a package takes milliseconds.
     """
     on_gpu = device.type == "cuda"
     hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
@@ -75,17 +75,11 @@ def _triton() -> tuple[int, ...]:
 def fla_kernels(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor
 ) -> Tensor:
-    """The recurrence with Triton kernels; arguments and result as in `chunked`. Half precision on a GPU only."""
+    """The recurrence by Triton kernels, with arguments and result as in `chunked`. Half precision on a GPU only."""
     rule: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     row = (x.unsqueeze(0).contiguous() for x in (q, k, v))
-    out, _ = rule(
-        *row,
-        g=g.unsqueeze(0),
-        beta=beta.unsqueeze(0),
-        cu_seqlens=cu_seqlens,
-        use_qk_l2norm_in_kernel=True,
-    )
-    result: Tensor = out.squeeze(0)
+    decay, rate = g.unsqueeze(0), beta.unsqueeze(0)
+    result: Tensor = rule(*row, g=decay, beta=rate, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)[0].squeeze(0)
     return result
 
 
@@ -95,7 +89,7 @@ def chunked(
     """The recurrence over a row of T tokens and N sequences of `lengths` [N] -> [T, h, d_v] in the dtype of `q`.
 
     q, k [T, h, d_k] before normalisation, v [T, h, d_v], g float32 [T, h] log decay, beta [T, h]. Queries are scaled by
-    1 / sqrt(d_k) as in attention. `cu_seqlens` is unused here; the kernels need it.
+    1 / sqrt(d_k) as in attention. `cu_seqlens` is only for kernels.
     """
     plan = _plan(lengths, q.device)
     narrow, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -105,7 +99,7 @@ def chunked(
     decay = _decay(total)
     growth, last = total.exp(), total[..., -1:, :]
     scores = (q @ k.mT) * decay
-    system = beta * (k @ k.mT) * decay  # the solver does not read the diagonal or above
+    system = beta * (k @ k.mT) * decay  # only entries below its diagonal are read
     right = torch.cat([beta * v, beta * growth * k], dim=-1)
     free, bound = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.size(-1), k.size(-1)], dim=-1
@@ -129,7 +123,7 @@ def _normalised(x: Tensor) -> Tensor:
 def _decay(total: Tensor) -> Tensor:
     """Running sums of log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
 
-    The mask comes before the exponential, which could overflow above the diagonal: infinity times zero is NaN.
+    Masked before the exponential, which could overflow above the diagonal; infinity times zero is not a number.
     """
     size = total.size(-2)
     later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
@@ -138,10 +132,10 @@ def _decay(total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The order of a row's tokens in its M chunks.
+    """Places of a row's tokens in its M chunks. Chunks are sorted by their number in the sequence, then long sequences
+    first.
 
-    Chunks are sorted by their number in the sequence, long sequences first. So the chunks of one loop iteration are
-    contiguous, and its sequences are the first ones of the iteration before.
+    So the chunks of one turn of the loop are neighbours, and its sequences are the first ones of the turn before.
     """
 
     gather: Tensor
@@ -149,7 +143,7 @@ class _Plan:
     place: Tensor
     """[T] int64: the slot of each token."""
     widths: tuple[int, ...]
-    """Chunks of each loop iteration, non-increasing."""
+    """Chunks of each turn; never growing."""
 
     def chunks(self, x: Tensor) -> Tensor:
         """[T, h, d] -> [M, h, CHUNK, d], padded with zeros."""
@@ -163,7 +157,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
-    """The plan for a row with sequences of these lengths; cached, so all layers of a forward pass share it."""
+    """The plan for sequences of these lengths; all layers of a forward pass share it."""
     num_tokens = sum(lengths)
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])

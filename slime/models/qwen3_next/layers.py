@@ -23,30 +23,28 @@ from slime.models.qwen3_next.config import split_problem
 from slime.models.qwen3_next.delta_rule import delta_rule
 from slime.ops.qk_rotary import rotate
 
-# The gated delta net (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and Qwen3.5: a linear-attention mixer.
-#
-# Megatron-core's own needs flash-linear-attention and refuses packed rows. Here tensor-parallel ranks split the key
-# heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the decay), and
-# `conv1d` per key head [q; k; v's], each with the value heads of that key head.
-#
-# Convolution and recurrence need whole sequences, but under context parallelism a rank has only chunks of them. So key
-# heads are split once more: before the convolution each rank exchanges its tokens of all heads for all tokens of its
-# heads, and after the recurrence it exchanges them back (`RowShard.by_heads`). Projections, norm and gate are per token
-# and need no exchange.
-#
-# Invariants
-# 1. Convolution and recurrence start over at each sequence of a packed row.
-# 2. Decay, recurrence and the norm's statistics are float32 for any dtype of the model.
-# 3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key heads.
-
 
 class GatedDeltaNet(torch.nn.Module):
-    """The mixer of one layer in Megatron's attention interface."""
+    """The gated delta net (Yang et al. 2024, arXiv:2412.06464), a linear-attention mixer, as an attention module.
+
+    Megatron-core's own needs flash-linear-attention and refuses packed rows. Tensor-parallel ranks split this one by
+    key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the decay),
+    `conv1d` per key head [q; k; v's], each with the value heads of the key head.
+
+    Convolution and recurrence need whole sequences, but under context parallelism a rank has chunks of them. So key
+    heads are split once more: before the convolution ranks exchange their tokens of all heads for all tokens of their
+    heads, and back after the recurrence (`RowShard.by_heads`). Projections, norm and gate work token by token.
+
+    Invariants
+    1. Convolution and recurrence start over at each sequence of a packed row.
+    2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
+    3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key
+       heads.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, hf_config: HfConfig, backend: str = "auto", **_unused: Any
     ) -> None:
-        """`backend`: as in `delta_rule.delta_rule`."""
         super().__init__()
         self.backend = backend
         self.config, self.layer_number = config, layer_number
@@ -58,13 +56,8 @@ class GatedDeltaNet(torch.nn.Module):
         self.repeats = value_heads // key_heads  # value heads of each key head
         self.groups = key_heads // tp_size  # key heads of this rank
         self.qkv = (self.key_dim, self.key_dim, self.repeats * self.value_dim)  # convolved features per key head
-        linear: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-        }
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method}
+        linear |= {"bias": False, "skip_bias_add": False, "is_expert": False}
         features = key_heads * (sum(self.qkv) + self.repeats * (self.value_dim + 2))
         self.in_proj = ColumnParallelLinear(config.hidden_size, features, gather_output=False, **linear)
         taps = int(hf_config["linear_conv_kernel_dim"])
@@ -76,7 +69,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.out_proj = RowParallelLinear(size, config.hidden_size, input_is_parallel=True, **linear)
 
     def _shard(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """An uninitialised parameter that tensor-parallel ranks split along dim 0."""
+        """An uninitialised parameter, split over tensor-parallel ranks along dim 0."""
         weight = torch.empty(*shape, dtype=dtype or self.config.params_dtype, device=self.in_proj.weight.device)
         parameter = torch.nn.Parameter(weight)
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
@@ -85,9 +78,7 @@ class GatedDeltaNet(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] -> [T, 1, H] (this rank's part of the row, under sequence or context parallelism), and None for the
-        bias.
-        """
+        """[T, 1, H] -> [T, 1, H] (this rank's part of the row under sequence or context parallelism), and no bias."""
         packed = packed_seq_params
         mixed = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.groups, -1))  # [T, groups, features]
         values, rates = self.repeats * self.value_dim, [self.repeats, self.repeats]
@@ -110,10 +101,10 @@ class GatedDeltaNet(torch.nn.Module):
         lengths: tuple[int, ...],
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """Convolution and recurrence over whole sequences, for some key heads -> [T, value heads, d_v].
+        """Convolution and recurrence over whole sequences of some key heads -> [T, value heads, d_v].
 
-        `parts`: qkv [T, groups, features], b and a [T, groups, value heads of each]. `weights`: the parts of the
-        convolution, dt_bias and A_log that belong to these heads.
+        `parts`: qkv [T, groups, features], b and a [T, groups, value heads of each]. `weights`: of the convolution,
+        dt_bias and A_log for these heads.
         """
         qkv, b, a = parts
         taps, dt_bias, log_rate = weights
@@ -136,8 +127,7 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [T, heads, d_v] -> [T, heads, d_v] in the dtype of `x`."""
-        # The weight is whole on each tensor-parallel rank but applies to the rank's own heads, so its gradients are
-        # summed here.
+        # Replicated, but applied to the rank's own heads: the copy sums its gradients over tensor-parallel ranks.
         weight = copy_to_tensor_model_parallel_region(self.weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -145,9 +135,9 @@ class GatedNorm(torch.nn.Module):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Depthwise causal convolution of x [T, C] with weight [C, 1, taps] -> [T, C], within each sequence.
+    """Causal depthwise convolution inside each sequence: x [T, C], weight [C, 1, taps] -> [T, C].
 
-    Zeros between the sequences separate them, so one convolution covers the whole row.
+    Zeros separate the sequences, so that one convolution of the whole row is enough.
     """
     spacing = weight.size(-1) - 1
     place = _places(lengths, spacing, x.device)
@@ -158,20 +148,17 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> T
 
 @functools.lru_cache(maxsize=8)
 def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Tensor:
-    """[T] int64: the index of each token after `spacing` entries are inserted before each sequence."""
+    """[T] int64: the place of each token once `spacing` entries are inserted before each sequence."""
     ahead = spacing * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + ahead).to(device)
 
 
-# Full attention with a sigmoid gate on its output (Qwen3-Next, Qwen3.5).
-#
-# HF's `q_proj` holds [q; gate] per head, so `linear_qkv` holds [q, gate, q, gate, ..., k, v] per KV head; Megatron's
-# own gated attention expects [q..., gate..., k, v]. Norms are this device's ops; split and rotation are plain PyTorch,
-# with the angles of the whole row.
-
-
 class GatedAttention(RotatingAttention):
-    """Needs `attention_output_gate` in the configuration."""
+    """Full attention with a sigmoid gate on its output; needs `attention_output_gate` in the configuration.
+
+    HF's `q_proj` holds [q; gate] per head, so `linear_qkv` holds [q, gate, q, gate, ..., k, v] per KV head. Megatron's
+    gated attention expects [q..., gate..., k, v]. Norms are ops of this device; split and rotation are plain PyTorch.
+    """
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_given: Any, **_unused: Any
@@ -193,7 +180,5 @@ class GatedAttention(RotatingAttention):
         return query, key, value.squeeze(1), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's version uses torch.compile, which may fail
-        on a CPU.
-        """
+        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron compiles its own, which a CPU may lack."""
         return x * gate.flatten(2).sigmoid()

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: Qwen3 with a frozen vision tower for images."""
+"""Qwen3-VL, dense: a Qwen3 that reads images through a frozen vision tower."""
 
 from __future__ import annotations
 
@@ -21,40 +21,38 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 LANGUAGE, TOWER = "model.language_model.", r"(model\.)?visual\."
-"""Prefix of the language model's tensors in files, and pattern of the tower's tensors in files and engines."""
+"""Prefix of the language model's tensors in files; pattern of the tower's, in files and engines."""
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 @FAMILIES.register("qwen3_vl_text")
 class Qwen3VL(Qwen3):
-    """The language model, with its config under `text_config`, and the tower if `--multimodal-keys` is set."""
+    """The language model, which is under `text_config`, and with `--multimodal-keys` the tower."""
 
     shares_prefixes = False
     sees_images = True
 
     def check(self, args: Args) -> str | None:
-        """Rejects parallel layouts that split the rows of a batch with images."""
         if args.multimodal_keys is None:
             return None
         split = [f"--{name.replace('_', '-')} {size}" for name in _SPLITS if (size := args.megatron[name] or 1) > 1]
         if not split:
             return None
         return (
-            f"got multimodal_keys with {' and '.join(split)}, because features of images are put into whole rows on "
-            "whole models; do: leave these at 1 and train on more data-parallel ranks"
+            f"got --multimodal-keys with {' and '.join(split)}, but images need whole rows and whole models on each "
+            "rank; leave these at 1 and train on more data-parallel ranks"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """The same as Qwen3's. Raises `ConfigError` unless frequencies are interleaved over three positions."""
         if self._sections(hf_config) is None:
             raise ConfigError(
-                "got a checkpoint of a Qwen3-VL without mrope_section, or with one that does not divide the rotary "
-                "frequencies in three; its config.json does not describe one"
+                "got a Qwen3-VL without mrope_section in config.json, or with one that does not divide the rotary "
+                "frequencies in three; complete config.json"
             )
         return super().departures(hf_config)
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """The rows of the language model, which engines hold at the top level."""
+        """Engines hold the language model at the top level."""
         bias = bool(hf_config.get("attention_bias", False))
         table = decoder_table(
             hf_config,
@@ -67,19 +65,14 @@ class Qwen3VL(Qwen3):
             carried=(TOWER,),
             spread=self.spread(hf_config),
         )
-        return dataclasses.replace(
-            table,
-            before=tuple(map(_as_served, table.before)),
-            layers=tuple(tuple(map(_as_served, rows)) for rows in table.layers),
-            after=tuple(map(_as_served, table.after)),
-        )
+        return table.with_rows(_as_served)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Tensor parallelism only: nothing else was tested with images."""
+        """Only tensor parallelism, since nothing else was proven with images."""
         return PLAIN
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """Frequencies alternate: time, height, width, time, ... up to the sections of height and width, then time."""
+        """The axes alternate, time, height, width, time, ..., up to the sections of height and width; then time."""
         sections = self._sections(hf_config)
         assert sections is not None, "refused by departures"
         return tuple(k % 3 if k < 3 * sections[k % 3] else 0 for k in range(sum(sections)))
@@ -92,20 +85,19 @@ class Qwen3VL(Qwen3):
     def tower(
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> VisionTower:
-        """Wraps transformers' vision tower."""
         from slime.models.qwen3_vl.layers import Qwen3VLTower
 
         return Qwen3VLTower(hf_config, weights, dtype=dtype, device=device)
 
     def layer(self, hf_config: HfConfig, number: int) -> type | None:
-        """The first layers add the features of the tower's deeper layers."""
+        """The first layers add features of deeper layers of the tower."""
         from slime.models.qwen3_vl.layers import SeeingLayer
 
         deep = (hf_config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
         return SeeingLayer if number < len(deep) else None
 
     def _sections(self, hf_config: HfConfig) -> list[int] | None:
-        """The number of frequencies for time, height and width; None if transformers would not read them."""
+        """Numbers of frequencies of time, height and width; None if transformers would not read them."""
         rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         sections = rope.get("mrope_section") or ()
         heads = int(hf_config["num_attention_heads"])

@@ -1,4 +1,4 @@
-"""Layers of Qwen3-VL: the frozen vision tower, and decoder layers that take its deeper features."""
+"""Layers of Qwen3-VL: the frozen vision tower, and decoder layers that add its deeper features."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import HfConfig
 
-# A decoder layer that adds features of a deeper vision-tower layer to its output (DeepStack, arXiv:2406.04334).
-
 
 class SeeingLayer(TransformerLayer):
-    """Megatron's layer; for rows with images it adds the tower's features."""
+    """Megatron's layer, which then adds the features of a deeper layer of the tower (DeepStack, arXiv:2406.04334)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs Megatron's forward. The block passes the row's `PackedSequences` as `packed_seq_params`."""
+        """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""
         hidden, context = super().forward(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
         images = None if packed is None else packed.images
@@ -28,19 +26,17 @@ class SeeingLayer(TransformerLayer):
         return hidden, context
 
 
-# The vision tower of Qwen3-VL: transformers' own module, frozen.
-
 ROWS = 64
-"""SGLang pads tensors that it holds as embeddings, including the patch positions, to a multiple of this many rows."""
+"""SGLang pads embeddings, also that of patch positions, to a multiple of this many rows."""
 
 
 class Qwen3VLTower:
-    """Turns patches into features. `weights`: under their names in the files, in any dtype."""
+    """The vision tower (`VisionTower`): transformers' module, frozen."""
 
     def __init__(
         self, hf_config: HfConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raises `CheckpointError` if the weights do not match the config."""
+        """`weights`: by their names in files, in any dtype. Raises `CheckpointError` if they do not fit the config."""
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -50,18 +46,17 @@ class Qwen3VLTower:
         try:
             model.load_state_dict(own)
         except RuntimeError as error:
-            raise CheckpointError(f"got a vision tower that is not the one of config.json: {error}") from error
+            raise CheckpointError(f"the vision tower's weights do not fit config.json: {error}") from error
         self._model, self._device = model.eval().requires_grad_(False), device
 
     @torch.no_grad()
     def __call__(self, pixels: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-        """See `VisionTower`."""
         model = self._model.to(self._device)
         seen = model(pixels.to(model.dtype), grid_thw=grids.to(self._device))
         return seen.pooler_output, *seen.deepstack_features
 
     def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """See `VisionTower`; the names are those of SGLang 0.5.16."""
+        """Names of SGLang 0.5.16."""
         for name, tensor in self._model.named_parameters():
             held = tensor.detach().to(self._device, dtype)
             if name == "pos_embed.weight":
@@ -69,5 +64,4 @@ class Qwen3VLTower:
             yield f"visual.{name}".replace(".attn.qkv.", ".attn.qkv_proj."), held
 
     def leave(self) -> None:
-        """See `VisionTower`."""
         self._model.to("cpu")

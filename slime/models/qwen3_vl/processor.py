@@ -1,6 +1,6 @@
-"""Images as Qwen3-VL reads them: patches by transformers' PIL processor, and the positions of their tokens.
+"""Images of Qwen3-VL: patches by transformers' PIL processor, and the positions of their tokens.
 
-The PIL processor needs no torchvision and gives the same numbers on every machine. Engines use it, too
+The PIL processor needs no torchvision and gives the same numbers on every machine. Engines use it too
 (`--sglang-disable-fast-image-processor`).
 """
 
@@ -23,29 +23,26 @@ SETTINGS = "preprocessor_config.json"
 
 
 class Qwen3VLImages:
-    """See `ImageProcessor`."""
+    """The `ImageProcessor` of a checkpoint."""
 
     def __init__(self, hf_config: HfConfig, folder: Path) -> None:
-        """Raises `ConfigError` for a folder without processor settings."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         path = folder / SETTINGS
         if not path.is_file():
-            raise ConfigError(f"got hf_checkpoint {folder} without {SETTINGS}; do: fetch all files of the checkpoint")
+            raise ConfigError(f"got --hf-checkpoint {folder} without {SETTINGS}; fetch all files of the checkpoint")
         self.token_id = int(hf_config["image_token_id"])
         self._processor: Any = Qwen2VLImageProcessorPil(**_settings(path))
         self._merge = int(hf_config["vision_config"]["spatial_merge_size"])
 
     def num_tokens(self, width: int, height: int) -> int:
-        """See `ImageProcessor`."""
         try:
             patches = self._processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
-            raise DataError(f"an image of {width} x {height} pixels, which the model cannot read: {error}") from error
+            raise DataError(f"the model cannot read an image of {width} x {height} pixels: {error}") from error
         return int(patches) // self._merge**2
 
     def patches(self, images: Sequence[bytes]) -> tuple[npt.NDArray[np.float32], Int64s]:
-        """See `ImageProcessor`."""
         from PIL import Image
 
         opened = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
@@ -53,11 +50,10 @@ class Qwen3VLImages:
         return np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)
 
     def tokens_of(self, grids: Int64s) -> Int64s:
-        """See `ImageProcessor`."""
         return grids.prod(axis=1) // self._merge**2
 
     def positions(self, starts: Int64s, grids: Int64s, num_tokens: int) -> Int64s:
-        """See `ImageProcessor`. All tokens of an image share one time; text continues after its longer side."""
+        """An image has one position in time; text continues after its longer side."""
         out = np.empty((3, num_tokens), np.int64)
         at = place = 0
         for start, (time, height, width) in zip(starts.tolist(), grids.tolist(), strict=True):
@@ -72,6 +68,6 @@ class Qwen3VLImages:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The processor's settings without the keys that name classes."""
+    """The settings of the file, without names of classes."""
     settings = json.loads(path.read_text())
     return {name: value for name, value in settings.items() if not name.endswith(("_type", "_class"))}

@@ -1,17 +1,22 @@
-"""Draws panels with matplotlib: for the picture of a run (`report.png`) and for its page (SVG)."""
+"""Draws the panels with matplotlib: for the picture of a run (`report.png`), and as SVG for the cards of its page.
+
+matplotlib's SVG is made fit for the page: the page's policy allows no `style`, ids must be unique in a page, and a dark
+page has other colours. `data-*` attributes of each curve hold the values under the pointer, which page.js shows.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.observability.report.markup import percent, short
-from slime.observability.report.panels import Drawn
+from slime.observability.report.markup import Markup, element, percent, seconds_text, short
+from slime.observability.report.panels import Drawn, Series
 from slime.observability.report.record import (
     OTHER,
     STEP_PARTS,
@@ -31,6 +36,9 @@ OTHER_COLOR = "#b6bcc6"
 PART_COLORS = dict(zip(STEP_PARTS, (0, 6, 1, 7, 2, 5, 4, 3), strict=True))
 """Part of a step -> index of its colour."""
 INK, MUTED, GRID, MARK = "#1b2029", "#626b7a", "#e3e6eb", "#8b93a1"
+CLASSES = {color: f"c{i}" for i, color in enumerate((*COLORS, OTHER_COLOR))}
+VARIABLES = CLASSES | {MUTED: "muted", GRID: "grid", MARK: "mark"}
+"""Colour -> its variable in page.css."""
 PARTS_TITLE = "Where the time of a step goes"
 ROOM = 0.08
 """The free space above and below a curve, as a part of its span."""
@@ -181,7 +189,7 @@ def in_words(panels: Iterable[Drawn]) -> str:
     return f"the same in every step: {'; '.join(said)}" if said else ""
 
 
-# --- one panel for the page
+# --- the cards of the page
 
 WIDTH, HEIGHT = 460.0, 220.0
 """The size of a panel on the page, in points."""
@@ -202,6 +210,108 @@ def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         figure.savefig(out, format="svg", transparent=True)
     return out.getvalue(), axes.get_xlim()
+
+
+def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
+    """One panel: title, legend, curves."""
+    title = drawn.panel.title
+    data, entries = {}, []
+    for i, one in enumerate(drawn.series):
+        color, points = f"c{i % len(COLORS)}", thinned(one.curve)
+        values = " ".join(written(value, drawn).replace(" ", "") for value in points.values)
+        data[f"series-{i}"] = _data(color, one.label or title, points.steps, values)
+        if drawn.is_named:
+            entries.append((color, one.label, written(one.curve.last, drawn), one.dashed))
+    said = "; ".join(_said(one, drawn) for one in drawn.series)
+    svg, steps = svg_of(lambda axes: draw_panel(axes, drawn, frame))
+    picture = _picture(svg, steps, f"{title}: {said}", data)
+    return _card(title, unit_of(drawn), drawn.panel.about, headline(drawn), entries, picture)
+
+
+def parts_figure(times: StepTimes, frame: Frame) -> Markup:
+    """Stacked bars of the parts of a step."""
+    data, entries = {}, []
+    for i, (part, seconds) in enumerate(times.parts.items()):
+        color = f"p {CLASSES[part_color(part)]}"
+        data[f"series-{i}"] = _data(color, part, times.steps, " ".join(map(short, seconds)))
+        entries.append((color, part, seconds_text(sum(seconds) / len(seconds)), False))
+    about = "What the driver waited for; parts do not contain each other. The legend has the means."
+    if times.steps_per_bar > 1:
+        about += f" One bar is the mean of {times.steps_per_bar} steps."
+    said = "; ".join(f"{name}: mean {value}" for _, name, value, _ in entries)
+    svg, steps = svg_of(lambda axes: draw_parts(axes, times, frame))
+    return _card(PARTS_TITLE, "s", about, "", entries, _picture(svg, steps, f"{PARTS_TITLE}: {said}", data))
+
+
+def _card(
+    title: str, unit: str, about: str, value: str, entries: Sequence[tuple[str, str, str, bool]], picture: Markup
+) -> Markup:
+    """`entries` of the legend: class of the colour, name, value, dashed."""
+    head = [element("h3", title, element("span", f" {unit}", class_="unit") if unit else None)]
+    if value:
+        head.append(element("span", value, class_="value"))
+    legend = [
+        element("li", element("i", class_=f"swatch {'dashed ' if dashed else ''}{color}"), name, element("b", last))
+        for color, name, last, dashed in entries
+    ]
+    return element(
+        "figure",
+        element("figcaption", element("div", *head, class_="head"), element("p", about)),
+        element("ul", *legend, class_="legend") if legend else None,
+        picture,
+        class_="card",
+    )
+
+
+def _data(color: str, name: str, steps: Sequence[float], values: str) -> Mapping[str, str]:
+    """Attributes of the group of one curve, for the script."""
+    numbers = " ".join(f"{step:g}" if abs(step) < 1e5 else f"{step:.1f}".removesuffix(".0") for step in steps)
+    return {"class_": f"series {color}", "data_name": name, "data_x": numbers, "data_y": values}
+
+
+def _said(one: Series, drawn: Drawn) -> str:
+    values = one.curve.values
+    first, last, least, most = (written(v, drawn) for v in (values[0], values[-1], min(values), max(values)))
+    return f"{one.label or drawn.panel.title} from {first} to {last}, least {least}, most {most}"
+
+
+def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str, Mapping[str, str]]) -> Markup:
+    """`data`: id of a group in the image -> its attributes on the page."""
+    inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    inside = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.S)
+    inside = re.sub(r'style="([^"]*)"', lambda found: _attributes(found[1]), inside)
+    inside = re.sub(r'="[^"]*"', _rounded, inside)
+    inside = re.sub(r"\s+", " ", inside)
+    for color, name in VARIABLES.items():
+        inside = inside.replace(color, f"var(--{name})")
+    inside = re.sub(r'<g id="(resumed [^"]*)">', r"<g><title>\1</title>", inside)
+    inside = re.sub(r'<g id="([^"]*)"', lambda found: _opened(data.get(found[1], {})), inside)
+    cross = element("line", class_="cross", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9)
+    return element(
+        "svg",
+        Markup(inside),
+        cross,
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        role="img",
+        aria_label=said,
+        data_axis=f"{steps[0]:g} {steps[1]:g} {LEFT:g} {WIDTH - RIGHT:g} {WIDTH:g}",
+        class_="chart",
+    )
+
+
+def _attributes(style: str) -> str:
+    """A style as attributes; the font is that of the page."""
+    pairs = [one.split(":", 1) for one in style.split(";") if ":" in one]
+    return " ".join(f'{key.strip()}="{value.strip()}"' for key, value in pairs if "font" not in key)
+
+
+def _rounded(value: re.Match[str]) -> str:
+    """An attribute with a digit behind the point: a tenth of a unit is finer than any screen."""
+    return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
+
+
+def _opened(attributes: Mapping[str, str]) -> str:
+    return element("g", **attributes).removesuffix("></g>")
 
 
 # --- all panels in one picture. Legends stand above the axes, so nothing covers a curve.

@@ -1,7 +1,7 @@
-"""HTML and SVG that hostile text cannot break: everything that is not `Markup` is escaped.
+"""HTML and SVG with all content escaped, except `Markup`.
 
-Text of a model or of a dataset enters a page only as a child or an attribute of `element`. Control characters and
-characters that change the writing direction are shown as escapes.
+Text of a model or a dataset is hostile. It enters a page only as a child or an attribute of `element`. Control
+characters and those that reverse the order of a line are spelled out.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ VOID = frozenset({"meta", "br", "col"})
 
 
 class Markup(str):
-    """Text that is already markup. Only this module makes it, from constants and escaped text."""
+    """Text that is already markup. Made only by this module, of constants, and of matplotlib's images."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Markup:
-    """Escapes any value for use as text or attribute."""
+    """Any value, escaped for a page or an attribute."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value)), quote=True))
 
 
 def joined(*children: object) -> Markup:
-    """The children in order, without None."""
+    """The children, one after the other, without None."""
     return Markup("".join(text(child) for child in children if child is not None))
 
 
 def element(name: str, /, *children: object, **attributes: object) -> Markup:
-    """One element. `class_` sets `class`, `data_x` sets `data-x`; None omits an attribute, True sets it bare.
+    """One element. Attributes: `class_` is `class`, `data_x` is `data-x`; None is left out, True has no value.
 
-    `name` and the names of attributes must be constants of the caller.
+    `name` and the names of attributes must be constants.
     """
     parts = [name]
     for key, value in attributes.items():
@@ -50,7 +50,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Markup:
 
 # --- numbers and dates for people
 def short(value: float) -> str:
-    """Three significant digits, with thousands separators; very large and small values as a power of ten."""
+    """Three significant digits, with separators of thousands, or a power of ten for very large and small numbers."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -70,7 +70,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share in percent; small ones with one more digit."""
+    """A share in %; a small one with more digits."""
     if value and abs(value) < 0.1:
         return f"{100 * value:.3g} %"
     return f"{100 * value:.0f} %"

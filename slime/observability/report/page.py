@@ -1,8 +1,7 @@
 """The page of a run: `report.html`, one file that needs neither server nor network.
 
-It contains its style and its script, and a policy that lets a browser run only these two. So a model's text cannot run
-as a program even if it got through the escaping of `markup`. Without the script only the values under the pointer are
-missing.
+It contains its style and its script. A policy lets the browser use only these two, so that text of a model cannot
+become a program even if it got through the escaping of `markup`. Only the values under the pointer need the script.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import base64
 import hashlib
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.core.files import replace_bytes
 from slime.core.text import shorten
 from slime.observability.progress import duration
-from slime.observability.report.charts import panel_figure, parts_figure
-from slime.observability.report.figure import frame_of, in_words, write_picture
+from slime.observability.report.figure import frame_of, in_words, panel_figure, parts_figure, write_picture
 from slime.observability.report.markup import Markup, element, joined, short, when
 from slime.observability.report.panels import TIME, Drawn, drawn_panels
 from slime.observability.report.record import RunKind, RunRecord, given_settings, read_run, step_times, was_given
@@ -27,20 +26,18 @@ from slime.observability.report.summary import RunSummary, before_and_after, fin
 from slime.observability.report.timeline import GENERATION, timeline_figure, timelines
 from slime.observability.samples import PICKS, ShownSample, number, where
 
-# The tables of the page: samples, settings, starts. Their contents may be hostile or very long.
-
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
-"""Samples of the latest steps that are shown open; older ones are collapsed."""
+"""Samples of the latest steps that are visible; the others are in a drawer."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
 COLUMNS = ("of", "reward", "label", "prompt", "response")
 TARGET = "target"
-"""The heading of the response column if the data provides the responses."""
+"""The column of a response from the data."""
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
-    """At most `limit` samples, latest step first: of the last step, the first, and evenly spaced steps between."""
+    """At most `limit` samples, latest step first: of the last step, the first, and steps evenly between."""
     steps: dict[tuple[int, str, str], list[ShownSample]] = {}
     for one in samples:
         steps.setdefault((one.step, one.kind, one.dataset or ""), []).append(one)
@@ -54,8 +51,17 @@ def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> 
     return picked[:limit]
 
 
+def _section(title: str, about: str | None, *children: object) -> Markup:
+    note = element("p", about, class_="about") if about else None
+    return element("section", element("h2", title), note, *children, id=title.split()[0].lower())
+
+
+def _table(names: Sequence[str], rows: Iterable[Markup]) -> Markup:
+    head = element("tr", *(element("th", name, scope="col") for name in names))
+    return element("div", element("table", element("thead", head), element("tbody", *rows)), class_="table")
+
+
 def samples_section(record: RunRecord) -> Markup | None:
-    """The table of samples; None if no sample was kept."""
     if not record.samples:
         return None
     chosen = chosen_samples(record.samples)
@@ -68,18 +74,11 @@ def samples_section(record: RunRecord) -> Markup | None:
     columns = _columns(record)
     table = _samples_table(rest, columns) if rest else None
     drawer = element("details", element("summary", f"{len(rest)} of earlier steps"), table) if rest else None
-    return element(
-        "section",
-        element("h2", "Samples"),
-        element("p", about, class_="about"),
-        _samples_table(shown, columns),
-        drawer,
-        id="samples",
-    )
+    return _section("Samples", about, _samples_table(shown, columns), drawer)
 
 
 def _columns(record: RunRecord) -> Sequence[str]:
-    """The columns of the table: fine-tuning shows targets and no rewards, and labels are optional."""
+    """Fine-tuning has no rewards and shows targets; not every dataset has labels."""
     columns = ("of", "label", "prompt", TARGET) if record.kind is RunKind.SFT else COLUMNS
     has_labels = any(one.label for one in record.samples)
     return [name for name in columns if name != "label" or has_labels]
@@ -119,25 +118,18 @@ def _text(value: str) -> Markup:
 
 
 def settings_section(record: RunRecord) -> Markup | None:
-    """The settings that the user gave, and all others collapsed."""
+    """The given settings, and the others in a drawer."""
     every = list(given_settings(record.settings))
     if not every:
         return None
     given = [one for one in every if was_given(one[2])]
     rest = [one for one in every if not was_given(one[2])]
     about = "Every setting of the latest start (args.json): first what was given, then what was a default or derived."
-    return element(
-        "section",
-        element("h2", "Settings"),
-        element("p", about, class_="about"),
-        _settings_table(given) if given else None,
-        element("details", element("summary", f"{len(rest)} defaults and derived settings"), _settings_table(rest)),
-        id="settings",
-    )
+    drawer = element("details", element("summary", f"{len(rest)} defaults and derived settings"), _settings_table(rest))
+    return _section("Settings", about, _settings_table(given) if given else None, drawer)
 
 
 def _settings_table(settings: Sequence[tuple[str, object, str]]) -> Markup:
-    head = element("tr", *(element("th", name, scope="col") for name in ("setting", "value", "from")))
     rows = [
         element(
             "tr",
@@ -147,19 +139,17 @@ def _settings_table(settings: Sequence[tuple[str, object, str]]) -> Markup:
         )
         for name, value, origin in settings
     ]
-    return element("div", element("table", element("thead", head), element("tbody", *rows)), class_="table")
+    return _table(("setting", "value", "from"), rows)
 
 
 def starts_section(record: RunRecord) -> Markup | None:
-    """Time, host and code of each start; the versions of the latest one."""
+    """Time, host, commit and command of each start; versions of the latest."""
     if not record.starts:
         return None
-    names = ("start", "first step", "commit", "host", "command")
-    head = element("tr", *(element("th", name, scope="col") for name in names))
     rows = []
     for number_of, start in enumerate(record.starts):
         facts = start.facts
-        host = facts.get("host") if isinstance(facts.get("host"), dict) else {}
+        host: Any = facts.get("host") if isinstance(facts.get("host"), dict) else {}
         command = facts.get("command")
         line = shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
         step = "none" if start.step is None else f"{start.step:,}"
@@ -170,12 +160,12 @@ def starts_section(record: RunRecord) -> Markup | None:
                 element("td", began, element("br"), element("span", _how(number_of, step, facts), class_="muted")),
                 element("td", step, class_="nowrap"),
                 element("td", element("code", str(facts.get("commit") or "")[:NUM_COMMIT_CHARS])),
-                element("td", _host(host or {})),
+                element("td", _host(host)),
                 element("td", element("pre", shorten(line, 3000), tabindex="0")),
             )
         )
-    table = element("div", element("table", element("thead", head), element("tbody", *rows)), class_="table")
-    return element("section", element("h2", "Starts"), table, _versions(record), id="starts")
+    table = _table(("start", "first step", "commit", "host", "command"), rows)
+    return _section("Starts", None, table, _versions(record))
 
 
 def _how(number_of: int, step: str, facts: Mapping[str, object]) -> str:
@@ -210,17 +200,17 @@ STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "page.j
 
 def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title: str) -> str:
     """The whole document."""
-    sections = [
-        ("curves", "Curves", _curves(record, panels)),
-        ("timeline", "Timeline", _timeline(record)),
-        ("samples", "Samples", samples_section(record)),
-        ("settings", "Settings", settings_section(record)),
-        ("starts", "Starts", starts_section(record)),
-    ]
-    present = [(name, label, content) for name, label, content in sections if content is not None]
-    links = element("nav", *(element("a", label, href=f"#{name}") for name, label, _ in present), aria_label="sections")
+    sections = {
+        "Curves": _curves(record, panels),
+        "Timeline": _timeline(record),
+        "Samples": samples_section(record),
+        "Settings": settings_section(record),
+        "Starts": starts_section(record),
+    }
+    anchors = [element("a", name, href=f"#{name.lower()}") for name, content in sections.items() if content is not None]
+    links = element("nav", *anchors, aria_label="sections")
     header = element("header", element("h1", title), element("p", _subtitle(record, summary), class_="muted"), links)
-    main = element("main", _tiles(summary), _warnings(summary), *(content for _, _, content in present))
+    main = element("main", _tiles(summary), _warnings(summary), *sections.values())
     note = f"Made by slime from {record.path.name}/metrics.jsonl, {when(time.time())}."
     style, script = Markup(STYLE.read_text()), Markup(SCRIPT.read_text())
     head = element(
@@ -236,7 +226,7 @@ def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title:
 
 
 def _policy(style: str, script: str) -> str:
-    """The content security policy, which allows the style and the script by their hashes."""
+    """Lets a browser use only this style and script, by their hashes."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; base-uri 'none'; "
@@ -255,7 +245,7 @@ def _subtitle(record: RunRecord, summary: RunSummary) -> str:
 
 
 def _tiles(summary: RunSummary) -> Markup:
-    """The key figures of the run."""
+    """The most important numbers."""
     changes = summary.kind is not RunKind.EVALUATION
     tiles = [
         (name, f"{short(before)} → {short(after)}" if changes else short(after), f"{after - before:+.3g}" * changes)
@@ -299,13 +289,7 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
         notes.append("Pale: every step; strong: the running mean.")
     if constant := in_words(panels):
         notes.append(f"{constant[0].upper()}{constant[1:]}.")
-    return element(
-        "section",
-        element("h2", "Curves"),
-        element("p", " ".join(notes), class_="about"),
-        element("div", *cards, class_="cards"),
-        id="curves",
-    )
+    return _section("Curves", " ".join(notes), element("div", *cards, class_="cards"))
 
 
 def _timeline(record: RunRecord) -> Markup | None:
@@ -322,18 +306,11 @@ def _timeline(record: RunRecord) -> Markup | None:
     about = "What the driver did between the end of the step before and the end of the step, from traces/."
     if any(bar.name == GENERATION for one in found for bar in one.bars):
         about += " The row “generation” is what the rollout did meanwhile, for this step or for the next one."
-    return element(
-        "section", element("h2", "Timeline of a step"), element("p", about, class_="about"), *figures, id="timeline"
-    )
-
-
-# The report of a run: `report.md`, `report.html`, `report.png`.
+    return _section("Timeline of a step", about, *figures)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The files that were written."""
-
     title: str
     summary: RunSummary
     text: Path
@@ -349,7 +326,7 @@ class Report:
 
 
 def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | None = None) -> Report:
-    """Writes the report of a run, which may be running, finished or dead.
+    """Makes the report of a run folder, whether the run goes on, ended or died.
 
     `out_dir`: default: the run folder. `title`: default: model, data and method. Raises `DataError` if no step was
     logged.

@@ -1,6 +1,6 @@
-"""The panels of a report: one table for all kinds of run. A panel without data is omitted.
+"""The panels of a report: one table for all kinds of run. Panels without data are left out.
 
-A line of a panel is one metric; `*` in its key matches the names of evaluation datasets and gives one line for each.
+A line of a panel is one metric. `*` in its key stands for an evaluation dataset and makes a line for each dataset.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class Line:
 
     key: str
     label: str = ""
-    """`*` becomes the dataset. Empty: the panel's title is enough."""
+    """`*` becomes the dataset. Empty if the panel's title is enough."""
     dashed: bool = False
     unless_alone: bool = False
-    """Omitted if it has one step and another line has more."""
+    """Leave it out if it has one step and another line has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
     about: str
-    """One sentence: what it shows, and what to look for."""
+    """What it shows, and what to look for."""
     section: str
     lines: Sequence[Line]
     unit: str = ""
@@ -41,13 +41,13 @@ class Panel:
     band: tuple[str, str] | None = None
     """Metrics of the minimum and the maximum around the first line."""
     if_any: bool = False
-    """Omitted if every value is zero."""
+    """Leave it out if all values are zero."""
     flat_in_words: bool = False
-    """If its values are constant, the report states them in words instead of a curve."""
+    """If it never changes, say so in words instead of drawing it."""
     rounding: float = 0.0
-    """If all values are smaller, they are rounding errors, and the panel is omitted."""
+    """Leave it out if all values are below this, because they are rounding errors."""
     in_picture: bool = True
-    """Whether it is drawn in `report.png`; the page has every panel."""
+    """Whether `report.png` has it; the page has every panel."""
     kinds: frozenset[RunKind] = field(default_factory=lambda: frozenset(RunKind))
 
 
@@ -59,7 +59,7 @@ class Series:
     curve: Curve
     dashed: bool = False
     is_joined: bool = False
-    """Stands for several lines with the same values."""
+    """Whether it stands for several equal lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class Drawn:
 
     @property
     def is_named(self) -> bool:
-        """Whether the lines need names beside the panel's title."""
+        """Whether the panel needs a legend."""
         return len(self.series) > 1 or self.band is not None or self.series[0].is_joined
 
     @property
     def in_words(self) -> bool:
-        """Whether words replace the curve, because no line ever changes."""
+        """Whether it is said in words, because no line changes."""
         flat = all(len(one.curve.steps) > 1 and len(set(one.curve.values)) == 1 for one in self.series)
         even = self.band is None or all(len(set(edge.values)) == 1 for edge in self.band)
         return self.panel.flat_in_words and flat and even
@@ -91,7 +91,7 @@ LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
 AGREEMENT, TIME = "Trainer and engine", "Time"
 SFT = frozenset({RunKind.SFT})
 SAMPLED = frozenset(RunKind) - SFT
-"""Kinds of run with sampled and rewarded answers; fine-tuning logs zeros instead."""
+"""Kinds of run with answers and rewards. Fine-tuning logs both as zeros."""
 WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
@@ -103,7 +103,7 @@ PROBE = (
     Line("probe/train_rollout_logprob_abs_diff_max", "fresh answers, worst token"),
     Line("probe/train_rollout_logprob_abs_diff_mean", "fresh answers, mean", dashed=True),
 )
-"""An asynchronous run compares fresh answers, because its batches are older than the trainer's weights."""
+"""Asynchronous runs compare fresh answers, because their batches are older than the trainer."""
 
 PANELS: Sequence[Panel] = (
     Panel(
@@ -313,7 +313,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
         panel = replace(panel, unit="GFLOP/s")
         series = [replace(one, curve=Curve(one.curve.steps, [1e3 * v for v in one.curve.values])) for one in series]
     scale = panel.scale
-    if scale == "log":  # a log scale cannot show zeros
+    if scale == "log":  # which cannot show zeros
         positive = [replace(one, curve=_positive(one.curve)) for one in series]
         series = [one for one in positive if one.curve] or series
         scale = "log" if any(one.curve for one in positive) else "zero"
@@ -325,7 +325,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:
-    """Merges lines with the same values into one, with both names."""
+    """Equal lines become one, with both names."""
     out: list[Series] = []
     for one in series:
         same = next((i for i, other in enumerate(out) if other.curve == one.curve), None)
@@ -343,7 +343,7 @@ def _series(line: Line, keys: Sequence[str], rows: Sequence[Row]) -> Iterator[Se
 
 
 def _named(line: Line, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(metric, label) of each metric in this run that matches the line."""
+    """(metric, label) of each metric of this run that the line stands for."""
     if "*" not in line.key:
         yield line.key, line.label
         return

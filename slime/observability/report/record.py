@@ -1,9 +1,9 @@
-"""`RunRecord`: the contents of a run folder, read once. Only `metrics.jsonl` is required.
+"""`RunRecord`: the content of a run folder. Only `metrics.jsonl` must exist.
 
 Invariants
-1. If a step ran again after a resume, only its last run counts; steps that the resume discarded do not count
+1. If a resume did a step again, only the last time counts, and steps that the resume dropped do not count
    (`standing_rows`).
-2. Steps are counted from 0, as in `metrics.jsonl`; an evaluation carries the number of the rollout before it, or -1.
+2. Steps are counted as in `metrics.jsonl`: from 0; an evaluation carries the rollout that it follows, -1 before any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import DataError
-from slime.observability import samples as shown
+from slime.observability.samples import FILE_NAME, ShownSample, read_samples
 from slime.observability.sinks import AXES, read_jsonl
 
 Row = Mapping[str, float]
@@ -28,7 +28,7 @@ Row = Mapping[str, float]
 
 
 class RunKind(str, Enum):
-    """The kind of run, as the report names it."""
+    """What a run did, as the report names it."""
 
     SYNC = "synchronous RL"
     ASYNC = "asynchronous RL"
@@ -46,18 +46,18 @@ class Start:
     step: int | None
     """The first step that it logged; None if it logged none."""
     facts: Mapping[str, Any]
-    """Its facts in `run.json`: time, command, versions, commit, host."""
+    """Of `run.json`: time, command, versions, commit, host."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     path: Path
     rows: Sequence[Row]
-    """The rows that still count, in the order of writing."""
+    """The rows that count, in the order they were written."""
     settings: Mapping[str, Any]
     """`args.json` of the latest start."""
     starts: Sequence[Start]
-    samples: Sequence[shown.ShownSample]
+    samples: Sequence[ShownSample]
     traces: Sequence[Path]
     """The Chrome traces of the driver, one for each start."""
     kind: RunKind
@@ -85,7 +85,7 @@ def read_run(path: Path) -> RunRecord:
         rows=standing_rows(rows, starts),
         settings=settings,
         starts=starts,
-        samples=shown.read_samples(path / shown.FILE_NAME),
+        samples=read_samples(path / FILE_NAME),
         traces=sorted((path / "traces").glob("*.json")),
         kind=kind_of(rows, settings, starts),
     )
@@ -100,13 +100,13 @@ def _json_dict(path: Path) -> dict[str, Any]:
 
 
 def _facts_of_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The readable starts of a possibly damaged `run.json`."""
+    """The readable starts of a `run.json` that may be damaged."""
     found = record.get("starts")
     return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
 def report_title(settings: Mapping[str, Any]) -> str:
-    """Model, data and method in a few words. `settings`: `args.json`."""
+    """Model, data and method in a few words. `settings`: of `args.json`."""
     model = Path(str(settings.get("hf_checkpoint") or "")).name
     method = (
         "SFT" if settings.get("loss_type") == "sft_loss" else str(settings.get("advantage_estimator") or "").upper()
@@ -116,7 +116,7 @@ def report_title(settings: Mapping[str, Any]) -> str:
 
 
 DULL_STEMS = re.compile(r"(train|training|data|prompts|rollout)(-\d+-of-\d+)?", re.I)
-"""File names that mean nothing without their folder."""
+"""Names of data files that mean nothing without their folder."""
 
 
 def _data_name(prompt_data: object) -> str:
@@ -132,7 +132,7 @@ def _data_name(prompt_data: object) -> str:
 
 
 def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[Start]) -> RunKind:
-    """The kind of a run, from its settings and its logged rows."""
+    """The kind of run, by its settings and its logged metrics."""
     if settings.get("loss_type") == "sft_loss":
         return RunKind.SFT
     if not any("train/step" in row for row in rows):
@@ -145,12 +145,12 @@ def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[S
 
 
 def step_of(row: Row) -> int | None:
-    """The step of a row, on any axis."""
+    """The step of a row, on whichever axis it has."""
     return next((int(row[axis]) for axis in AXES.values() if axis in row), None)
 
 
 def standing_rows(rows: Sequence[Row], starts: Sequence[Start]) -> list[Row]:
-    """The rows that no later start replaced: a resume repeats its first step and all after it."""
+    """The rows without those that a later start replaced: its first step and all after it."""
     standing: list[Row] = list(rows)
     for start in starts[1:]:
         if start.time_s is not None and start.step is not None:
@@ -167,7 +167,7 @@ def _starts(facts: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Sta
 
 
 def _first_step(rows: Sequence[Row], begin_s: float | None, end_s: float | None) -> int | None:
-    """The first step of the loop that was logged in a time span; evaluations do not count."""
+    """The first step of the loop logged in a span of time, evaluations left out."""
     for row in rows if begin_s is not None else ():
         time_s = row.get("time", 0.0)
         if begin_s is not None and time_s >= begin_s and (end_s is None or time_s < end_s) and "eval/step" not in row:
@@ -189,7 +189,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yields (name, value, origin) of every setting: the user's own first, then the others, each sorted by name."""
+    """(name, value, origin) of every setting by name, those that the user gave first."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
@@ -202,18 +202,18 @@ def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]
 
 
 def was_given(origin: str) -> bool:
-    """Whether the user gave a setting, judged by its entry in `origins`."""
+    """Whether the user gave a setting with this origin."""
     return bool(origin) and not origin.startswith(("default", "derived", "HF config"))
 
 
-# Curves: the values of one metric over the steps, thinned and smoothed for drawing.
+# --- curves
 
 MAX_POINTS = 400
-"""The most points of a drawn curve: more than a screen can show, and few enough to keep the page small."""
+"""Limit for the points of a drawn curve, so that a page stays small."""
 SMOOTHED_FROM = 100
-"""A curve with at least this many steps gets a running mean."""
+"""A curve of at least this many steps is drawn with its running mean."""
 WINDOW_PART = 40
-"""The running mean covers 1 / `WINDOW_PART` of the steps on either side."""
+"""The running mean covers 1 / 40 of the steps on either side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Curve:
 
 
 def curve(rows: Sequence[Row], key: str) -> Curve:
-    """The finite values of one metric by step; if a step was logged twice, the last value."""
+    """The finite values of one metric by step; the last one of a step that was logged twice."""
     points: dict[int, float] = {}
     for row in rows:
         if key in row and math.isfinite(row[key]) and (step := step_of(row)) is not None:
@@ -246,8 +246,8 @@ def curve(rows: Sequence[Row], key: str) -> Curve:
 
 
 def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """At most about `max_points` points: the first, the last, and the minimum and maximum of each stretch between, so
-    that no peak is lost.
+    """About `max_points` of the points: the first, the last, and the minimum and maximum of each stretch, so that no
+    peak is lost.
     """
     count = len(whole.steps)
     if count <= max_points:
@@ -263,7 +263,7 @@ def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
 
 
 def running_mean(whole: Curve) -> Curve | None:
-    """The mean around each step; None for a short curve."""
+    """The running mean of a long curve; None for a short one."""
     count = len(whole.steps)
     if count < SMOOTHED_FROM:
         return None
@@ -278,7 +278,7 @@ def running_mean(whole: Curve) -> Curve | None:
     return thinned(Curve(whole.steps, means), MAX_POINTS // 2)
 
 
-# The parts of a step's time, which do not overlap.
+# --- parts of the time of a step, none of which contains another
 
 STEP_PARTS: Mapping[str, Sequence[str]] = {
     "wait for batch": ("perf/rollout_wait_time",),
@@ -290,36 +290,36 @@ STEP_PARTS: Mapping[str, Sequence[str]] = {
     "save": ("perf/save_model_time",),
     "evaluation": ("perf/eval_time",),
 }
-"""Part -> the metrics whose sum is the time that the driver waited for it, in the order of the loop."""
+"""Part, in the order of the loop -> metrics of how long the driver waited for it, which are summed."""
 NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in STEP_PARTS.items() for key in keys}
 """Span of the driver -> its part."""
 OTHER = "other"
-"""The part of `perf/step_time` outside the named parts."""
+"""The rest of `perf/step_time`."""
 OTHER_FROM = 0.02
-"""`OTHER` is shown from this share of the run's time."""
+"""Share of the run from which the rest is shown."""
 MAX_BARS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of each part by step; in a long run, the mean of neighbouring steps."""
+    """Seconds of each part by bar: a step or, in a long run, the mean of several steps."""
 
     steps: Sequence[float]
-    """The middle of the steps that each bar covers."""
+    """The middle of each bar."""
     steps_per_bar: int
     parts: Mapping[str, Sequence[float]]
-    """Part -> seconds per bar; zero for steps without this part."""
+    """Part -> seconds of each bar."""
 
 
 def seconds_without_evaluation(rows: Sequence[Row]) -> list[float]:
-    """Seconds of each step, without evaluation; steps that took no time are omitted."""
+    """Seconds of each step without its evaluation."""
     evaluations = part_seconds(rows).get("evaluation", {})
     seconds = (value - evaluations.get(step, 0.0) for step, value in step_seconds(rows).items())
     return [value for value in seconds if value > 0]
 
 
 def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of each step: as measured for the whole step, otherwise the sum of its parts."""
+    """Seconds of each step, measured as a whole, or else the sum of its parts."""
     measured = curve(rows, "perf/step_time")
     if measured:
         return {int(s): v for s, v in zip(measured.steps, measured.values, strict=True)}
@@ -331,15 +331,15 @@ def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Part -> step -> seconds, without parts that are always zero."""
-    rows = [row for row in rows if AXES["perf"] in row]  # the evaluation before step 0 has its own axis
+    """Part -> step -> seconds, for the parts that this run has."""
+    rows = [row for row in rows if AXES["perf"] in row]  # not the evaluation before step 0, which has another axis
     out: dict[str, dict[int, float]] = {}
     for label, keys in STEP_PARTS.items():
         part: dict[int, float] = {}
         for key in keys:
             found = curve(rows, key)
             if not found and key == "perf/rollout_wait_time":
-                found = curve(rows, "perf/rollout_time")  # for a run that did not log how long the driver waited
+                found = curve(rows, "perf/rollout_time")  # of a run that did not log the driver's wait
             for step, value in zip(found.steps, found.values, strict=True):
                 part[int(step)] = part.get(int(step), 0.0) + value
         if any(part.values()):
@@ -348,7 +348,7 @@ def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def step_times(rows: Sequence[Row], max_bars: int = MAX_BARS) -> StepTimes | None:
-    """The bars of the step times; None if no time was logged."""
+    """The data of the picture of the parts; None if no time was logged."""
     parts = part_seconds(rows)
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""The report in words: first and last values, time per step, and health findings."""
+"""The report in words: values before and after, the time of a step, and findings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WORST_TOKEN = re.compile(r"(train|probe)/train_rollout_logprob_abs_diff_max")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The figures of the report's text."""
+    """The content of the report in words."""
 
     kind: RunKind
     num_rollouts: int
-    """Steps that generated or read conversations; 0 for a pure evaluation."""
+    """Steps that generated, or fetched conversations."""
     reward: tuple[float, float] | None
     """Mean reward of the first and the last rollout."""
     evals: Mapping[str, tuple[float, float]]
@@ -34,19 +34,18 @@ class RunSummary:
     eval_losses: Mapping[str, tuple[float, float]]
     """Dataset -> held-out loss of the first and the last evaluation."""
     mismatches: Mapping[str, float]
-    """Metric -> the largest |trainer log-prob - engine log-prob| of a token in the whole run, nats."""
+    """Metric -> the largest |trainer's - engine's log-prob| of a token in the whole run, nats."""
     step_s: float | None
-    """Mean seconds per step, without evaluations."""
+    """Mean seconds per step without evaluations."""
     wall_s: float
-    """From the first logged step to the last, including pauses between starts."""
+    """From the first logged step to the last, with pauses between starts."""
     resumed_at: Sequence[int]
-    """The first step of each start after the first."""
+    """First step of each start after the first."""
     findings: Sequence[Finding]
-    """Health findings, in order."""
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
-        """The mismatches of fresh answers, if any, because asynchronous runs compare only their first batch."""
+        """Those of fresh answers, if any: of an asynchronous run's batches only the first is comparable."""
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property
@@ -87,7 +86,7 @@ def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
 
 
 def _largest(rows: Sequence[Row]) -> dict[str, float]:
-    """Reads every row, because two rows of a step may hold different values; NaN counts as the largest."""
+    """The largest values over all rows, since rows of one step may differ. NaN counts as the largest."""
     found: dict[str, float] = {}
     for row in rows:
         for key in filter(WORST_TOKEN.fullmatch, row):
@@ -116,7 +115,7 @@ def _cell(text: str) -> str:
 
 
 def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
-    """Figure -> its first and its last value, most informative first."""
+    """Name -> first and last value, the most important first."""
     pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
     pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
     if summary.reward is not None:
@@ -127,7 +126,7 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
 
 
 def facts(summary: RunSummary) -> dict[str, str]:
-    """Other figures, as text."""
+    """Further facts, by name."""
     out = {"kind": summary.kind.value}
     if summary.kind is not RunKind.EVALUATION:
         out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
@@ -145,13 +144,13 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding with its steps, and the figures of the last one."""
+    """A finding with its steps, and the numbers of the last of them."""
     until = "; in the end " if finding.last_step is None else f", over at step {finding.last_step}; before that "
     return f"{finding.kind}, noticed at step {finding.step}{until}{finding.text}"
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
-    """The text of `report.md`."""
+    """The content of `report.md`."""
     text = summary_text(summary, title)
     table = samples_markdown(record.path / FILE_NAME, max_samples, fine_tuning=record.kind is RunKind.SFT)
     return f"{text}\n{table}" if table else text

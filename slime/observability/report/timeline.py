@@ -1,7 +1,7 @@
-"""The timeline of a step: all spans between the end of the previous step and its own end, from the driver's traces.
+"""The timeline of a step: the driver's spans from the end of the previous step to its end.
 
-The driver also notes when a batch was generated. A step ends when its times are logged. A row is a process and a name;
-touching spans of a row are merged, so that a thousand parallel requests are one bar.
+Only the driver writes traces, and notes in them when a batch was generated. A step ends when its times are logged. A
+row is a process and a name; touching spans of a row are merged, so that a thousand parallel requests are one bar.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
 EDGE = 0.003
-"""A span that crosses the edge of the step is omitted if less than this part of the step lies inside."""
+"""A span of a neighbouring step is shown from this share of the step on."""
 MAX_TRACE_BYTES = 200 << 20
-"""Longer traces are left to `slime trace`."""
+"""A larger trace is left to `slime trace`."""
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
 GENERATION = "generation"
-"""The name of the spans in which the driver notes the rollout's work."""
+"""The rollout's work in parallel, as the driver noted it."""
 BAR_COLORS = PART_COLORS | {GENERATION: len(COLORS)}
 """The same colours as in the picture of step times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A timed activity of a process."""
-
     process: str
     name: str
     begin_s: float
@@ -65,7 +63,7 @@ class Timeline:
 
 
 def timelines(record: RunRecord) -> list[Timeline]:
-    """A step of median time, and the slowest if it took more than 1.5 times as long. Empty without traces."""
+    """A typical step (of the median time), and the slowest if it took 1.5 times as long. Empty without traces."""
     windows = step_windows(record.rows)
     if not windows:
         return []
@@ -82,15 +80,15 @@ def timelines(record: RunRecord) -> list[Timeline]:
 
 
 def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) -> list[int]:
-    """The steps that at least one span overlaps. `spans`: sorted by begin."""
+    """The steps that a span overlaps. `spans`: by their begin."""
     begins = [span.begin_s for span in spans]
-    latest = list(accumulate((span.end_s for span in spans), max))  # the latest end among the spans so far
+    latest = list(accumulate((span.end_s for span in spans), max))  # the latest end of all spans so far
     count = {step: bisect_left(begins, end) for step, (_, end) in windows.items()}
     return [step for step, (begin, _) in windows.items() if count[step] and latest[count[step] - 1] > begin]
 
 
 def step_windows(rows: Sequence[Row]) -> dict[int, tuple[float, float]]:
-    """Step -> begin and end, Unix time, for steps with a logged total time."""
+    """Step -> begin and end, Unix time, of steps with a logged time."""
     return {
         int(row["rollout/step"]): (row["time"] - row["perf/step_time"], row["time"])
         for row in rows
@@ -117,7 +115,7 @@ def _inside(span: Span, begin_s: float, end_s: float) -> bool:
 
 
 def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
-    """The rows of a step: processes in the order of their first span, and names likewise. `spans`: sorted by begin."""
+    """The rows of a step: processes by their first span, and so names within them. `spans`: by their begin."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):
@@ -131,7 +129,7 @@ def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
 
 
 def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merges overlapping stretches, then neighbours until at most `MAX_BARS_OF_ROW` are left."""
+    """Merges overlapping stretches, then neighbours until few enough are left."""
     merged: list[tuple[float, float]] = []
     for begin, end in stretches:
         if merged and begin <= merged[-1][1]:
@@ -147,7 +145,7 @@ def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def timeline_figure(timeline: Timeline) -> Markup:
-    """One row for each process and name, with its seconds."""
+    """A row for each name, with its seconds."""
     from matplotlib.ticker import MaxNLocator
 
     height = TOP + ROW * len(timeline.bars) + BOTTOM

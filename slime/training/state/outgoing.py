@@ -54,7 +54,7 @@ class _Message:
 
 
 class TrainerWeights:
-    """`weights.outgoing.Outgoing` of one training rank. Made on all ranks together."""
+    """`weights.turns.Outgoing` of one training rank. Made on all ranks together."""
 
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
         """`dtype`: what engines serve; None keeps the training dtype. Rows that stay float32 are not converted."""

@@ -1,16 +1,16 @@
 """The disk transport with agents: versions in the shared folder, most of them deltas, and a call to each agent.
 
-Consumes: buckets. Produces: a version, whole at once when its temporary folder is renamed, and engines that have loaded
+Consumes: buckets. Produces: a version, which appears when its temporary folder is renamed, and engines that have loaded
 it. Waits for: the agents beside the engines, with the limit of the weight sync; nobody wakes it.
 
-Any number of ranks may send: each writes what it has (`begin`, `deliver`), reports it (`report`), and one of them
-makes a version of what all have reported (`finish`). They decide alike whether a version is full, for they see the same
-engines and the same outcomes.
+Any number of ranks may send: each writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
+conductor makes a version of all reports (`finish`). All decide alike whether a version is full, because they see the
+same engines and the same outcomes.
 
 Invariants
 1. The first version of a start, the first one that an engine takes part in, and the one after a failure are full, and
-   of the trainer's own tensors.
-2. A folder without the leading dot is whole, and on disk.
+   hold the trainer's own tensors.
+2. A folder without the leading dot is complete and on disk.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.core.files import sync_to_disk
+from slime.core.files import full_disk_named, sync_to_disk
 from slime.core.ports import EngineControl
-from slime.weights.delta import folder as chain
 from slime.weights.delta.folder import (
     Base,
     Manifest,
     Report,
     add_assets,
     folder_of,
+    is_full,
     merged,
+    prunable,
     sync_folder,
     tensor_checksums,
     whole_checksum,
@@ -49,12 +50,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaChannel(Channel):
-    """One sender's end of it, and on the rank that completes versions the rest."""
-
     def __init__(
         self, folder: Path, context: TransportContext, *, every: int, encoding: str, checksum: str, keep: bool
     ) -> None:
-        """`every`: a full version at least every so many; with 1 all are. `keep`: old versions stay."""
+        """`every`: a full version at least every so many syncs. `keep`: old versions stay."""
         self._folder, self._context, self._every, self._keep = folder, context, every, keep
         self._encoding, self._checksum = encoding, checksum
         self._memory: Memory | None = {} if every > 1 else None
@@ -62,7 +61,7 @@ class DeltaChannel(Channel):
         self._since_full: int | None = None
         self._newest_full: int | None = None
         self._confirmed: tuple[Receiver, ...] | None = None
-        """The engines that have the version before; None after a failure."""
+        """The engines that have the previous version; None after a failure."""
         self._failed_as_delta = False
         self._receivers: tuple[Receiver, ...] = ()
         self._full, self._version = True, 0
@@ -72,10 +71,9 @@ class DeltaChannel(Channel):
         self._costs: dict[str, float] = {}
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
-        """On every sender."""
         self._receivers, self._version, self._failed_as_delta = tuple(receivers), version, False
         confirmed = self._confirmed
-        self._full = chain.is_full(
+        self._full = is_full(
             since_full=self._since_full,
             every=self._every,
             confirmed=confirmed is not None,
@@ -98,18 +96,17 @@ class DeltaChannel(Channel):
         self._writer.add(prepared.tensors)
 
     def report(self) -> Report:
-        """On every sender, after its last bucket: what it wrote, on disk. Picklable."""
         assert self._writer is not None, "report before begin"
         return self._writer.report()
 
     def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Report]) -> None:
-        """On the conductor, with what all senders reported: the version is whole, and engines load it."""
         whole = merged(reports)
         sums = tensor_checksums(whole.entries)
         self._tensors = sums if self._full else {**self._tensors, **sums}
         base = None if self._full else self._base
         manifest = Manifest(version, base, self._checksum, whole_checksum(self._tensors), whole.entries)
-        final = self._make_whole(manifest)
+        with full_disk_named(self._folder):
+            final = self._make_whole(manifest)
         self._made = target = Base(version, manifest.digest)
         self._costs = {
             "update_weights_density": whole.num_changed / max(1, whole.num_elements),
@@ -128,7 +125,7 @@ class DeltaChannel(Channel):
         on_all(receivers, load, f"load {final}")
 
     def settle(self) -> None:
-        if self._writer is None:  # this rank sends nothing
+        if self._writer is None:  # this rank sent nothing
             return
         self._writer = None
         self._confirmed, self._base = self._receivers, self._made or self._base
@@ -137,7 +134,7 @@ class DeltaChannel(Channel):
             self._newest_full = self._version
         if self._made is not None and not self._keep and self._newest_full is not None:
             names = [path.name for path in self._folder.iterdir()]
-            for name in chain.prunable(names, newest_full=self._newest_full):
+            for name in prunable(names, newest_full=self._newest_full):
                 shutil.rmtree(self._folder / name, ignore_errors=True)
         self._made = None
 
@@ -165,14 +162,14 @@ class DeltaChannel(Channel):
         return self._folder / written_as(self._version)
 
     def _make_whole(self, manifest: Manifest) -> Path:
-        """Puts beside the files what a reader needs, and shows them to readers."""
+        """Adds the other files that a reader needs, and renames the folder to the version's name."""
         folder = self._writing
         wanted = {entry.file for entry in manifest.entries}
         for file in folder.iterdir():
             if file.name not in wanted:
                 file.unlink()
         if manifest.base is None:
-            # As files: who reads the folder may not see the checkpoint.
+            # Copies, because a reader of the folder may not see the checkpoint.
             add_assets(folder, self._context.hf_checkpoint, shutil.copyfile)
             weight_map = {entry.name: entry.file for entry in manifest.entries}
             write_index(folder, weight_map, sum(entry.num_bytes for entry in manifest.entries))

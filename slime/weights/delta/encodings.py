@@ -1,11 +1,23 @@
-"""How a patch says what a tensor has become: the registry of encodings, each exact on the bytes.
+"""Encodings of patches, which turn the old bytes of a tensor into the new ones exactly.
 
-    xor         new ^ old of the elements that changed: small numbers, of which few are common. Applied twice it undoes
-                itself, so it may be applied to its base alone, which the chain of digests sees to.
-    overwrite   the elements that changed, as they are now: larger, and the same however often it is applied
+    xor         new ^ old of each changed element: small numbers, of which few are common. Applied twice it undoes
+                itself, so it must be applied only to its base, which the chain of digests ensures.
+    overwrite   the new value of each changed element: larger, and safe to apply again
 
-A patch is a row of chunks, each of `CHUNK` elements: a head, the streams of positions, the streams of symbols.
-An encoding of a manifest is looked up by its name here and nowhere else: a folder that others may write names no code.
+A patch is a sequence of chunks of `CHUNK` elements: a head, the streams of positions, the streams of symbols. The name
+of an encoding in a manifest is looked up only here: others may write to the folder, so it must not name code.
+
+Streams. Bytes of one meaning lie together, so one entropy code fits them. Each stream is one zstd frame, tuned for its
+entropy coder: symbols hardly ever repeat as strings, and the short matches that zstd would find cost more than their
+bytes. So matches are long or none.
+
+Positions. A skip is the number of unchanged elements before a changed one. If changes fall anywhere with equal
+probability, skips are geometric, and so are the low bits and the rest of a skip. The rest is written as bytes; 255
+means "255 more". A code of single bytes then comes within a few per cent of the entropy at any density, and below it if
+changes come in rows, as in an embedding. From a density of `BITMAP_FROM` on, a bitmap is as small and faster.
+
+Symbols. The XOR of two neighbouring bfloat16 is 1, 3, 7, ...: a handful of 16-bit symbols are nearly all. By rank each
+is one byte with its own code; as two byte planes, the rare carry into the upper byte costs as much again.
 """
 
 from __future__ import annotations
@@ -20,11 +32,6 @@ from numpy.typing import NDArray
 
 from slime.core.errors import WeightSyncError
 
-# Streams of bytes, each compressed by itself: bytes of one meaning lie together, so that one code fits them all.
-#
-# A stream is one zstd frame, tuned for its entropy coder: symbols here hardly ever repeat as strings, and the short
-# matches that zstd would find cost more than the bytes in them. So matches are long or none.
-
 Bytes = NDArray[np.uint8]
 _LENGTH = struct.Struct("<I")
 _PARAMETERS = zstandard.ZstdCompressionParameters(
@@ -33,27 +40,25 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def join(streams: Sequence[Bytes]) -> bytes:
-    """The frames of all streams, each behind its length. A stream has less than 4 GiB."""
+    """The compressed frames of all streams, each after its length. A stream has less than 4 GiB."""
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     frames = [compressor.compress(np.ascontiguousarray(stream).data) for stream in streams]
     return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
 
 
 class Streams:
-    """Reads what `join` wrote, one stream after the other. Every departure raises `WeightSyncError`."""
+    """Reads the streams that `join` wrote, one after the other. Damage raises `WeightSyncError`."""
 
     def __init__(self, data: memoryview, at: int = 0) -> None:
         self._data, self.at = data, at
 
     def next(self, limit: int) -> Bytes:
-        """The next stream, of at most `limit` bytes: nothing larger is unpacked."""
+        """The next stream. One of more than `limit` bytes is refused before it is unpacked."""
         frame = self.take(self.take_length())
         try:
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= limit:
-                raise WeightSyncError(
-                    f"got a stream of {size} bytes where at most {limit} can be; the patch is damaged"
-                )
+                raise WeightSyncError(f"got a stream of {size} bytes, more than {limit}; the patch is damaged")
             content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         except zstandard.ZstdError as error:
             raise WeightSyncError(f"got a stream that is not zstd ({error}); the patch is damaged") from error
@@ -67,7 +72,7 @@ class Streams:
         """The next bytes as they are."""
         part = self._data[self.at : self.at + size]
         if len(part) != size:
-            raise WeightSyncError(f"got a patch that ends at byte {len(self._data)}, before its content does")
+            raise WeightSyncError(f"the patch ends at byte {len(self._data)}, before its content does")
         self.at += size
         return part
 
@@ -84,23 +89,18 @@ def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) ->
     return np.ascontiguousarray(rows).view(dtype.newbyteorder("<")).reshape(-1).astype(dtype, copy=False)
 
 
-# Which elements changed, as streams of bytes: skips between them where they are few, a bitmap where they are many.
-#
-# A skip is the number of unchanged elements before a changed one. If changes fall anywhere with equal probability,
-# skips are geometric, and so are both parts of a skip that is divided into its low bits and the rest; the rest is
-# written as bytes, of which 255 says "255 more". So a code of single bytes comes within a few per cent of the entropy
-# at any density, and where changes come in rows, as those of an embedding do, below it.
+# --- positions: which elements changed
 
 MORE = 255
-"""In the rest of a skip: as many, and the next byte counts on."""
+"""In the rest of a skip: 255 more, and the next byte counts on."""
 LOW_BITS = (0, 4, 8, 12)
-"""How many low bits of each skip may be written apart."""
+"""Possible numbers of low bits that are written apart."""
 BITMAP = 255
-"""In the place of the number of low bits: not skips, one bit per element."""
+"""In place of the number of low bits: a bitmap instead of skips."""
 BITMAP_FROM = 0.15
-"""Share of changed elements from which on a bitmap is as good as skips, and faster."""
+"""Share of changed elements."""
 LOOKED_AT = 1 << 16
-"""Skips, of the first, by which their form is chosen."""
+"""Number of skips or symbols by which their form is chosen."""
 Positions = NDArray[np.uint32]
 
 
@@ -124,9 +124,9 @@ def read_positions(form: int, streams: Streams, count: int, size: int) -> Positi
         rest = streams.next(count + size // MORE + 1)
         at = np.cumsum(_skip_values(low, rest, form, count) + 1) - 1
     else:
-        raise WeightSyncError(f"got positions in form {form}, which nobody here reads; the patch is damaged")
+        raise WeightSyncError(f"got positions in the unknown form {form}; the patch is damaged")
     if len(at) != count or (count and at[-1] >= size):
-        raise WeightSyncError(f"got {len(at)} positions up to {at[-1:]} where {count} of {size} changed")
+        raise WeightSyncError(f"got {len(at)} positions up to {at[-1:]}, but {count} of {size} elements changed")
     return at.astype(np.uint32)
 
 
@@ -151,37 +151,34 @@ def _nibbles(values: Bytes) -> Bytes:
 
 def _from_nibbles(packed: Bytes, count: int) -> Bytes:
     if len(packed) != -(-count // 2):
-        raise WeightSyncError(f"got {len(packed)} bytes for {count} halves of a byte; the patch is damaged")
+        raise WeightSyncError(f"got {len(packed)} bytes for {count} half bytes; the patch is damaged")
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:count]
 
 
 def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> NDArray[np.int64]:
     ends = np.flatnonzero(rest != MORE)
     if len(ends) != count or len(rest) != (ends[-1] + 1 if count else 0):
-        raise WeightSyncError(f"got {len(ends)} skips where {count} elements changed; the patch is damaged")
+        raise WeightSyncError(f"got {len(ends)} skips for {count} changed elements; the patch is damaged")
     skips: NDArray[np.int64] = ((np.diff(ends, prepend=-1) - 1) * MORE + rest[ends]) << low_bits
     if low_bits == 4:
         return skips + _from_nibbles(low[0], count)
     if low_bits and len(low[0]) != count:
-        raise WeightSyncError(f"got {len(low[0])} low bytes where {count} elements changed; the patch is damaged")
+        raise WeightSyncError(f"got {len(low[0])} low bytes for {count} changed elements; the patch is damaged")
     if low_bits == 12:
         return skips + low[0] + (_from_nibbles(low[1], count).astype(np.int64) << 8)
     return skips + low[0] if low_bits else skips
 
 
-# What changed elements changed by or to, as streams of bytes: as planes, or by rank where few symbols are common.
-#
-# The XOR of two neighbouring bfloat16 is 1, 3, 7, ...: a handful of 16-bit symbols make up nearly all. By rank each is
-# one byte of its own code; as two planes the rare carry into the upper byte costs as much again.
+# --- symbols: the XOR or the new value of each changed element
 
 PLANES, RANKS = 0, 1
 RARE = 255
-"""In place of a rank: a symbol that has none, which stands apart."""
+"""In place of a rank: a symbol without one, which is written apart."""
 Symbols = NDArray[np.unsignedinteger]
 
 
 def write_symbols(symbols: Symbols) -> tuple[int, list[Bytes]]:
-    """(form, streams)."""
+    """(form, streams) of the symbols."""
     some = symbols[:LOOKED_AT]
     if symbols.dtype == np.uint16 and len(join(_ranked(some))) < len(join(split_planes(some))):
         return RANKS, _ranked(symbols)
@@ -189,11 +186,10 @@ def write_symbols(symbols: Symbols) -> tuple[int, list[Bytes]]:
 
 
 def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.unsignedinteger]) -> Symbols:
-    """The `count` symbols of a form."""
     if form == PLANES:
         return _joined([streams.next(count) for _ in range(dtype.itemsize)], count, dtype)
     if form != RANKS or dtype != np.uint16:
-        raise WeightSyncError(f"got symbols of {dtype} in form {form}, which nobody here reads; the patch is damaged")
+        raise WeightSyncError(f"got symbols of {dtype} in the unknown form {form}; the patch is damaged")
     table = streams.next(2 * RARE)
     ranks = streams.next(count)
     rare = ranks == RARE
@@ -208,7 +204,7 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
 
 
 def _ranked(symbols: Symbols) -> list[Bytes]:
-    """Table of the most frequent ones, ranks in it, planes of the others."""
+    """Table of the most frequent symbols, ranks in it, planes of the other symbols."""
     counts = np.bincount(symbols, minlength=1 << 16)
     common = np.argsort(counts, kind="stable")[::-1][:RARE]
     common = common[counts[common] > 1].astype(np.uint16)
@@ -224,21 +220,21 @@ def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]
     return join_planes(planes, dtype)
 
 
+# --- patches
+
 Elements = NDArray[np.unsignedinteger]
 CHUNK = 1 << 24
 """Elements that are encoded together: bounds the memory beside the tensor."""
 _HEAD = struct.Struct("<IBB")
-"""Changed elements, form of their positions, form of their symbols."""
+"""Number of changed elements, form of their positions, form of their symbols."""
 RAW = "raw"
-"""Of a patch that is the tensor itself: in full versions, and where a tensor changed so much that nothing is gained."""
+"""The encoding of a patch that is the tensor itself: in full versions, and if a patch would not be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One way; arguments are elements of unsigned integers."""
-
     symbols: Callable[[Elements, Elements], Elements]
-    """(old, new), of the changed elements -> what is written."""
+    """(old, new) of the changed elements -> symbols."""
     values: Callable[[Elements, Elements], Elements]
     """(old, symbols) -> new."""
 
@@ -251,13 +247,14 @@ ENCODINGS: Mapping[str, Encoding] = {
 
 
 def elements(data: Bytes, width: int) -> Elements:
-    """Bytes as unsigned integers of `width` bytes: a view."""
+    """A view of bytes as unsigned integers of `width` bytes."""
     return data.view(np.dtype(f"<u{width}"))
 
 
 def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
-    """The patch that turns `old` into `new`, flat bytes of equal length, and how many elements changed. `width`: bytes
-    of an element. Empty if nothing changed.
+    """The patch that turns `old` into `new` (empty if they are equal), and the number of changed elements.
+
+    `old`, `new`: flat bytes of equal length. `width`: bytes of an element.
     """
     assert len(old) == len(new), f"{len(old)} bytes became {len(new)}"
     was, now = elements(old, width), elements(new, width)
@@ -267,10 +264,9 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
 
 
 def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None:
-    """Turns the old bytes of a tensor into the new ones, in place. Raises `WeightSyncError` for a damaged patch, after
-    which `data` may be anything."""
+    """Applies a patch in place. Raises `WeightSyncError` for a damaged one; `data` may then be half changed."""
     if name not in ENCODINGS:
-        raise WeightSyncError(f"got a patch in the encoding {name}; this reads {', '.join(ENCODINGS)}")
+        raise WeightSyncError(f"got a patch in the unknown encoding {name}; known are {', '.join(ENCODINGS)}")
     if not patch:
         return
     streams, now = Streams(memoryview(patch)), elements(data, width)
@@ -278,13 +274,13 @@ def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None
         part = now[start : start + CHUNK]
         count, where, what = _HEAD.unpack(streams.take(_HEAD.size))
         if count > len(part):
-            raise WeightSyncError(f"got {count} changes of {len(part)} elements; the patch is damaged")
+            raise WeightSyncError(f"got {count} changes for {len(part)} elements; the patch is damaged")
         if not count:
             continue
         at = read_positions(where, streams, count, len(part))
         part[at] = ENCODINGS[name].values(part[at], read_symbols(what, streams, count, part.dtype.newbyteorder("=")))
     if streams.at != len(patch):
-        raise WeightSyncError(f"got a patch of {len(patch)} bytes, of which {streams.at} belong to the tensor")
+        raise WeightSyncError(f"the patch has {len(patch)} bytes, but its content ends at {streams.at}")
 
 
 def _chunk(encoding: Encoding, old: Elements, new: Elements) -> tuple[bytes, int]:

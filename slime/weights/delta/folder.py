@@ -1,5 +1,13 @@
-"""The shared folder of weight versions: its manifests, which version follows on which, checksums, and where tensors lie
-in its files.
+"""The shared folder of weight versions: manifests, checksums, places of tensors in files, and the order of versions.
+
+The digest of a version covers its whole manifest, and with it the checksums of every patch and every tensor. A delta
+names the digest of its base, not its number, so a chain cannot be put together wrongly.
+
+Which versions follow on which
+1. The first weight sync of a start is a full version, and so is every `every`-th one, the first that an engine takes
+   part in, and the one after a failure.
+2. Missing versions are found by walking back from the wanted one to what the copy holds, or to a full version.
+3. A version may be removed once every engine has confirmed a full one that is not older.
 """
 
 from __future__ import annotations
@@ -20,14 +28,6 @@ from numpy.typing import NDArray
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.files import sync_to_disk
 
-# What a version consists of: one JSON file beside its files, and the digest that stands for all of it.
-#
-# The digest covers everything that the manifest says, and that includes checksums of every patch and every tensor: who
-# knows the digest of a version knows its weights. A delta names the digest of its base, so a chain cannot be put
-# together wrongly.
-#
-# Every sender makes entries for the tensors that it sends; `merged` is their union, whatever the number of senders.
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 COMPRESSION = "zstd"
@@ -36,7 +36,7 @@ _PLAIN = set("/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a version: where its patch lies, and what comes of it."""
+    """One tensor of a version: where its patch lies, and the checksum of the result."""
 
     name: str
     """Hugging Face name."""
@@ -46,32 +46,31 @@ class Entry:
     num_bytes: int
     """Of the tensor."""
     encoding: str
-    """Of `delta.encodings`, or `RAW`."""
+    """One of `delta.encodings`, or `RAW`."""
     file: str
-    """In the folder of the version."""
     offset: int
     """Of the patch in the file, in bytes."""
     size: int
     """Of the patch, in bytes."""
     patch_checksum: str
     tensor_checksum: str
-    """Of the whole tensor as it is in this version."""
+    """Of the whole tensor in this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one sender wrote of a version; travels to the rank that completes it."""
+    """The part of a version that one sender wrote; sent to the conductor."""
 
     entries: tuple[Entry, ...]
     num_elements: int
     """Of all tensors that it sends."""
     num_changed: int
-    """Elements that are not as in the version before; all of them in a full version."""
+    """Elements that differ from the previous version; all elements in a full version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The version that a delta is one of."""
+    """The version that a delta applies to."""
 
     version: int
     digest: str
@@ -79,31 +78,31 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version."""
+    """What one version consists of: the JSON file `MANIFEST` beside its files."""
 
     version: int
     base: Base | None
     """None: a full version."""
     checksum: str
-    """How checksums are computed, by name."""
+    """One of `CHECKSUMS`."""
     whole: str
-    """`whole_checksum` of all tensors of the model in this version, those that did not change among them."""
+    """`whole_checksum` of all tensors of the model in this version, changed or not."""
     entries: tuple[Entry, ...]
-    """All tensors of a full version, those that changed of a delta; by name."""
+    """By name: all tensors of a full version, the changed ones of a delta."""
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of what the manifest says."""
-        return hashlib.sha256(_canonical(self)).hexdigest()
+        """Hex SHA-256 of the content."""
+        canonical = json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        """Writes it as `MANIFEST`."""
         text = {**_plain(self), "digest": self.digest}
         (folder / MANIFEST).write_text(json.dumps(text, separators=(",", ":")))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the version in `folder`. Raises `WeightSyncError` if it is not there, or not whole."""
+        """The manifest of the version in `folder`. Raises `WeightSyncError` if it is missing or damaged."""
         file = folder / MANIFEST
         try:
             found = json.loads(file.read_text())
@@ -114,24 +113,24 @@ class Manifest:
             told = (found["format"], found["compression"], found["digest"])
         except OSError as error:
             raise WeightSyncError(
-                f"got no version in {folder}: {error.strerror}; it was pruned, or never whole"
+                f"{folder} holds no version ({error.strerror}): it was removed, or never completed"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise WeightSyncError(
-                f"got a damaged {file} ({type(error).__name__}: {error}); send a full version"
+                f"{file} is damaged ({type(error).__name__}: {error}); send a full version"
             ) from error
         if told != (FORMAT, COMPRESSION, manifest.digest):
-            raise WeightSyncError(f"got {file}, whose content is not that of its digest; send a full version")
+            raise WeightSyncError(f"the content of {file} does not match its digest; send a full version")
         return manifest
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """What all senders wrote, entries by name. Raises `WeightSyncError` for a tensor that two of them sent."""
+    """The reports of all senders as one, entries by name. Raises `WeightSyncError` for a tensor that came twice."""
     found: dict[str, Entry] = {}
     for report in reports:
         for entry in report.entries:
             if entry.name in found:
-                raise WeightSyncError(f"got {entry.name} in {found[entry.name].file} and in {entry.file}; send it once")
+                raise WeightSyncError(f"{entry.name} is in {found[entry.name].file} and in {entry.file}; send it once")
             found[entry.name] = entry
     return Report(
         tuple(found[name] for name in sorted(found)),
@@ -141,7 +140,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def whole_checksum(tensors: Mapping[str, str]) -> str:
-    """One digest of many: name of a tensor -> its checksum."""
+    """One digest of many tensors: name -> checksum."""
     text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -158,14 +157,10 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     return {"format": FORMAT, "compression": COMPRESSION, **said, "entries": rows}
 
 
-def _canonical(manifest: Manifest) -> bytes:
-    return json.dumps(_plain(manifest), sort_keys=True, separators=(",", ":")).encode()
-
-
 def _entry(row: Mapping[str, Any]) -> Entry:
     entry = Entry(**{**row, "shape": tuple(int(n) for n in row["shape"])})
     if _PLAIN & set(entry.file) or entry.file.startswith("."):
-        raise ValueError(f"the file {entry.file!r} would be outside of the version")
+        raise ValueError(f"the file {entry.file!r} is outside of the version's folder")
     if min(entry.offset, entry.size, entry.num_bytes, *entry.shape, 0) < 0:
         raise ValueError(f"{entry.name} has a negative size")
     return entry
@@ -191,17 +186,14 @@ def sync_folder(folder: Path) -> None:
     sync_to_disk(folder)
 
 
-# Checksums of patches and of whole tensors, by the names of `--update-weight-delta-checksum`.
-
 Buffer = bytes | memoryview | NDArray[Any]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
 CHECKSUMS: tuple[str, ...] = get_args(Checksum)
-"""xxh3-128 is as fast as memory; blake3 is cryptographic and a package of its own; adler32 is in the standard library,
-and 32 bits wide."""
+"""xxh3-128 is as fast as memory. blake3 is cryptographic and needs its package. adler32 has only 32 bits."""
 
 
 def checksum(name: str, data: Buffer) -> str:
-    """Hex digest of `data`. Raises `ConfigError` for a name that is none of `CHECKSUMS`, or cannot be had here."""
+    """Hex digest of `data`. Raises `ConfigError` for an unknown name or a missing package."""
     content = data if isinstance(data, bytes | memoryview) else data.data
     if name == "xxh3-128":
         import xxhash
@@ -220,23 +212,21 @@ def checksum(name: str, data: Buffer) -> str:
 def missing(name: str) -> str | None:
     """Why a checksum cannot be computed on this machine; None if it can."""
     if name not in CHECKSUMS:
-        return f"got the checksum {name}, which nobody here can compute; use one of {', '.join(CHECKSUMS)}"
+        return f"got the unknown checksum {name}; use one of {', '.join(CHECKSUMS)}"
     if name == "blake3" and importlib.util.find_spec("blake3") is None:
-        return "got --update-weight-delta-checksum blake3 without its package; pip install blake3, or use xxh3-128"
+        return "--update-weight-delta-checksum blake3 needs the blake3 package: pip install blake3, or use xxh3-128"
     return None
 
 
-# Where tensors lie in safetensors files, so that one can be read and changed where it is.
-
 WIDTHS = {"64": 8, "32": 4, "16": 2, "8_": 1, "8": 1, "OL": 1}
-"""Bytes of an element, by how the name of its dtype goes on."""
+"""What follows the letters of a safetensors dtype -> bytes of an element."""
 _HEAD = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor in a file."""
+    """Where a tensor lies in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -246,7 +236,7 @@ class Place:
 
 
 def places(file: Path) -> dict[str, Place]:
-    """Name -> place, of all tensors of a file. Raises `WeightSyncError` if it is not one of safetensors."""
+    """Name -> place of all tensors of a file. Raises `WeightSyncError` if it is not a safetensors file."""
     try:
         with file.open("rb") as opened:
             (length,) = _HEAD.unpack(opened.read(_HEAD.size))
@@ -262,9 +252,7 @@ def places(file: Path) -> dict[str, Place]:
             for name, t in header.items()
         }
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise WeightSyncError(
-            f"got {file}, which cannot be read as safetensors: {type(error).__name__}: {error}"
-        ) from error
+        raise WeightSyncError(f"{file} cannot be read as safetensors: {type(error).__name__}: {error}") from error
 
 
 def width_of(dtype: str) -> int:
@@ -276,69 +264,54 @@ def width_of(dtype: str) -> int:
     return 1
 
 
-# The folder of a version: a Hugging Face folder in the shared one, by a name that says its number.
-
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-"""Files of the source checkpoint that are left out: they hold the old weights."""
+"""Files of the source checkpoint that hold the old weights, and are not copied."""
 _FOLDER = re.compile(r"weight_v(\d{6,})")
 
 
 def folder_of(version: int) -> str:
-    """The name of a version's folder."""
     return f"weight_v{version:06d}"
 
 
 def version_of(folder: str) -> int | None:
-    """The version of a folder's name; None if it is none of ours."""
+    """The version of a folder's name; None for another name."""
     found = _FOLDER.fullmatch(folder)
     return int(found[1]) if found else None
 
 
 def written_as(version: int) -> str:
-    """The name of the folder while it is written."""
+    """The name of a version's folder while it is written."""
     return f".{folder_of(version)}.tmp"
 
 
 def add_assets(folder: Path, checkpoint: Path, put: Callable[[Path, Path], object]) -> None:
-    """Config and tokenizer of `checkpoint`; `put` gets each file and its place. Raises `WeightSyncError` without a
-    config.json.
-    """
+    """Calls `put(file, place)` for the config and tokenizer files. Raises `WeightSyncError` without config.json."""
     for asset in checkpoint.iterdir():
         if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
             put(asset, folder / asset.name)
     if not (folder / "config.json").exists():
-        raise WeightSyncError(f"got no config.json in {checkpoint}; engines cannot load weights without it")
+        raise WeightSyncError(f"{checkpoint} has no config.json, without which engines cannot load weights")
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
-    """Which file holds which tensor, and the bytes of all of them."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-# Which versions follow on which: a full one, and the deltas on it, each on the one before. Pure rules.
-#
-# 1. The first weight sync of a start is a full version, and so is every `every`-th one, the first that an engine takes
-#    part in, and the one after a failure.
-# 2. A delta stands on the digest of its base, not on its number.
-# 3. What a copy lacks is found by walking back from the wanted version to what the copy holds, or to a full version.
-# 4. A version may go once a full one that is not older has been confirmed by every engine.
-
-
 def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: bool) -> bool:
-    """Whether the next version is a full one.
+    """Whether the next version must be full.
 
-    `since_full`: deltas since the last full version, None before the first one; `confirmed`: every engine had the
-    version before; `all_known`: those that will get this one did.
+    `since_full`: deltas since the last full version, None before the first one; `confirmed`: the previous sync
+    succeeded; `all_known`: all engines of this sync took part in it.
     """
     return since_full is None or since_full + 1 >= every or not confirmed or not all_known
 
 
 def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) -> list[Manifest]:
-    """The versions to apply, oldest first, to a copy that holds the version of digest `held` (None: nothing usable).
+    """The versions to apply, oldest first, to a copy that holds the version with digest `held` (None: nothing usable).
 
-    The first of them is a full version unless it stands on `held`; empty if the copy has the target. `read` raises
-    `WeightSyncError` for a version that is not there. Raises that, too, for one that is another than it should be.
+    The first one is a full version or applies to `held`; none if the copy has the target. Raises `WeightSyncError` for
+    a version that is missing (from `read`) or not the expected one.
     """
     steps: list[Manifest] = []
     wanted: Base | None = target
@@ -346,7 +319,7 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
         manifest = read(wanted.version)
         if (manifest.version, manifest.digest) != (wanted.version, wanted.digest):
             raise WeightSyncError(
-                f"got version {manifest.version} ({manifest.digest[:12]}) in the place of version {wanted.version} "
+                f"got version {manifest.version} ({manifest.digest[:12]}) instead of version {wanted.version} "
                 f"({wanted.digest[:12]}); the chain is broken, send a full version"
             )
         if manifest.base is not None and manifest.base.version >= manifest.version:
@@ -357,6 +330,6 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
 
 
 def prunable(folders: Iterable[str], *, newest_full: int) -> list[str]:
-    """Of names in the shared folder, versions that nobody needs: `newest_full` was confirmed by every engine."""
+    """The folders of versions that nobody needs, since every engine has confirmed `newest_full`."""
     found = {name: version for name in folders if (version := version_of(name)) is not None}
     return sorted(name for name, version in found.items() if version < newest_full)

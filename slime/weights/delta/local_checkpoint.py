@@ -1,18 +1,19 @@
-"""The checkpoint that an engine loads from: of this host alone, whole at one version, changed in place by deltas.
+"""The local checkpoint that engines of one host load: complete at one version, changed in place by deltas.
 
-    state.json      which version the files are of, and the checksum of every tensor; absent while they change
+    state.json      the version of the files, and the checksum of every tensor; absent while they change
     model/          a Hugging Face folder
-    lock            held by who changes the files, shared by who loads them; agents of one host may use one folder
+    lock            exclusive for changing the files, shared for loading them; agents of one host may share a folder
 
 Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when its holder
 ends; nobody wakes it.
 
 Invariants
-1. `state.json` is removed, on disk, before the first byte changes, and written after the last one is on disk. So a copy
-   that somebody was killed in is never taken for a version.
-2. A patch is read if its checksum is right, and a tensor stays if its checksum is; else the copy has no state.
-3. What cannot be made from the copy is made from the newest full version, once. A copy that has the version already is
-   compared with its state, all of it: nothing else would find out that it was damaged, however often it is sent.
+1. `state.json` is removed from the disk before the first byte changes, and written after the last one is on disk. So
+   files that a killed process left half changed are never taken for a version.
+2. A patch is applied only if its checksum is right, and the changed tensor must have its checksum; otherwise the copy
+   has no state.
+3. If deltas cannot be applied, the copy is made from the newest full version, once. A copy that already has the version
+   is compared with its state in full, because nothing else would find damage.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ from typing import IO, Any
 import numpy as np
 
 from slime.core.errors import WeightSyncError
-from slime.core.files import sync_to_disk, write_json
+from slime.core.files import full_disk_named, sync_to_disk, write_json
 from slime.core.text import listed
 from slime.weights.delta import encodings
-from slime.weights.delta import folder as chain
 from slime.weights.delta.encodings import Bytes
 from slime.weights.delta.folder import (
     MANIFEST,
@@ -47,6 +47,7 @@ from slime.weights.delta.folder import (
     folder_of,
     places,
     read_json,
+    steps_to,
     tensor_checksums,
     whole_checksum,
     width_of,
@@ -55,13 +56,13 @@ from slime.weights.delta.folder import (
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""That decode and check tensors side by side."""
+"""Threads that decode and check tensors."""
 SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the copy holds."""
+    """What the local checkpoint holds."""
 
     version: int
     digest: str
@@ -72,33 +73,33 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What it took to bring a copy to a version."""
+    """The work of `LocalCheckpoint.bring_to`."""
 
     full: int
-    """Full versions that were copied."""
+    """Number of full versions copied."""
     deltas: int
-    """Deltas that were applied."""
+    """Number of deltas applied."""
     num_bytes: int
-    """Of the patches that were read."""
+    """Of the patches read."""
 
 
 class _Damaged(WeightSyncError):
-    """The copy itself is not what its state says; another one can be made."""
+    """The local copy does not match its state; it can be made again."""
 
 
 class LocalCheckpoint:
-    """One copy, in `folder`, of what a trainer wrote to `source`."""
+    """The copy in `folder` of the versions that a trainer writes to `source`."""
 
     def __init__(self, folder: Path, source: Path, note: Callable[[str], object] = lambda doing: None) -> None:
-        """`note` gets what is done, before it is done."""
+        """`note` is called with each task before it begins."""
         self._folder, self._source, self._note = folder, source, note
         self.model = folder / "model"
-        """What an engine loads."""
+        """The folder that engines load."""
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def state(self) -> State | None:
-        """What the copy holds; None while that is nothing whole."""
+        """None while the copy is not complete."""
         found = read_json(self._folder / "state.json")
         if found is None:
             return None
@@ -108,28 +109,26 @@ class LocalCheckpoint:
             return None
 
     def bring_to(self, target: Base) -> Done:
-        """Makes the copy that version. Raises `WeightSyncError` if it cannot be; the copy is then the version that its
-        state says, or has no state.
-        """
-        with self._locked(fcntl.LOCK_EX):
+        """Brings the copy to that version. After a `WeightSyncError` it has its old version or no state."""
+        with self._locked(fcntl.LOCK_EX), full_disk_named(self._folder):
             state = self.state
             if state is not None:
                 try:
                     return self._follow(target, state)
                 except _Damaged as error:
-                    logger.warning("%s: the local copy is made again: %s", self._folder, error)
+                    logger.warning("%s: the local copy is damaged and is made again: %s", self._folder, error)
                 except WeightSyncError as error:
-                    logger.warning("%s: from version %d it cannot go on: %s", self._folder, state.version, error)
+                    logger.warning("%s: no way on from version %d: %s", self._folder, state.version, error)
             return self._follow(target, None)
 
     @contextmanager
     def reading(self) -> Iterator[Path]:
-        """The folder to load from, which does not change meanwhile."""
+        """Yields the folder to load from. It does not change during the block."""
         with self._locked(fcntl.LOCK_SH):
             yield self.model
 
     def _follow(self, target: Base, state: State | None) -> Done:
-        steps = chain.steps_to(target, state.digest if state else None, self._read)
+        steps = steps_to(target, state.digest if state else None, self._read)
         if state is not None and not steps:
             self._require_intact(state)
         done = Done(0, 0, 0)
@@ -139,10 +138,10 @@ class LocalCheckpoint:
             if manifest.base is None:
                 tensors = self._copy(manifest)
             else:
-                assert state is not None, "a chain begins with a full version, or with what is held"
+                assert state is not None, "a chain begins with a full version or with the held one"
                 tensors = self._apply(manifest, state.tensors)
             if whole_checksum(tensors) != manifest.whole:
-                raise WeightSyncError(f"got version {manifest.version} without all of its tensors; send a full version")
+                raise WeightSyncError(f"version {manifest.version} lacks some of its tensors; send a full version")
             state = State(manifest.version, manifest.digest, tensors)
             self._remember(state)
             size = sum(entry.size for entry in manifest.entries)
@@ -151,7 +150,7 @@ class LocalCheckpoint:
         return done
 
     def _copy(self, manifest: Manifest) -> dict[str, str]:
-        """A full version: its files, and whatever lies beside them."""
+        """Copies a full version: its files, and all others beside them."""
         folder = self._source / folder_of(manifest.version)
         shutil.rmtree(self.model, ignore_errors=True)
         self.model.mkdir()
@@ -169,7 +168,7 @@ class LocalCheckpoint:
         return tensor_checksums(manifest.entries)
 
     def _apply(self, manifest: Manifest, tensors: Mapping[str, str]) -> dict[str, str]:
-        """A delta, onto the files."""
+        """Applies a delta to the files."""
         folder = self._source / folder_of(manifest.version)
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         where = {name: (file, place) for file in files for name, place in places(self.model / file).items()}
@@ -180,23 +179,23 @@ class LocalCheckpoint:
                 def change(entry: Entry) -> None:
                     self._note(f"applying {entry.name} of version {manifest.version}")
                     if entry.name not in where:
-                        raise _Damaged(f"got {entry.name}, which the copy does not have")
+                        raise _Damaged(f"the copy does not have {entry.name}")
                     file, place = where[entry.name]
                     if (place.dtype, place.shape, place.num_bytes) != (entry.dtype, entry.shape, entry.num_bytes):
-                        raise _Damaged(f"got {entry.name} as {entry.dtype} {entry.shape}, the copy has {place}")
+                        raise _Damaged(f"{entry.name} is {entry.dtype} {entry.shape}, but the copy has {place}")
                     data = mapped.views[file][place.offset : place.offset + place.num_bytes]
                     _change(manifest, entry, data, _patch(manifest, entry, patches[entry.file]))
 
                 self._side_by_side(manifest, change)
         except OSError as error:
-            raise WeightSyncError(f"got version {manifest.version}, which cannot be read: {error}") from error
+            raise WeightSyncError(f"version {manifest.version} cannot be read: {error}") from error
         finally:
             for opened in patches.values():
                 opened.close()
         return {**tensors, **tensor_checksums(manifest.entries)}
 
     def _require_intact(self, state: State) -> None:
-        """Every tensor is in its file as it should be. Raises `_Damaged`."""
+        """Raises `_Damaged` if a tensor's checksum is not that of the state."""
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         kind = self._read(state.version).checksum
         with _Mapped(self.model, files, write=False) as mapped:
@@ -233,7 +232,7 @@ class LocalCheckpoint:
 
 
 class _Mapped:
-    """Files in memory as flat bytes; what was written is on disk when the block ends well."""
+    """Files mapped as flat bytes. Changes are on disk when the block ends without an error."""
 
     def __init__(self, folder: Path, names: set[str], *, write: bool) -> None:
         self._folder, self._names, self._write = folder, names, write
@@ -255,26 +254,28 @@ class _Mapped:
         for mapped in self._maps:
             if kind is None and self._write:
                 mapped.flush()
-            with contextlib.suppress(BufferError):  # a traceback still holds a view; the map goes with it
+            with contextlib.suppress(BufferError):  # a traceback holds a view; the map is closed with it
                 mapped.close()
         for opened in self._open:
             opened.close()
 
 
 def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
-    """A tensor of a full version is in its file as it should be."""
+    """Raises `WeightSyncError` if a tensor of a full version is damaged."""
     data = file[entry.offset : entry.offset + entry.size]
     if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
-        raise WeightSyncError(f"got {entry.name} of the full version {manifest.version} with {len(data)} bytes")
+        raise WeightSyncError(
+            f"{entry.name} of the full version {manifest.version} has {len(data)} bytes; it is damaged"
+        )
     if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
-        raise WeightSyncError(f"got {entry.name} of version {manifest.version} with another checksum; it is damaged")
+        raise WeightSyncError(f"{entry.name} of version {manifest.version} has another checksum; it is damaged")
 
 
 def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
     patch = os.pread(file.fileno(), entry.size, entry.offset)
     if len(patch) != entry.size or checksum(manifest.checksum, patch) != entry.patch_checksum:
         raise WeightSyncError(
-            f"got the patch of {entry.name} of version {manifest.version} damaged: its checksum differs"
+            f"the patch of {entry.name} of version {manifest.version} is damaged: its checksum differs"
         )
     return patch
 
@@ -282,9 +283,9 @@ def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
 def _change(manifest: Manifest, entry: Entry, data: Bytes, patch: bytes) -> None:
     if entry.encoding == encodings.RAW:
         if len(patch) != len(data):
-            raise WeightSyncError(f"got {len(patch)} bytes for {entry.name}, which has {len(data)}")
+            raise WeightSyncError(f"the patch of {entry.name} has {len(patch)} bytes, but the tensor {len(data)}")
         data[:] = np.frombuffer(patch, np.uint8)
     elif len(data) % width_of(entry.dtype) == 0:
         encodings.apply(entry.encoding, data, patch, width_of(entry.dtype))
     if checksum(manifest.checksum, data) != entry.tensor_checksum:
-        raise _Damaged(f"got {entry.name} with another checksum than version {manifest.version} has")
+        raise _Damaged(f"{entry.name} does not have the checksum of version {manifest.version}")

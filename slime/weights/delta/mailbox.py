@@ -1,18 +1,18 @@
-"""Calls through a folder: a trainer asks the agent beside an engine, which answers. There is no other channel.
+"""Calls through a folder: a trainer calls the agent beside an engine, which answers. There is no other channel.
 
-    agents/<engine>/agent.json      who answers there, since when
-    agents/<engine>/call.json       the newest call: id, method, arguments, and until when somebody waits for it
+    agents/<engine>/agent.json      the agent there, and what it does now
+    agents/<engine>/call.json       the newest call: id, method, arguments, and how long the caller waits
     agents/<engine>/answer.json     its answer: the same id, and a result or an error
 
-Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, opened again at each look, with a
-limit; nobody wakes it.
+Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, which is polled, with a limit;
+nobody wakes it.
 
 Invariants
-1. A call replaces the one before; an agent runs the newest one that it has not answered, also after it was killed in
-   the middle of it. So every method can be called twice.
-2. An answer belongs to a call by its id, which is random.
-3. A call that nobody waits for any more is taken back. One that a caller left behind who was killed is not answered
-   after the end of its wait, by the caller's clock: an agent that comes much later leaves its engine alone.
+1. A call replaces the previous one. An agent runs the newest call that it has not answered, also after it was killed
+   in the middle of it. So every method can be called twice.
+2. An answer has the random id of its call.
+3. A caller that stops waiting removes its call. If the caller was killed, the call expires by its clock, so an agent
+   that starts much later leaves its engine alone.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from slime.weights.delta.folder import read_json
 
 AGENTS = "agents"
 POLL_S = 0.01
-"""Between two looks at a file."""
 SILENT_S = 30.0
-"""How long there may be no agent at all."""
+"""How long an agent may be missing."""
 
 
 def name_of(address: str) -> str:
-    """The name of an engine in the folder, by its address (host:port, with or without http://)."""
+    """An engine's name in the folder. `address`: host:port, with or without http://."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", address.split("://")[-1].rstrip("/"))
 
 
@@ -49,7 +48,7 @@ def mailbox(folder: Path, address: str) -> Path:
 def call(
     box: Path, method: str, arguments: Mapping[str, Any], *, limit_s: float, is_lost: Callable[[], bool] = lambda: False
 ) -> Any:
-    """Asks the agent of a mailbox. Raises `EngineError` with its error, or if there is no agent, `DeadlineExceeded`."""
+    """Calls the agent of a mailbox. Raises `EngineError` for its error or a missing agent, `DeadlineExceeded`."""
     box.mkdir(parents=True, exist_ok=True)
     own, began = secrets.token_hex(8), time.monotonic()
     asked = {"id": own, "method": method, "arguments": dict(arguments), "until": time.time() + limit_s}
@@ -59,15 +58,15 @@ def call(
             answer = read_json(box / "answer.json")
             if answer is not None and answer.get("id") == own:
                 if "error" in answer:
-                    raise EngineError(f"the weights agent of engine {box.name} cannot {method}: {answer['error']}")
+                    raise EngineError(f"the weights agent of engine {box.name} failed to {method}: {answer['error']}")
                 return answer.get("result")
             waited_s = time.monotonic() - began
             if is_lost():
                 raise EngineError(f"engine {box.name} was lost before its weights agent could {method}")
             if waited_s > min(SILENT_S, limit_s) and not (box / "agent.json").exists():
                 raise EngineError(
-                    f"got no weights agent in {box} within {waited_s:.0f} s; start `slime weights-agent` beside the "
-                    "engine, with this folder as it is seen there"
+                    f"no weights agent appeared in {box} within {waited_s:.0f} s; start `slime weights-agent` beside "
+                    "the engine, with the path of this folder there"
                 )
             if waited_s > limit_s:
                 raise DeadlineExceeded.waiting(
@@ -88,17 +87,17 @@ class Answering:
     """The agent's end of a mailbox."""
 
     def __init__(self, box: Path, about: Mapping[str, Any]) -> None:
-        """`about`: what the trainer may know of this agent."""
+        """`about`: facts about this agent for the trainer."""
         self._box, self._about = box, dict(about)
         box.mkdir(parents=True, exist_ok=True)
         self.note("waiting")
 
     def note(self, doing: str) -> None:
-        """What it does now, for whoever waits."""
+        """Writes down what the agent does now, for the caller's error message."""
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
     def pending(self) -> tuple[str, str, dict[str, Any]] | None:
-        """(id, method, arguments) of a call that has no answer, and that somebody may still wait for."""
+        """(id, method, arguments) of a call that is neither answered nor expired."""
         found = read_json(self._box / "call.json")
         if found is None:
             return None
@@ -111,10 +110,9 @@ class Answering:
         return None if answered.get("id") == own else (own, method, arguments)
 
     def answer(self, own: str, **said: Any) -> None:
-        """`result=...` or `error=...` to the call of this id."""
+        """Answers the call with this id by `result=...` or `error=...`."""
         write_json(self._box / "answer.json", {"id": own, **said}, durable=False)
 
     def close(self) -> None:
-        """Nobody answers here any more."""
         with contextlib.suppress(OSError):
             (self._box / "agent.json").unlink()

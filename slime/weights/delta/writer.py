@@ -1,8 +1,7 @@
-"""One sender's files of a version, and what it remembers of the version before: its own tensors, in host memory.
+"""Writes one sender's files of a version, and keeps its tensors in host memory as the base of the next delta.
 
-A full version is a Hugging Face folder, a safetensors file for each bucket. A delta is one file for each sender, a
-patch for each tensor that changed, end to end. Names of files have the sender's rank in them, so senders share a folder
-without asking each other.
+A full version is a Hugging Face folder with a safetensors file per bucket. A delta is one file per sender: the patches
+of all changed tensors, end to end. File names contain the sender's rank, so that senders can share a folder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
-from slime.core.files import open_to_readers, sync_to_disk
+from slime.core.files import full_disk_named, open_to_readers, sync_to_disk
 from slime.weights.delta import encodings
 from slime.weights.delta.encodings import Bytes
 from slime.weights.delta.folder import Entry, Report, checksum, places, width_of
@@ -24,31 +23,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_THREADS = 8
-"""That encode tensors side by side."""
+"""Threads that encode tensors."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A tensor as it was sent last."""
+    """A copy of a tensor as it was sent last."""
 
     data: Bytes
-    """[num_bytes] a copy of its own."""
+    """[num_bytes]"""
     dtype: str
     shape: tuple[int, ...]
 
 
 Memory = dict[str, Held]
-"""Name -> tensor, of all that a sender sends: as many bytes as they have."""
+"""Name -> tensor, of all tensors that a sender sends."""
 
 
 class VersionWriter:
-    """Writes what one sender has of one version; it is used once."""
+    """Writes one sender's part of one version."""
 
     def __init__(
         self, folder: Path, memory: Memory | None, *, rank: int, full: bool, encoding: str, checksum: str
     ) -> None:
-        """`folder`: of the version while it is written; it is made if need be, and freed of this sender's files of an
-        earlier attempt. `memory`: of the version before, becomes that of this one; None if there is never a delta.
+        """`folder`: the temporary one of the version. It is made if needed; files of this sender's earlier attempt are
+        removed. `memory`: of the previous version, updated to this one; None without deltas.
         """
         assert full or memory is not None, "a delta needs the version before"
         self._folder, self._memory, self._rank, self._full = folder, memory, rank, full
@@ -61,22 +60,23 @@ class VersionWriter:
             old.unlink()
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Writes a bucket. Raises `WeightSyncError` for a tensor that a delta cannot have."""
-        if self._full:
-            self._add_whole(tensors)
-        else:
-            self._add_changes(tensors)
+        """Writes a bucket. Raises `WeightSyncError` if a tensor's shape differs from its base."""
+        with full_disk_named(self._folder.parent):
+            if self._full:
+                self._add_whole(tensors)
+            else:
+                self._add_changes(tensors)
 
     def report(self) -> Report:
-        """What was written, which is on disk when this returns."""
+        """What was written. It is on disk when this returns."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with full_disk_named(self._folder.parent):
+                self._file.flush()
+                os.fsync(self._file.fileno())
         self.close()
         return Report(tuple(self._entries), self._num_elements, self._num_changed)
 
     def close(self) -> None:
-        """Lets the file go."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -120,11 +120,11 @@ class VersionWriter:
         ):
             was = "nothing" if held is None else f"{held.dtype} {held.shape}"
             raise WeightSyncError(
-                f"got {name} as {tensor.dtype} {tuple(tensor.shape)} for a delta on {was}; send a full version"
+                f"got {name} as {tensor.dtype} {tuple(tensor.shape)}, but its base is {was}; send a full version"
             )
 
     def _changed(self, name: str, tensor: Tensor) -> tuple[dict[str, Any], bytes, int]:
-        """What an entry says, its patch (empty if nothing changed), and how many elements changed."""
+        """Fields of the entry, its patch (empty if nothing changed), and the number of changed elements."""
         assert self._memory is not None, "a delta needs the version before"
         held, data, encoding = self._memory[name], flat_bytes(tensor), self._encoding
         patch, num_changed = encodings.encode(encoding, held.data, data, width_of(held.dtype))
@@ -154,7 +154,7 @@ class VersionWriter:
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
-    """[num_bytes] of a contiguous tensor on the host: a view."""
+    """A view [num_bytes] of a contiguous tensor on the host."""
     import torch
 
     found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,1 +1,1 @@
-"""Quantised checkpoints that engines serve: their formats, the arithmetic of each, and what engines hold of them."""
+"""Quantised checkpoints that engines serve: formats, their arithmetic, and the tensors that engines hold."""

@@ -1,7 +1,7 @@
-"""Fake quantisation of a trainer's shard: the weights that engines will dequantise, from the trainer's own.
+"""Fake quantisation of a trainer's shard: the weights that engines get after quantising and dequantising it.
 
-Law: fake-quantised weights do not depend on the partition. A rank quantises its part of each weight by itself, so that
-a part has to begin and end at whole blocks; a layout under which one does not is refused (`check`).
+Law: fake-quantised weights do not depend on the partition. Each rank quantises its part of a weight alone, so a part
+must begin and end at whole blocks; `check` refuses other layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.weights.quantised.formats import WHOLE, QuantisedFormat
 
 
 def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
-    """Raises `ConfigError` if a block of its weights would have entries on two of `num_shards` ranks."""
+    """Raises `ConfigError` if a block of weights would be split between two of `num_shards` ranks."""
     row = entry.row
     if row.dim is None:
         return
@@ -28,19 +28,18 @@ def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
     uneven = [size for size in row.segments if block == WHOLE or size // num_shards % block]
     if uneven:
         raise ConfigError(
-            f"got {entry.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: "
-            f"a block of {block or 'all'} would have entries on two of them, and what it rounds to would depend on the "
-            "layout; choose fewer ranks, or --trainer-weights plain"
+            f"{num_shards} tensor-parallel ranks split the {uneven[0]} entries of {entry.hf[0]} in {quantised.title} "
+            f"inside a block of {block or 'all'}, so the rounding would depend on the layout; choose fewer ranks, or "
+            "--trainer-weights plain"
         )
 
 
 def fake_quantised(shard: Tensor, row: Row, num_shards: int, quantised: QuantisedFormat) -> Tensor:
-    """What engines will multiply with in place of `shard`, in the dtype and layout of `shard`.
+    """The weights that engines will multiply with instead of `shard`, in the dtype and layout of `shard`.
 
-    `shard`: one of `num_shards` of a row's parameter, or a stack of experts. Its gradient goes to `shard` unchanged
-    (the straight-through estimator, arXiv:1308.3432): no entry is clipped by more than half a step.
+    `shard`: one of `num_shards` of a row's parameter, or a stack of experts. The gradient goes to it unchanged (the
+    straight-through estimator, arXiv:1308.3432): no entry is clipped by more than half a step.
     """
-
     faked: Tensor = _StraightThrough.apply(shard, lambda weight: by_segments(row, weight, num_shards, quantised.fake))
     return faked
 

@@ -1,5 +1,11 @@
-"""Quantised formats of checkpoints and engines: what each says of its weights, its arithmetic to plain ones and back,
-which one a checkpoint is in, and the weight table of an engine that serves it.
+"""Quantised formats of checkpoints and engines, a class each: which weights are quantised, the arithmetic to plain
+weights and back, and the weight table of an engine that serves them. `format_of` finds the format of a checkpoint.
+
+Invariants
+1. Codes and scales of a weight depend only on that weight: whoever has the whole tensor makes the same bits, whatever
+   the layout of trainer or engine.
+2. The entries of a `block` share a scale. So a part of a weight that begins and ends at whole blocks is quantised as it
+   is within the whole weight.
 """
 
 from __future__ import annotations
@@ -20,14 +26,6 @@ from slime.core.hf_config import quantisation_of, read_hf_config, tensor_names
 from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
 
-# What a quantised checkpoint says of its weights, and the arithmetic to plain ones and back: a class for each format.
-#
-# Invariants
-# 1. Codes and scales of a weight depend on that weight alone: whoever has the whole tensor makes the same bits,
-#    whatever the layout of trainer or engine.
-# 2. A block of `block` entries shares a scale, so a part of a weight that begins and ends at whole blocks is quantised
-#    as it would be within the whole.
-
 WHOLE = 0
 """In place of a number of rows or columns: all of them."""
 
@@ -36,8 +34,8 @@ def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
     """Raises `CheckpointError` if a scale of `weights` [..., out, in] is not finite, because an entry is not."""
     if not scales.isfinite().all():
         raise CheckpointError(
-            f"got a weight {list(weights.shape[-2:])} with an infinite or undefined entry; {kind} has neither: look at "
-            "the step that made it"
+            f"a weight {list(weights.shape[-2:])} has an infinite or undefined entry, which {kind} cannot hold; look "
+            "at the step that made it"
         )
 
 
@@ -46,21 +44,21 @@ class QuantisedFormat(ABC):
     """The quantisation of one checkpoint."""
 
     names: frozenset[str]
-    """HF names, `<module>.weight`, of the weights that the files hold quantised. Everything else is as it is."""
+    """HF names, `<module>.weight`, of the quantised weights. All others are plain."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """In messages."""
+        """The format's name in messages."""
 
     @property
     @abstractmethod
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the entries that share a scale; `WHOLE`: all that the weight has."""
+        """Rows and columns of the entries that share a scale; `WHOLE`: all of the weight."""
 
     @abstractmethod
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
-        """Names in the files of what stands for the weight `hf_name`."""
+        """Names in the files of the tensors that replace the weight `hf_name`."""
 
     @property
     @abstractmethod
@@ -68,7 +66,7 @@ class QuantisedFormat(ABC):
         """Of the parts, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
-        """A further tensor of the files that says something of the weight that its parts say as well."""
+        """A further tensor of the files, which repeats a fact about the weight (its shape)."""
         return None
 
     @abstractmethod
@@ -80,73 +78,77 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
-        """The weight [..., out, in] of these parts, in float32: what the engine multiplies with, but for its rounding.
+        """The weight [..., out, in] of these parts, in float32: what the engine multiplies with, before its rounding.
 
-        Raises `CheckpointError` if their shapes do not belong together.
+        Raises `CheckpointError` if their shapes do not fit each other.
         """
 
     @abstractmethod
     def rows(self, row: Row) -> tuple[Row, ...]:
-        """What an engine holds for a row whose weights are quantised: a row for each part.
+        """The rows, one per part, that an engine holds for a quantised row. Raises `ConfigError` if it cannot."""
 
-        Raises `ConfigError` where engines cannot hold it so.
-        """
+    def row_of_part(self, row: Row, part: int, **changes: Any) -> Row:
+        """`row` with the names of its `part`-th part, and `changes`."""
+
+        def name(weight: str) -> str:
+            return self.parts_of(weight)[part]
+
+        names = {"hf": tuple(map(name, row.hf)), "engine": name(row.engine), "engines": tuple(map(name, row.engines))}
+        megatron = row.megatron + name("weight").removeprefix("weight")
+        return dataclasses.replace(row, megatron=megatron, **names, **changes)
 
     def require_linear(self, row: Row) -> None:
         """Raises `ConfigError` for a row that engines do not hold quantised."""
         if row.stacked or Unit.VOCAB in row.units:
             raise ConfigError(
-                f"got {row.hf[0]} in {self.title}: engines hold vocabularies, and experts that files stack, as they "
-                "are; quantise linear layers alone"
+                f"got {row.hf[0]} in {self.title}, but engines cannot hold vocabularies and stacked experts quantised; "
+                "quantise only linear layers"
             )
 
     def fake(self, weights: Tensor) -> Tensor:
-        """Weights as engines have them, which get and multiply bfloat16: quantised, dequantised, in their own dtype."""
-        import torch
-
+        """Weights as engines use them: as bfloat16, quantised, dequantised to bfloat16; returned in their own dtype."""
         return self.dequantise(self.quantise(weights.to(torch.bfloat16))).to(torch.bfloat16).to(weights.dtype)
 
     def is_quantised(self, hf_names: Sequence[str]) -> bool:
-        """Whether these weights, which an engine fuses, are quantised: all or none of them are."""
+        """Whether these weights, which an engine fuses, are quantised: all or none of them."""
         found = [name in self.names for name in hf_names]
         return bool(found) and all(found)
 
     def one_by_one(self, names: Sequence[str], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name of a part, part) of several weights [n, out, in], quantised together."""
+        """(name, part) of several weights [n, out, in], quantised together."""
         parts = self.quantise(weights)
         for i, name in enumerate(names):
             for part_name, part in zip(self.parts_of(name), parts, strict=True):
                 yield part_name, part[i]
 
 
-# FP8 with a scale for each block, as DeepSeek-V3's and Qwen3's public files have it, in the engine's arithmetic.
-#
-# `<name>` in e4m3 beside `<name>_scale_inv` in float32: the block's largest entry / 448, and the quotients rounded to
-# the nearest code. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit for bit, SGLang's
-# `bf16_to_block_fp8_128`, whose smallest block (largest entry 1e-4) this keeps. With `scale_fmt: ue8m0` in config.json
-# (DeepSeek-V3.1) scales are powers of two, rounded up: SGLang's `per_block_cast_to_fp8`.
-#
-# `slime convert --to fp8` writes other scales (`weights.fp8`): rounded to 20 bits, so that what it wrote quantises to
-# the same bits again. A weight sync has no such way back to keep: the trainer's weights have passed bfloat16 anyhow, in
-# which the largest entry of a block moves by up to 2^-9, and its scale with it. The codes of weights that were
-# dequantised stay the same: half a step of e4m3 is at least eight times as much.
-
 SMALLEST = 1e-4
-"""A block counts as having an entry this large, so that no scale is zero."""
+"""Least value taken as a block's largest entry, so that no scale is zero; SGLang's value."""
 E4M3_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 SCALE_SUFFIX = "_scale_inv"
-"""What the name of a scale adds to that of its weight, in files and in engines."""
+"""Added to the name of a weight for its scales, in files and in engines."""
 
 
 @dataclass(frozen=True)
 class BlockFp8(QuantisedFormat):
-    """e4m3 codes and float32 scales of blocks."""
+    """FP8 with a scale per block, as in the public files of DeepSeek-V3 and Qwen3, in the engine's arithmetic.
+
+    `<name>` in e4m3 beside `<name>_scale_inv` in float32: the block's largest entry / 448; codes are the quotients,
+    rounded to nearest. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit for bit, SGLang's
+    `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are powers of two, rounded
+    up, as in SGLang's `per_block_cast_to_fp8`.
+
+    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that its files quantise to the same bits
+    again. A weight sync needs no such way back: the trainer's weights have passed bfloat16, which moves the largest
+    entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights still stay the same, because half a
+    step of e4m3 is at least eight times as much.
+    """
 
     block_rows: int
     block_columns: int
     powers_of_two: bool = False
-    """Scales are powers of two."""
+    """Whether scales are powers of two."""
 
     @property
     def title(self) -> str:
@@ -161,13 +163,9 @@ class BlockFp8(QuantisedFormat):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        import torch
-
         return torch.float8_e4m3fn, torch.float32
 
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         rows, columns = self.block
         *lead, out, size = weights.shape
         more = -out % rows, -size % columns
@@ -182,7 +180,6 @@ class BlockFp8(QuantisedFormat):
         return (codes[..., :out, :size].contiguous() if any(more) else codes), scales
 
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
-
         codes, scales = parts
         return dequantise(codes, scales, self.block)
 
@@ -191,49 +188,36 @@ class BlockFp8(QuantisedFormat):
         block = self.block
         if row.dim is not None and len(row.segments) > 1 and any(size % block[row.dim] for size in row.segments):
             raise ConfigError(
-                f"got {' and '.join(row.hf)}, which engines stack, of {list(row.segments)} rows in {self.title}: a "
-                "scale would belong to two of them; choose a checkpoint whose sizes are multiples of a block"
+                f"engines stack {' and '.join(row.hf)} of {list(row.segments)} rows in {self.title}, so a scale would "
+                "belong to two of them; choose a checkpoint whose sizes are multiples of a block"
             )
         dim = row.dim
-        scales = dataclasses.replace(
-            row,
-            megatron=row.megatron + SCALE_SUFFIX,
-            hf=tuple(name + SCALE_SUFFIX for name in row.hf),
-            shapes=tuple((-(-out // block[0]), -(-size // block[1])) for out, size in row.shapes),
-            segments=() if dim is None else tuple(-(-size // block[dim]) for size in row.segments),
-            engine=row.engine + SCALE_SUFFIX,
-            engines=tuple(name + SCALE_SUFFIX for name in row.engines),
-            wide=True,
-        )
-        return row, scales
+        shapes = tuple((-(-out // block[0]), -(-size // block[1])) for out, size in row.shapes)
+        segments = () if dim is None else tuple(-(-size // block[dim]) for size in row.segments)
+        return row, self.row_of_part(row, 1, shapes=shapes, segments=segments, wide=True)
 
 
 def power_of_two_above(scales: Tensor) -> Tensor:
-    """The smallest powers of two that are not below these positive numbers."""
-    import torch
-
+    """Positive numbers, rounded up to powers of two."""
     bits = scales.view(torch.int32)
     exponents = (bits >> 23) + (bits & 0x7FFFFF != 0).to(torch.int32)
     return (exponents.clamp(1, 254) << 23).view(torch.float32)
 
 
-# Block-scaled FP8 of Hugging Face checkpoints: `<name>` in float8_e4m3fn beside `<name>_scale_inv` in float32.
-#
-# The format is that of DeepSeek-V3's public files (arXiv:2412.19437, section 3.3.2): a weight is codes times the scale
-# of its block of `weight_block_size` entries; the last block of a dimension may be smaller.
+# --- block-scaled FP8 files of `slime convert --to fp8`, in the format of `BlockFp8`
 #
 # Invariants
-# 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for what `quantise` wrote: scales have 20 significant bits, codes
-#    at most 4, so that their product is exact in float32. Foreign scales use all 24 bits and may move by 2^-19; the
-#    codes do not if the largest of each block is the largest code, as in public files.
+# 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for what `quantise` wrote: scales have 20 significant bits and
+#    codes at most 4, so their product is exact in float32. Other programs' scales use all 24 bits and may move by
+#    2^-19; their codes stay if the largest code of each block is the largest one there is, as in public files.
 # 2. A block's error is at most max(|w| / 16, scale / 1024): half a step of e4m3, normal or subnormal.
 
 BLOCK = (128, 128)
-"""Block size [rows, columns] that is written; a file that is read says its own."""
+"""Block size [rows, columns] that is written. Files that are read have their own."""
 _SMALLEST = 2.0**-90
-"""A block without a larger entry is written as zeros: its scale would leave float32's normal range."""
+"""A block with no larger entry is written as zeros, since its scale would leave float32's normal range."""
 _DROPPED_BITS = 0b1111
-"""The four bits of a float32 mantissa that a scale leaves empty."""
+"""The low bits of a float32 mantissa that are zero in a scale."""
 _LINEAR = re.compile(
     r"(?:^|.*\.)layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(?:wq_b|wk))"
     r"|linear_attn\.(?:in_proj_(?:qkvz|qkv|z)|out_proj)"
@@ -260,13 +244,13 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
 def quantises(hf_name: str) -> bool:
     """Whether `--to fp8` quantises a tensor: linear weights of attention, MLP and experts, as in the public files.
 
-    Embeddings, norms, routers, gates, convolutions and the output layer stay as they are.
+    Embeddings, norms, routers, gates, convolutions and the output layer stay plain.
     """
     return _LINEAR.fullmatch(hf_name) is not None
 
 
 def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Experts that are stacked in one tensor, [gate; up] of each, one by one as FP8 files have them; others as is."""
+    """Splits stacked experts, [gate; up] each, into the tensors that FP8 files have. Other tensors pass unchanged."""
     stacked = _STACKED.fullmatch(hf_name)
     if stacked is None:
         yield hf_name, tensor
@@ -293,20 +277,20 @@ def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
         scales.append(scale)
     stacked = torch.stack(scales, -2)
     if not stacked.isfinite().all():
-        raise CheckpointError(f"got a weight {list(weight.shape)} with an infinite or undefined entry; FP8 has neither")
+        raise CheckpointError(f"a weight {list(weight.shape)} has an infinite or undefined entry; FP8 has neither")
     return torch.cat(codes, -2), stacked
 
 
 def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """The weight [..., out, in] in float32. `scale`: [..., ceil(out / rows), ceil(in / columns)]; read only.
+    """The weight [..., out, in] in float32. `scale`: [..., ceil(out / rows), ceil(in / columns)].
 
-    Raises `CheckpointError` if the shapes do not belong together.
+    Raises `CheckpointError` if the shapes do not fit each other.
     """
     *lead, out, columns = codes.shape
     want = [*lead, -(-out // block[0]), -(-columns // block[1])]
     if list(scale.shape) != want:
         raise CheckpointError(
-            f"got scales {list(scale.shape)} of a weight {list(codes.shape)} in blocks of {list(block)}, which need "
+            f"got scales {list(scale.shape)} for a weight {list(codes.shape)} in blocks of {list(block)}, expected "
             f"{want}; weight_block_size in config.json does not belong to these files"
         )
     weight = codes.float()
@@ -316,7 +300,7 @@ def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def config_entry(kept: list[str]) -> dict[str, Any]:
-    """`quantization_config` of the files that are written; `kept`: modules whose matrices are not quantised."""
+    """`quantization_config` of written files. `kept`: modules with plain matrices."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -337,12 +321,6 @@ def _round_up(scale: Tensor) -> Tensor:
     return ((bits + _DROPPED_BITS) & ~_DROPPED_BITS).view(torch.float32)
 
 
-# FP8 with a scale for each output feature, as compressed-tensors writes it (`float-quantized`; GLM-4.5-FP8).
-#
-# `<module>.weight` in e4m3 beside `weight_scale` [out, 1]: the row's largest entry / 448, and the quotients rounded to
-# the nearest code; in the dtype of the weight, as compressed-tensors has it. Engines keep scales in float32, in which
-# they are sent.
-
 CHANNEL_SCALE = "weight_scale"
 """Name in the files, beside `weight`."""
 
@@ -360,7 +338,12 @@ def require_channels(quantisation: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ChannelFp8(QuantisedFormat):
-    """e4m3 codes, and a scale for each row."""
+    """FP8 with a scale per output feature, as compressed-tensors writes it (`float-quantized`; GLM-4.5-FP8).
+
+    `<module>.weight` in e4m3 beside `weight_scale` [out, 1]: the row's largest entry / 448, in the dtype of the weight
+    as in compressed-tensors; codes are the quotients, rounded to nearest. Engines keep scales in float32, so they are
+    sent in float32.
+    """
 
     @property
     def title(self) -> str:
@@ -375,13 +358,9 @@ class ChannelFp8(QuantisedFormat):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        import torch
-
         return torch.float8_e4m3fn, torch.float32
 
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         scales = weights.abs().amax(-1, keepdim=True) / E4M3_MAX
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
         require_finite(scales, weights, "FP8")
@@ -392,35 +371,17 @@ class ChannelFp8(QuantisedFormat):
         codes, scales = parts
         if list(scales.shape) != [*codes.shape[:-1], 1]:
             raise CheckpointError(
-                f"got scales {list(scales.shape)} of a weight {list(codes.shape)}, which needs one for each row; "
-                "config.json does not belong to these files"
+                f"got scales {list(scales.shape)} for a weight {list(codes.shape)}, expected one per row; config.json "
+                "does not belong to these files"
             )
         return codes.float() * scales.float()
 
     def rows(self, row: Row) -> tuple[Row, ...]:
         self.require_linear(row)
-        split = row.dim == 0
-        scales = dataclasses.replace(
-            row,
-            megatron=row.megatron + CHANNEL_SCALE.removeprefix("weight"),
-            hf=tuple(name.removesuffix("weight") + CHANNEL_SCALE for name in row.hf),
-            shapes=tuple((out, 1) for out, _ in row.shapes),
-            dim=0 if split else None,
-            units=row.units if split else (),
-            segments=row.segments if split else (),
-            engine=row.engine.removesuffix("weight") + CHANNEL_SCALE,
-            engines=tuple(name.removesuffix("weight") + CHANNEL_SCALE for name in row.engines),
-            wide=True,
-        )
-        return row, scales
+        shapes = tuple((out, 1) for out, _ in row.shapes)
+        whole = {} if row.dim == 0 else {"dim": None, "units": (), "segments": ()}
+        return row, self.row_of_part(row, 1, shapes=shapes, wide=True, **whole)
 
-
-# INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric), in its arithmetic.
-#
-# `<module>.weight_packed` holds eight codes in an int32, the first one in the lowest bits, each as code + 8;
-# `weight_scale` a scale for each group: its largest entry / 7.5, all of it in the dtype of the weight, which for the
-# same bits has to be that of the engine. What a file says in `weight_shape` besides, an engine has from config.json and
-# is not sent.
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 """Names in the files, in place of `weight`."""
@@ -428,7 +389,6 @@ PER_WORD = 8
 """Codes in an int32."""
 BITS = 4
 LOWEST, HIGHEST = -8, 7
-"""Codes."""
 
 
 def group_of(quantisation: Mapping[str, Any]) -> int:
@@ -449,10 +409,15 @@ def group_of(quantisation: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class GroupedInt4(QuantisedFormat):
-    """Packed codes, and scales of groups."""
+    """INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric).
+
+    `<module>.weight_packed` holds eight codes in an int32, the first one in the lowest bits, each as code + 8.
+    `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight, which must be
+    the engine's for the same bits. `weight_shape` of the files is not sent, since engines know it from config.json.
+    """
 
     group: int
-    """Neighbouring input features that share a scale."""
+    """Number of neighbouring input features that share a scale."""
 
     @property
     def title(self) -> str:
@@ -468,19 +433,15 @@ class GroupedInt4(QuantisedFormat):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        import torch
-
         return torch.int32, torch.bfloat16
 
     def about(self, hf_name: str) -> str | None:
         return hf_name.removesuffix("weight") + SHAPE
 
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         size = weights.shape[-1]
         if size % self.group:
-            raise CheckpointError(f"got a weight of {size} input features, which groups of {self.group} do not divide")
+            raise CheckpointError(f"got a weight of {size} input features, which {self.group} does not divide")
         groups = weights.unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / ((HIGHEST - LOWEST) / 2)
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
@@ -492,13 +453,11 @@ class GroupedInt4(QuantisedFormat):
         return packed, scales
 
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
-        import torch
-
         packed, scales = parts[0], parts[1]
         *lead, words = packed.shape
         if list(scales.shape) != [*lead, words * PER_WORD // self.group] or packed.dtype is not torch.int32:
             raise CheckpointError(
-                f"got scales {list(scales.shape)} of packed {packed.dtype} {list(packed.shape)} in groups of "
+                f"got scales {list(scales.shape)} for packed {packed.dtype} {list(packed.shape)} in groups of "
                 f"{self.group}; config.json does not belong to these files"
             )
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=packed.device)
@@ -510,23 +469,20 @@ class GroupedInt4(QuantisedFormat):
         self.require_linear(row)
         inputs = {shape[1] for shape in row.shapes} | (set(row.segments) if row.dim == 1 else set())
         if any(size % self.group for size in inputs):
-            raise ConfigError(f"got {row.hf[0]} of {sorted(inputs)} input features in {self.title}; they must divide")
+            raise ConfigError(
+                f"got {row.hf[0]} with {sorted(inputs)} input features in {self.title}, which must divide them"
+            )
         return tuple(
-            dataclasses.replace(
+            self.row_of_part(
                 row,
-                megatron=row.megatron + what.removeprefix("weight"),
-                hf=tuple(name.removesuffix("weight") + what for name in row.hf),
+                part,
                 shapes=tuple((out, size // each) for out, size in row.shapes),
                 segments=tuple(s // each for s in row.segments) if row.dim == 1 else row.segments,
-                engine=row.engine.removesuffix("weight") + what,
-                engines=tuple(name.removesuffix("weight") + what for name in row.engines),
                 transposed=EXPERT in row.megatron,
             )
-            for what, each in ((PACKED, PER_WORD), (SCALE, self.group))
+            for part, each in enumerate((PER_WORD, self.group))
         )
 
-
-# Which quantised format a checkpoint is in, from its config.json and the names of its tensors.
 
 KNOWN = (
     "FP8 with block scales (quant_method 'fp8'), and of compressed-tensors FP8 with a scale for each output feature "
@@ -535,10 +491,9 @@ KNOWN = (
 
 
 def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedFormat | None:
-    """The format of a checkpoint with this config.json and tensors of these names; None if nothing is quantised.
+    """The format of a checkpoint by its config.json and its tensors' names; None if it is plain.
 
-    The files say which weights are quantised: those that have scales. Raises `ConfigError` for a format that slime does
-    not read.
+    Weights with scales are the quantised ones. Raises `ConfigError` for a format that slime does not read.
     """
     found = quantisation_of(config)
     if found is None:
@@ -556,25 +511,21 @@ def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedForma
         weights = frozenset(n.removesuffix(PACKED) + "weight" for n in known if n.endswith(f".{PACKED}"))
         return GroupedInt4(weights, group_of(found))
     raise ConfigError(
-        f"got a checkpoint with quant_method={method!r}, format={found.get('format')!r}; slime reads {KNOWN}, and no "
-        "other; choose such a checkpoint or one in bfloat16"
+        f"got a checkpoint with quant_method={method!r}, format={found.get('format')!r}; slime reads only {KNOWN}; "
+        "choose such a checkpoint or one in bfloat16"
     )
 
 
 def format_of_folder(hf_checkpoint: str) -> QuantisedFormat | None:
-    """The format of a checkpoint folder."""
     return format_of(read_hf_config(hf_checkpoint), tensor_names(Path(hf_checkpoint)))
 
 
-# The weight table of an engine that serves quantised weights: a row for each part of a quantised weight.
-#
-# Everything that reads a table goes on to work: names and shapes of what is sent, shares and stages of ranks, fusing,
-# and with these the digests (`weights.engine_layout`). Its Megatron names do not name parameters: it describes what
-# travels and what an engine holds, beside the table that describes the model.
-
-
 def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> FamilyTable:
-    """`table` as engines hold it. Raises `ConfigError` for what they could not hold so."""
+    """`table` with a row for each part of a quantised weight. Raises `ConfigError` if engines cannot hold it so.
+
+    Whatever reads a table works with it: names and shapes of tensors that are sent, shares and stages of ranks, fusing,
+    and the digests (`weights.engine_layout`). But its Megatron names do not name parameters of the model.
+    """
     if quantised is None:
         return table
     unknown = sorted(n for n in quantised.names - set(table.hf_names) if not table.ignores(n))
@@ -598,20 +549,20 @@ def _parts(row: Row, layer: int | None, quantised: QuantisedFormat) -> tuple[Row
 
 
 def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
-    """What an engine keeps in one tensor has one type, and each weight in it whole blocks."""
+    """Raises `ConfigError` if an engine tensor would hold plain and quantised weights, or part of a block."""
     for resident, held in table.resident.items():
         names = [name for entry in held for name in entry.hf]
         plain = [name for name in names if name not in quantised.names]
         if plain and len(plain) < len(names):
             odd = next(name for name in names if name in quantised.names)
             raise ConfigError(
-                f"got {odd} in {quantised.title} and {plain[0]} as it is, which engines keep in one tensor, "
+                f"got {odd} in {quantised.title} and {plain[0]} plain, but engines keep both in one tensor, "
                 f"{resident}; quantise both or none"
             )
         entries = held if held[0].expert is None and not plain else ()
         uneven = [e for e in entries[:-1] if any(shape[0] % quantised.block[0] for shape in e.row.shapes)]
         if uneven:
             raise ConfigError(
-                f"got {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title}, which engines stack "
-                f"with others in {resident}: a scale would belong to two weights; choose another checkpoint"
+                f"engines stack {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title} with "
+                f"others in {resident}, so a scale would belong to two weights; choose another checkpoint"
             )

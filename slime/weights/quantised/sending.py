@@ -1,7 +1,7 @@
-"""The trainer's weights on their way to engines that serve them quantised: codes and scales in their places.
+"""Sends the trainer's weights to engines that serve them quantised: codes and scales instead of weights.
 
-Quantised by the rank that sends, which has the whole tensor: so codes and scales do not depend on the layout of the
-trainer. Digests are taken of them before they are copied into a bucket, as of any tensor (`weights.sync`).
+The sending rank quantises, since it has the whole tensor; so codes and scales do not depend on the trainer's layout.
+Digests are taken of them before they are copied into a bucket, as of any tensor (`weights.sync`).
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from torch import Tensor
 
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry
-from slime.weights.outgoing import Outgoing
 from slime.weights.quantised.formats import QuantisedFormat, engine_table
-from slime.weights.turns import Portion, Spec, Turn
-
-# The trainer's stream of (HF name, tensor) as the stream that a quantised engine takes.
+from slime.weights.turns import Outgoing, Portion, Spec, Turn
 
 RUN_BYTES = 64 * 2**20
-"""Of neighbours of one shape that are quantised together, at most."""
+"""Limit for neighbours of one shape that are quantised together."""
 TIMES = 6.5
-"""How often what is quantised is in memory meanwhile: as it is, in float32, scaled, rounded, and its codes."""
+"""Peak memory of quantising, in sizes of its input: the input, float32, scaled, rounded, and codes."""
 
 
 def quantised_stream(
     named_tensors: Iterable[tuple[str, Tensor]], quantised: QuantisedFormat, run_bytes: int = RUN_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Codes and scales in place of the weights that `quantised` names, everything else as it is, in order.
+    """The stream with codes and scales in place of the weights that `quantised` names, in order.
 
-    Experts by themselves would cost a dozen small kernels each, so neighbours of one shape go together, in runs of
-    `run_bytes`: each is copied before the next is asked for.
+    A single expert would cost a dozen small kernels, so neighbours of one shape are quantised together, in runs of
+    `run_bytes`. Each tensor is copied before the next one is asked for.
     """
     names: list[str] = []
     stack: Tensor | None = None
@@ -62,31 +59,29 @@ def quantised_stream(
 
 
 RUNS = 16
-"""Of a bucket's bytes, at least: what is quantised at a time is there `TIMES` times."""
+"""Least number of runs in a bucket, because a run is in memory `TIMES` times."""
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
-    """`weights`, in bfloat16, as engines take them. Raises `ConfigError` for what they could not hold so."""
+    """`weights`, in bfloat16, in the engines' format. Raises `ConfigError` for weights that engines cannot hold so."""
     return weights if quantised is None else QuantisedOutgoing(weights, quantised)
 
 
 class QuantisedOutgoing:
-    """`Outgoing` of parts. A turn has those of a turn of the plain weights: a bucket is about half as full."""
+    """`Outgoing` of parts. Its turns are those of the plain weights, so a bucket is about half full."""
 
     def __init__(self, weights: Outgoing, quantised: QuantisedFormat) -> None:
         self.table = engine_table(weights.table, quantised)
         self._weights, self._quantised = weights, quantised
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
         self._plain: dict[int, Turn] = {}
-        """Of each turn that was handed out, by its identity, the turn of the plain weights."""
+        """`id` of each turn that was handed out -> the turn of the plain weights."""
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors."""
         return self._weights.device
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Those of the plain weights, with parts in place of quantised ones."""
         if self._turns[0] != limit_bytes:
             plain = self._weights.turns(limit_bytes)
             turns = tuple(Turn(turn.sender, tuple(map(self._portion, turn.portions))) for turn in plain)
@@ -112,11 +107,11 @@ class QuantisedOutgoing:
 
     @property
     def _run_bytes(self) -> int:
-        """Half of a plain bucket is free, as much for both; a run takes a third of that."""
+        """Half of a plain bucket is free, so a bucket's bytes for both buckets. A run takes less than half of that."""
         return min(RUN_BYTES, self._turns[0] // RUNS)
 
     def beside(self, turn: Turn) -> int:
-        """Of the plain weights, and what is quantised at a time."""
+        """That of the plain weights, and the memory of quantising."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
         return self._weights.beside(plain) + int(
@@ -127,7 +122,7 @@ class QuantisedOutgoing:
         return spec.name in self._quantised.names
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """On the sender the parts of a turn; as collective as the plain weights."""
+        """On the sender, the parts of a turn. As collective as for the plain weights."""
         broken: list[Exception] = []
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -145,4 +140,4 @@ class QuantisedOutgoing:
                 pass
             if broken or isinstance(error, SlimeError):
                 raise
-            raise WeightSyncError(f"got {type(error).__name__} while weights were quantised: {error}") from error
+            raise WeightSyncError(f"quantising weights failed with {type(error).__name__}: {error}") from error

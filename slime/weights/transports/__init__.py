@@ -1,4 +1,4 @@
-"""The ways for weights to reach engines, one file each: name, settings, rules and code. See `base` for the contract.
+"""Weight transports, one file each with name, settings, rules and code. `base` has the contract.
 
 `--update-weight-transport` takes one of the names, or the import path of a user's own `Transport`.
 """

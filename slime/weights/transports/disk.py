@@ -1,11 +1,11 @@
-"""Anywhere with a common filesystem: a whole HF checkpoint per version, `<disk_dir>/weight_v000012`, loaded by engines.
+"""The disk transport, for a shared filesystem: a whole HF checkpoint per version, `<disk_dir>/weight_v000012`.
 
-Buckets become safetensors files in a temporary directory, each written by the rank that sends it; the conductor writes
-the index and renames the directory, so that a reader never sees half a version. Removed once all engines have loaded
-it, unless kept.
+Buckets become safetensors files in a temporary folder, each written by the rank that sends it. The conductor writes the
+index and renames the folder, so a reader never sees half a version. The folder is removed once all engines have loaded
+it, unless files are kept.
 
-With a folder of their hosts' own (`--update-weight-local-checkpoint-dir`) engines load from there, what an agent beside
-each has brought; a version may then be what changed since the one before (`slime.weights.delta`).
+With `--update-weight-local-checkpoint-dir` engines load from a folder of their own host, to which an agent beside each
+engine brings the versions. A version may then be a delta to the one before (`slime.weights.delta`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.core.files import open_to_readers
+from slime.core.files import full_disk_named, open_to_readers
 from slime.settings.fields import Need, derived, opt
 from slime.settings.flags import COUNT
-from slime.weights.delta.folder import add_assets, folder_of, write_index, written_as
+from slime.weights.delta.folder import add_assets, folder_of, missing, write_index, written_as
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
@@ -45,35 +45,33 @@ class DiskTransport(Transport):
     """Keep the folder of each weight version after the engines loaded it."""
     update_weight_mode: str = "full"
     update_weight_local_checkpoint_dir: str | None = None
-    """Folder of each engine's host, not shared, for the checkpoint that engines load; an agent beside each engine
-    brings versions there. With it no engine reads the shared folder."""
+    """Local folder on each engine's host for the checkpoint that the engine loads. An agent beside each engine brings
+    the versions there, and no engine reads the shared folder."""
     update_weight_delta_encoding: str = opt("xor", choices=("xor", "overwrite"), needs=_DELTA)
-    """xor: what changed elements changed by, which is small; overwrite: what they are now."""
+    """xor: old XOR new of each changed element, which compresses well; overwrite: the new elements."""
     update_weight_delta_checksum: str = opt("xxh3-128", choices=("xxh3-128", "blake3", "adler32"), needs=_DELTA)
-    """Of each patch, and of each tensor that it leads to. blake3 needs its package."""
+    """Checksum of each patch and of each patched tensor. blake3 needs the blake3 package."""
     update_weight_full_interval: int = opt(20, needs=_DELTA, within=COUNT)
-    """A version is full at least every so many weight syncs; older ones are then removed."""
+    """Send a full version at least every N weight syncs; older versions are then removed."""
 
     def check(self, args: Args) -> str | None:
-        """Deltas are applied to a copy, and need their checksum."""
-        from slime.weights.delta.folder import missing
-
         if self.update_weight_mode != "delta":
             return None
         if self.update_weight_local_checkpoint_dir is None and not args.debug_train_only:
             return (
-                "got --update-weight-mode delta without --update-weight-local-checkpoint-dir: a delta is applied to a "
-                "checkpoint that each engine's host keeps; name a folder there, on a fast local disk"
+                "got --update-weight-mode delta without --update-weight-local-checkpoint-dir: deltas are applied to a "
+                "checkpoint on each engine's host; name a folder for it, on a fast local disk"
             )
         return missing(self.update_weight_delta_checksum)
 
     def open(self, context: TransportContext) -> Channel:
-        assert self.update_weight_disk_dir is not None, "the folder is derived where none is given"
+        assert self.update_weight_disk_dir is not None, "the default is derived from run_dir"
+        disk_dir = Path(self.update_weight_disk_dir)
         if self.update_weight_local_checkpoint_dir is not None:
             from slime.weights.delta.channel import DeltaChannel
 
             return DeltaChannel(
-                Path(self.update_weight_disk_dir),
+                disk_dir,
                 context,
                 every=self.update_weight_full_interval if self.update_weight_mode == "delta" else 1,
                 encoding=self.update_weight_delta_encoding,
@@ -81,7 +79,7 @@ class DiskTransport(Transport):
                 keep=self.update_weight_disk_keep_files,
             )
         return DiskChannel(
-            Path(self.update_weight_disk_dir),
+            disk_dir,
             context.hf_checkpoint,
             keep=self.update_weight_disk_keep_files,
             rank=context.peers.rank,
@@ -94,7 +92,7 @@ Files = dict[str, list[tuple[str, int]]]
 
 
 class DiskChannel(Channel):
-    """Writes a checkpoint and has engines load it."""
+    """Writes a checkpoint and makes engines load it."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class DiskChannel(Channel):
         rank: int,
         post_write: Callable[[Path, Sequence[str]], object] | None = None,
     ) -> None:
-        """`assets_from`: the HF checkpoint whose config and tokenizer belong to the weights."""
+        """`assets_from`: the HF checkpoint with config and tokenizer of the model."""
         self._disk_dir, self._assets_from, self._keep, self._rank = disk_dir, assets_from, keep, rank
         self._post_write = post_write
         self._writing: Path | None = None
@@ -114,11 +112,12 @@ class DiskChannel(Channel):
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         self._writing = self._disk_dir / written_as(version)
         self._files = {}
-        if self._rank != 0:  # the conductor was here before
+        if self._rank != 0:  # the conductor made the folder
             return
         shutil.rmtree(self._writing, ignore_errors=True)
-        self._writing.mkdir(parents=True)
-        add_assets(self._writing, self._assets_from, lambda asset, place: place.symlink_to(asset.resolve()))
+        with full_disk_named(self._disk_dir):
+            self._writing.mkdir(parents=True)
+            add_assets(self._writing, self._assets_from, lambda asset, place: place.symlink_to(asset.resolve()))
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
         return bucket
@@ -129,7 +128,8 @@ class DiskChannel(Channel):
         assert self._writing is not None, "deliver before begin"
         file_name = f"model-{self._rank:05d}-{len(self._files):05d}.safetensors"
         tensors = {name: tensor.cpu() for name, tensor in prepared.tensors}
-        save_file(tensors, self._writing / file_name, metadata={"format": "pt"})
+        with full_disk_named(self._disk_dir):
+            save_file(tensors, self._writing / file_name, metadata={"format": "pt"})
         open_to_readers(self._writing / file_name)
         self._files[file_name] = [(name, tensor.nbytes) for name, tensor in tensors.items()]
 
@@ -141,7 +141,8 @@ class DiskChannel(Channel):
         files = [item for report in reports for item in report.items()]
         weight_map = {name: file for file, tensors in files for name, _ in tensors}
         total = sum(size for _, tensors in files for _, size in tensors)
-        write_index(self._writing, weight_map, total)
+        with full_disk_named(self._disk_dir):
+            write_index(self._writing, weight_map, total)
         final = self._disk_dir / folder_of(version)
         shutil.rmtree(final, ignore_errors=True)
         self._writing.rename(final)

@@ -1,19 +1,16 @@
-"""Other hosts or GPUs: for each training rank that sends, a process group of it (rank 0) and every engine rank;
-broadcasts of whole buckets.
+"""The distributed transport, for engines on other hosts or GPUs: broadcasts of whole buckets.
 
-The sender opens the rendezvous store on a free port of its own address alone and invites the engines; the group is
-made the way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one
-store under the same prefix. An engine that refuses while broadcasts are under way is seen at once: the sender polls
-both.
+Each training rank that sends has a process group with itself as rank 0 and all engine ranks. It opens the rendezvous
+store on a free port of its own address and invites the engines. The group is made as engines make theirs
+(`sglang.srt.utils.common.init_custom_process_group`), so both sides meet in one store under the same prefix.
 
-A group cannot take a member or go on without one, and every member takes part in each broadcast. So an engine that
-comes back is served by the next weight sync (`Transport.groups_engines`), which makes one group for all of them. To
-serve it at once would cost a group for it alone, and then that one as well; or a broadcast to all engines, which would
-have to stop sampling for it; or, with groups side by side, everything sent once for each of them.
+A group cannot gain or lose a member, and every member takes part in each broadcast. So an engine that comes back is
+served by the next weight sync (`Transport.groups_engines`), which makes one group for all. To serve it at once would
+cost an extra group for it alone, or a broadcast for which all engines stop sampling, or a second copy of all weights.
 
 Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
-to join, to receive and to answer, each with the limit of the weight sync; the calls to engines run in threads of their
-own. Is woken by: nothing; it looks every `POLL_S` whether broadcasts have ended or an engine has refused.
+to join, to receive and to answer, each with the limit of the weight sync; calls to engines run in their own threads.
+Is woken by: nothing; every `POLL_S` it checks whether the broadcast has ended or an engine has refused.
 """
 
 from __future__ import annotations
@@ -41,11 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
-"""How often the sender looks whether broadcasts or engines are done."""
+"""Interval of the check whether broadcasts or engines are done."""
 LOAD_FORMAT = "flattened_bucket"
-"""SGLang's name of one broadcast for all tensors of a bucket, end to end."""
+"""SGLang's name for one broadcast of all tensors of a bucket, end to end."""
 COME_POLL_S = 0.01
-"""How often it looks whether engines have come to a group."""
+"""Interval of the check whether engines have joined a group."""
 
 
 @TRANSPORTS.register("distributed", "nccl")
@@ -56,7 +53,6 @@ class DistributedTransport(Transport):
     groups_engines = True
 
     def check(self, args: Args) -> str | None:
-        """NCCL refuses two ranks of one group on one GPU."""
         if args.device != "cuda" or not policy_shares_gpus(args):
             return None
         return (
@@ -69,8 +65,6 @@ class DistributedTransport(Transport):
 
 
 class DistributedChannel(Channel):
-    """Broadcasts to engines."""
-
     def __init__(self, context: TransportContext) -> None:
         self._backend = "nccl" if context.device == "cuda" else "gloo"
         self._timeout_s, self._master_address = context.timeout_s, context.address
@@ -85,12 +79,12 @@ class DistributedChannel(Channel):
             return
         if all(member in receivers for member in self._members):
             self.close()
-        else:  # one is gone, and may never answer that it has left
+        else:  # an engine is gone and may never answer that it has left
             self.abandon()
         self._connect(tuple(receivers))
 
     def _connect(self, receivers: tuple[Receiver, ...]) -> None:
-        """Meets all engine ranks in a fresh group: rank 0 is the sender, engines follow in order."""
+        """Makes a new group: rank 0 is the sender, the engines' ranks follow in order."""
         from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
 
         began, limit = time.monotonic(), timedelta(seconds=self._timeout_s)
@@ -117,7 +111,7 @@ class DistributedChannel(Channel):
         with ThreadPoolExecutor(1, thread_name_prefix="weights-invite") as pool:
             invited = pool.submit(on_all, receivers, invite, "join the weight update group")
             if not _have_come(self._store, group_name, world_size - 1, invited, self._timeout_s):
-                self._store = None  # with it goes what the others wait at
+                self._store = None  # the engines that wait at it fail
                 invited.result()
             try:
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
@@ -160,7 +154,7 @@ class DistributedChannel(Channel):
             called.result()
 
     def _wait(self, work: Any, called: Future[Any]) -> None:
-        """Waits for a broadcast; stops early if an engine has refused (it will never join it)."""
+        """Waits for a broadcast. Stops early if an engine has refused, because it will never take part."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if called.done() and called.exception() is not None:
@@ -175,9 +169,9 @@ class DistributedChannel(Channel):
         work.wait()
 
     def abandon(self) -> None:
-        """The group may hold unmatched broadcasts: leave it; the next weight sync makes another.
+        """Leaves the group, which may hold unmatched broadcasts; the next weight sync makes another.
 
-        Leaving waits for such broadcasts until they expire or their receiver dies, so it happens beside the caller.
+        Leaving waits until such broadcasts expire or their receiver dies, so it runs in a thread.
         """
         leaving = self._detach()
         threading.Thread(target=leaving, name="weights-leave", daemon=True).start()
@@ -192,7 +186,7 @@ class DistributedChannel(Channel):
         self._detach()()
 
     def _detach(self) -> Callable[[], None]:
-        """Forgets the group and returns what leaves it, holding the last references to it."""
+        """Forgets the group and returns the function that leaves it, which holds the last references to it."""
         import torch.distributed as dist
 
         held = [self._group, self._store]
@@ -206,16 +200,16 @@ class DistributedChannel(Channel):
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
                 dist.destroy_process_group(held[0])
                 held.clear()
-                left.exception()  # an engine that is gone has left, too
+                left.exception()  # an engine that is gone has left anyway
 
         return leave
 
 
 def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any], limit_s: float) -> bool:
-    """Waits until all engine ranks are at the store: rank 0 would wait there for one that never comes, hearing nothing.
+    """Waits until all engine ranks are at the store. False as soon as an engine has refused or was lost.
 
-    False as soon as an engine has refused, or was lost. Over gloo each rank writes one key before it waits for the
-    others; over NCCL nobody waits, and the answers say that all are there.
+    Otherwise rank 0 would wait in the store for a rank that never comes. Over gloo each rank writes one key before it
+    waits for the others; over NCCL nobody waits, and the engines' answers say that all are there.
     """
     keys, deadline = getattr(store, "list_keys", None), time.monotonic() + limit_s
     while keys is not None and not invited.done() and time.monotonic() < deadline:
@@ -226,7 +220,7 @@ def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any]
 
 
 def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:
-    """Rank 0's end of `init_custom_process_group`: a group beside the default one, over a store that exists already."""
+    """Rank 0's side of `init_custom_process_group`: a group beside the default one, over an existing store."""
     from torch.distributed import distributed_c10d as c10d
 
     prefixed = c10d.PrefixStore(group_name, store)

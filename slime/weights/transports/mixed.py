@@ -1,8 +1,8 @@
-"""Some engines on GPUs of training ranks, others on GPUs of their own: each gets weights by the way that reaches it.
+"""The mixed transport: some engines share GPUs with training, others have GPUs of their own.
 
-Engines that share all their GPUs with training map the trainer's memory (`tensor`); the others, those too that share
-some of their GPUs alone, take part in broadcasts (`distributed`). Both ways send the same buckets, one after the other.
-Every bucket is brought to all training ranks, as the first way needs it; the conductor alone takes part in broadcasts.
+Engines that share all their GPUs with training map the trainer's memory (`tensor`). All others, even if they share some
+GPUs, take part in broadcasts (`distributed`). Both get the same buckets, one after the other. Every bucket is copied to
+all training ranks, as `tensor` needs it; only the conductor takes part in broadcasts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class MixedTransport(Transport):
     groups_engines = True
 
     def check(self, args: Args) -> str | None:
-        """It is for GPUs of both kinds."""
         alone = args.debug_train_only or args.debug_rollout_only
         if alone or (args.device == "cuda" and policy_shares_gpus(args) and policy_has_own_gpus(args)):
             return None
         return (
-            "got --update-weight-transport mixed, without engines of the policy on GPUs of training ranks and others "
-            "beside (cuda, --colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
+            "got --update-weight-transport mixed, which is for policy engines both on training GPUs and on others "
+            "(cuda, --colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
         )
 
     def open(self, context: TransportContext) -> MixedChannel:
@@ -44,12 +43,12 @@ class MixedTransport(Transport):
 
 
 class MixedChannel(Channel):
-    """Two channels, each with the engines that it reaches. One without engines is not called."""
+    """Two channels, each for the engines that it reaches. A channel without engines is not called."""
 
     everywhere = True
 
     def __init__(self, shared: Channel, apart: Channel, training_gpus: frozenset[str]) -> None:
-        """`shared` reaches engines that are on `training_gpus` alone, `apart` those that are on none of them."""
+        """`shared` reaches engines that are only on `training_gpus`, `apart` all others."""
         self._shared, self._apart, self._training_gpus = shared, apart, training_gpus
 
     def _ways(self, receivers: Sequence[Receiver]) -> list[tuple[Channel, list[Receiver]]]:

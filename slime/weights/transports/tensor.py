@@ -1,13 +1,13 @@
-"""Same host: the engine maps the memory of the trainer (shared memory on a CPU, CUDA IPC on a GPU); no bytes over HTTP.
+"""The tensor transport, for one host: engines map the trainer's memory (shared memory on a CPU, CUDA IPC on a GPU).
 
-Each engine rank gets a payload of its own, since receivers count references to the memory; it names the tensors of
-which that rank holds anything. On GPUs the payload for an engine rank comes from the training rank on the same GPU:
-every bucket is brought to all training ranks, each makes handles of its own memory (a few hundred bytes), and the
-conductor gathers them. On a CPU the sender of a bucket serves all engine ranks.
+Each engine rank gets its own payload, since receivers count references to the memory. It names the tensors that this
+rank holds any part of. On GPUs the payload of an engine rank comes from the training rank on the same GPU: every bucket
+is copied to all training ranks, each makes handles of its memory (a few hundred bytes), and the conductor gathers them.
+On a CPU the sender of a bucket serves all engine ranks.
 
-Invariant: a bucket's memory is filled again when the next but one is made, by which time every engine has answered for
-it, and the conductor has passed the next collective. On a GPU an engine answers when its copies are asked for; they are
-done long before, and were they not, the digests would not be equal.
+Invariant: a bucket's memory is reused for the next bucket but one. By then every engine has answered for it and the
+conductor has passed the next collective. On a GPU an engine answers when its copies are queued; they finish long before
+the reuse, and if they did not, the digests would differ.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from slime.weights.turns import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
-"""One buffer per bucket instead of one per tensor: fewer handles and one mapping. Experts go to engines of one rank as
-runs (`weights.expert_runs`)."""
+"""One buffer per bucket instead of one per tensor: fewer handles, one mapping."""
 
 
 @TRANSPORTS.register("tensor")
@@ -43,19 +42,18 @@ class TensorTransport(Transport):
     """Shared memory: the default on a CPU and with --colocate."""
 
     def check(self, args: Args) -> str | None:
-        """CUDA IPC hands a tensor over on the GPU that holds it."""
         alone = args.debug_train_only or args.debug_rollout_only
         if alone or args.device != "cuda" or not policy_has_own_gpus(args):
             return None
         if args.colocate:
             others = "mixed" if policy_shares_gpus(args) else "distributed"
             return (
-                "got --update-weight-transport tensor with engines of the policy on other GPUs than those that train, "
-                f"which cannot see the trainer's memory; use {others} or disk"
+                "got --update-weight-transport tensor with policy engines on GPUs without a training rank, which "
+                f"cannot see the trainer's memory; use {others} or disk"
             )
         return (
-            "got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
-            "where no engine is; use distributed or disk"
+            "got --update-weight-transport tensor on cuda without --colocate: CUDA memory is shared within one GPU, "
+            "and no engine is on a training GPU; use distributed or disk"
         )
 
     def open(self, context: TransportContext) -> TensorChannel:
@@ -63,8 +61,6 @@ class TensorTransport(Transport):
 
 
 class TensorChannel(Channel):
-    """Shares the bucket's memory with engines on this host."""
-
     def __init__(self, context: TransportContext) -> None:
         self._serialize, self._peers, self._gpu_id = context.serialize, context.peers, context.gpu_id
         self._shareable, self._table = context.shareable, context.table
@@ -80,8 +76,8 @@ class TensorChannel(Channel):
             if self._gpu_id is not None and len(receiver.gpu_ids) != receiver.control.layout.num_ranks:
                 raise WeightSyncError(
                     f"got {len(receiver.gpu_ids)} GPU ids for engine {receiver.control.url} of "
-                    f"{receiver.control.layout.num_ranks} ranks; the tensor transport pairs ranks by GPU; give one per "
-                    "rank, or use --update-weight-transport distributed"
+                    f"{receiver.control.layout.num_ranks} ranks; the tensor transport pairs ranks by GPU, so give one "
+                    "id per rank, or use --update-weight-transport distributed"
                 )
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
@@ -91,14 +87,15 @@ class TensorChannel(Channel):
         try:
             runs = self._runs(bucket, receivers)
             mine, owner = self._payloads(bucket, receivers, runs)
-        except Exception as error:  # it must reach the conductor through the gather that the other ranks are in
+        except Exception as error:  # must not break the gather; the conductor raises it
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
         return LOADER if runs else LOAD_FORMAT, gathered, owner
 
     def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
-        """What the bucket travels as, if it has experts and every engine is of one rank and without a draft: both of
-        its models are given all tensors, and a run names a tensor of one.
+        """The bucket as runs of experts; None without experts, or if an engine has several ranks or a draft model.
+
+        Both models of an engine with a draft get all tensors, but a run names a tensor of one model.
         """
         if not any(name in self._places for name, _ in bucket.tensors):
             return None
@@ -110,7 +107,8 @@ class TensorChannel(Channel):
     def _payloads(
         self, bucket: Bucket, receivers: Sequence[Receiver], runs: Sequence[tuple[str, int]] | None
     ) -> tuple[dict[tuple[str, int], str], object]:
-        """(engine, number of its rank) -> payload, for the engine ranks that this training rank serves; the owner."""
+        """(engine, number of its rank) -> payload, for the engine ranks that this training rank serves; and the owner
+        of the memory."""
         served: dict[frozenset[str] | None, list[tuple[str, int]]] = {}
         for receiver in receivers:
             layout = receiver.control.layout
@@ -127,8 +125,8 @@ class TensorChannel(Channel):
         return payloads, owners
 
     def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
-        """Of each rank the names that it holds part of, None for all; equal sets are one, or each bucket would be
-        compared name by name."""
+        """Rank -> names that it holds any part of, None for all. Equal sets are one object, so that comparing them is
+        fast."""
         if layout not in self._names_held:
             known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
             held = hf_names_held(self._table, layout)
@@ -147,9 +145,9 @@ class TensorChannel(Channel):
             absent = [n for n in range(num_ranks) if (receiver.control.url, n) not in payloads]
             if absent:
                 raise WeightSyncError(
-                    f"got engine {receiver.control.url} on GPUs {list(receiver.gpu_ids)}, but no training rank on "
-                    f"{[receiver.gpu_ids[n] for n in absent]}; CUDA memory is shared within one GPU; colocate them or "
-                    "use --update-weight-transport distributed"
+                    f"engine {receiver.control.url} is on GPUs {list(receiver.gpu_ids)}, but no training rank is on "
+                    f"{[receiver.gpu_ids[n] for n in absent]}; CUDA memory is shared within one GPU, so colocate them "
+                    "or use --update-weight-transport distributed"
                 )
 
         def update(control: EngineControl) -> None:

@@ -24,14 +24,13 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_state import relabel
 from tests.support.engines import READY_LIMIT_S, needs_pairs, send_to, serving_pair, signalled, spec_of
 from tests.support.labelled_engine import TOLERANCE, labelled, log_prob, read_model
-from tests.support.weights import transport_context
+from tests.support.weights import Whole, transport_context
 
 pytestmark = [pytest.mark.slow, needs_pairs, pytest.mark.timeout(600)]
 

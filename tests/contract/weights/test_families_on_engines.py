@@ -19,7 +19,6 @@ from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
@@ -27,7 +26,7 @@ from tests.support.engine_parity import one_rank, sampled
 from tests.support.engines import serving, spec_of
 from tests.support.families import YARN, write_family
 from tests.support.training import random_batch
-from tests.support.weights import transport_context
+from tests.support.weights import Whole, transport_context
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -16,7 +16,6 @@ from slime.core.errors import DeadlineExceeded
 from slime.models import table_for
 from slime.serving.server import SGLangServer
 from slime.weights import engine_layout
-from slime.weights.outgoing import Whole
 from slime.weights.quantised.formats import QuantisedFormat
 from slime.weights.quantised.sending import quantised_outgoing, quantised_stream
 from tests.contract.weights.test_quantised_in_sglang import FAMILIES
@@ -37,6 +36,7 @@ from tests.support.weight_faults import (
     moved,
     try_faults,
 )
+from tests.support.weights import Whole
 
 CASES = 100
 WEIGHTS = 5

@@ -24,14 +24,13 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.leased_ports import lease_meeting_point
 from slime.serving.payloads import digest
 from slime.serving.server import SGLangServer
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
 from tests.support.engines import READY_LIMIT_S, kill, serving, spec_of
 from tests.support.recording import RecordingActors
 from tests.support.tiny import write_tiny_model
-from tests.support.weights import Tamper, TamperingChannel, disk_settings, transport_context
+from tests.support.weights import Tamper, TamperingChannel, Whole, disk_settings, transport_context
 from tests.unit.cluster.test_weight_sync_sequence import sequence
 
 pytestmark = pytest.mark.timeout(300)

@@ -25,7 +25,6 @@ from slime.rollout.client.engine_client import EngineClient
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
 from slime.serving.server import SGLangServer
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
@@ -33,7 +32,7 @@ from tests.support.engine_parity import one_rank
 from tests.support.engines import serving, spec_of
 from tests.support.training import with_samples
 from tests.support.vision import IMAGE_ID, seeing_batch, write_vision_model
-from tests.support.weights import transport_context
+from tests.support.weights import Whole, transport_context
 
 pytestmark = pytest.mark.slow  # an engine of its own
 LIMIT, LENGTH = 1e-5, 24

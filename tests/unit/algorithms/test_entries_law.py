@@ -188,8 +188,8 @@ def test_a_class_of_another_kind_is_refused(tmp_path: Path) -> None:
     [
         (KL_ESTIMATORS, "k1", {}, {"use_kl_loss": True, "kl_loss_coef": 0.1}, "expected gradient"),
         (ESTIMATORS, "ppo", {}, {"observation_returns": "reset"}, "skip or through"),
-        (POLICY_LOSSES, "cispo", {}, {"cispo_clip_low": 2.0, "cispo_clip_high": 1.0}, "cispo_clip_low"),
-        (CORRECTIONS, "tis", {}, {"tis_clip_low": 3.0}, "tis_clip"),
+        (POLICY_LOSSES, "cispo", {}, {"cispo_clip_low": 2.0, "cispo_clip_high": 1.0}, "--cispo-clip-low"),
+        (CORRECTIONS, "tis", {}, {"tis_clip_low": 3.0}, "--tis-clip"),
         (CORRECTIONS, "tis", {}, {"use_rollout_logprobs": True}, "use-rollout-logprobs"),
         (
             CORRECTIONS,
@@ -199,7 +199,7 @@ def test_a_class_of_another_kind_is_refused(tmp_path: Path) -> None:
             "only custom_tis",
         ),
         (CORRECTIONS, "custom_tis", {"custom_tis_function_path": "a.b"}, {"custom_tis_function_path": None}, "without"),
-        (CORRECTIONS, "rejection", {"rejection_level": "token"}, {"rejection_low": 3.0}, "rejection_low"),
+        (CORRECTIONS, "rejection", {"rejection_level": "token"}, {"rejection_low": 3.0}, "--rejection-low"),
         (
             CORRECTIONS,
             "rejection",

@@ -32,9 +32,8 @@ from slime.serving.agent_process import AgentSettings
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
-from slime.weights.outgoing import Whole
 from tests.support.rollout import rollout_args, write_checkpoint_stub
-from tests.support.weights import FakeEngine, FakeWire, model
+from tests.support.weights import FakeEngine, FakeWire, Whole, model
 
 TP2 = EngineLayout(tp_size=2)
 KEYS = EngineKeys("the key of the run", "the key to its weights")

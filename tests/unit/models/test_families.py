@@ -107,7 +107,7 @@ def test_a_family_is_one_file_of_the_users_own(tmp_path: Path) -> None:
 def test_a_family_that_is_registered_for_nothing_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "unregistered.py"
     file.write_text(TOY.replace('@FAMILIES.register("toy_of_the_tests")\n', ""))
-    with pytest.raises(ConfigError, match="registered for no model_type"):
+    with pytest.raises(ConfigError, match="not registered for a model_type"):
         load_family(f"{file}:Toy")
     with pytest.raises(ConfigError, match="registers 0 entries"):
         load_family(str(file))

@@ -304,3 +304,13 @@ def test_numbers_are_short() -> None:
 def test_titles_of_panels_are_unique() -> None:
     titles = [panel.title for panel in PANELS]
     assert len(titles) == len(set(titles))
+
+
+def test_values_under_the_pointer_are_those_that_were_logged(tmp_path: Path) -> None:
+    """Law: coordinates of a picture are rounded, values are not."""
+    run = made_run(tmp_path / "run", num_steps=6)
+    page = write_report(run).page.read_text()
+    shown = re.search(r'data-name="to the old policy"[^>]*data-y="([^"]*)"', page)
+    assert shown is not None and shown[1] is not None
+    logged = curve(read_run(run).rows, "train/ppo_kl").values
+    assert [float(value) for value in shown[1].split()] == pytest.approx(logged, rel=1e-2)

@@ -50,7 +50,7 @@ REFUSALS = [
     ("--sglang-moe-a2a-backend deepep", "not hold the tensors that the trainer verifies"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),
     ("--n-samples-per-prompt 1", "every advantage is zero"),
-    ("--custom-reward-post-process-path a.b --rewards-normalization", "once more"),
+    ("--custom-reward-post-process-path a.b --rewards-normalization", "rewards again"),
     ("--start-rollout-id -1", "at least 0"),
     ("--prompt-data data.jsonl@[1:2:3]", "@[start:stop]"),
     ("--save-hf {step}", "may only hold {rollout_id}"),

@@ -35,9 +35,12 @@ def test_what_is_trained_and_served_is_taken(words: list[str], flags: str) -> No
     [
         ("", "give --sglang-moe-runner-backend triton"),
         ("--sglang-moe-runner-backend triton_kernel", "in another order"),
-        (f"{LAYER} mlp", "which get no adapters"),
-        (f"{TRITON} --lora-rank 4", "which get no adapters"),
-        (f"{TRITON} --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2 --colocate", "engines of one GPU"),
+        (f"{LAYER} mlp", "cannot have adapters"),
+        (f"{TRITON} --lora-rank 4", "cannot have adapters"),
+        (
+            f"{TRITON} --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2 --colocate",
+            "each pipeline stage one GPU",
+        ),
     ],
 )
 def test_what_is_not_is_refused(words: list[str], flags: str, said: str) -> None:

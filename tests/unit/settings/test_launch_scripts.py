@@ -23,7 +23,7 @@ from tests.support.launch_scripts import launch_scripts
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
     "a flag given twice": r"but one would be ignored",
-    "images": r"images are not trained on in a|--spec .* is a model of images",
+    "images": r"is not trained on images|--spec .* is a model of images",
     "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
     "training in FP8": r"got fp8",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",

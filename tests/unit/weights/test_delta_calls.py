@@ -30,7 +30,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_without_an_agent_the_trainer_says_so(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"got no weights agent.*start `slime weights-agent`"):
+    with pytest.raises(EngineError, match=r"no weights agent appeared.*start `slime weights-agent`"):
         call(mailbox(tmp_path, URL), "pause", {"mode": "abort"}, limit_s=0.2)
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.weights.expert_runs import load, named_runs, places_of
 from slime.weights.hf_shards import byte_runs
-from slime.weights.outgoing import Whole
 from slime.weights.turns import Buffers
-from tests.support.weights import State, engine_tensors, model
+from tests.support.weights import State, Whole, engine_tensors, model
 
 MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 5, "moe_intermediate_size": 32}
 TABLE, STATE = model(**MOE)

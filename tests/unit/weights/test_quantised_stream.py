@@ -13,7 +13,6 @@ from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.serving.payloads import digest
-from slime.weights.outgoing import Whole
 from slime.weights.quantised import formats as fp8
 from slime.weights.quantised import sending
 from slime.weights.quantised.formats import BlockFp8, ChannelFp8, GroupedInt4, QuantisedFormat, engine_table, format_of
@@ -23,7 +22,7 @@ from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
 from slime.weights.turns import Turn
 from tests.support.quantised import FP8, float_quantized, int4
-from tests.support.weights import FakeEngine, FakeWire, TamperingChannel, engine_tensors, transport_context
+from tests.support.weights import FakeEngine, FakeWire, TamperingChannel, Whole, engine_tensors, transport_context
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",

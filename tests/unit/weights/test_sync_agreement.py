@@ -13,12 +13,11 @@ import pytest
 from slime.core.errors import CheckpointError, DeadlineExceeded, EngineError
 from slime.serving.payloads import digest
 from slime.weights.delta.channel import DeltaChannel
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
 from slime.weights.turns import Turn
-from tests.support.weights import FakeEngine, FakeWire, Ranks, TamperingChannel, model, transport_context
+from tests.support.weights import FakeEngine, FakeWire, Ranks, TamperingChannel, Whole, model, transport_context
 
 
 class Broken(Whole):

@@ -19,7 +19,6 @@ from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.payloads import digest
 from slime.weights import receivers as receivers_module
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Channel, Transport
@@ -34,6 +33,7 @@ from tests.support.weights import (
     Ranks,
     State,
     TamperingChannel,
+    Whole,
     disk_settings,
     model,
     transport_context,

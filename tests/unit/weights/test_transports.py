@@ -78,7 +78,7 @@ def test_the_names_and_the_alias() -> None:
 
 
 def test_an_unknown_transport_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"got --update-weight-transport dsik.*did you mean disk.*tensor"):
+    with pytest.raises(ConfigError, match=r"--update-weight-transport dsik.*did you mean disk.*tensor"):
         build("dsik")
 
 

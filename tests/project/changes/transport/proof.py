@@ -11,12 +11,11 @@ from slime.core.errors import WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.serving.payloads import digest
 from slime.settings import parse_args
-from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
 from tests.support.command_line import complete
-from tests.support.weights import FakeEngine, FakeWire, model, transport_context
+from tests.support.weights import FakeEngine, FakeWire, Whole, model, transport_context
 
 words = [*complete(Path(sys.argv[1])), "--device", "cpu", "--update-weight-transport", "parcel"]
 args = parse_args([*words, "--tensors-per-parcel", "2"])
