@@ -49,7 +49,7 @@ class TrainSample:
     token_versions: npt.NDArray[np.int32]
     """[R] weight version per token, `NOT_SAMPLED` elsewhere."""
     reward: float
-    """Before any normalisation; NaN for an unscored sample, which trains nothing."""
+    """The reward before normalisation; NaN for an unscored sample, which is not trained."""
     group_index: int
     """Prompt id; advantages are normalised over samples that share it."""
     index: int

@@ -116,7 +116,7 @@ CRASHES = ("Fatal Python error:", "terminate called", "Traceback (most recent ca
 
 
 def how_it_ended(status: int | None) -> str:
-    """`status`: a return code of `subprocess`, negative for a signal; None if unknown."""
+    """A phrase for messages. `status`: a return code of `subprocess`, negative for a signal; None if unknown."""
     if status is None:
         return "was killed, or it crashed"
     if status >= 0:
@@ -129,7 +129,7 @@ def how_it_ended(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the run, as messages name it."""
+    """A process of the run, for messages."""
 
     name: str
     """For example `training rank 3`."""

@@ -115,7 +115,7 @@ _FILES = (".jsonl", ".zst", ".parquet", ".json", ".csv", ".txt", ".yaml", ".py")
 
 
 def download_hint(name: str, *, dataset: bool = False) -> str:
-    """A hint how to download `name`, if it looks like a Hugging Face hub name (`Qwen/Qwen3-0.6B`); else empty.
+    """A hint on how to download `name`, if it looks like a Hugging Face hub name (`Qwen/Qwen3-0.6B`); else empty.
 
     A path below an existing folder, or with a file suffix, is not a hub name. Downloads nothing.
     """

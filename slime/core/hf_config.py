@@ -33,7 +33,7 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
 def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
     """Whether files store all experts of a layer in one tensor: (in the model's layers, in multi-token prediction).
 
-    config.json does not say so. Released multimodal models use one tensor, unless they are quantised; transformers
+    config.json does not say which. Released multimodal models use one tensor, unless they are quantised; transformers
     stores experts one by one. If the weights are missing or damaged, this assumes a released model; the code that loads
     the weights reports the damage.
     """

@@ -145,7 +145,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # the file server comes back, or the folder is lost
+            with contextlib.suppress(OSError):  # tried again at the next beat
                 owner = self._read()
                 if owner is not None and self._is_other(owner):
                     return

@@ -45,7 +45,7 @@ HEADER = struct.Struct("<I")
 """Length in bytes of the JSON that follows."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 ARRAY_KINDS = "biufcU"
-"""NumPy kinds whose arrays cross as arrays; others cross as lists."""
+"""NumPy kinds of arrays that are sent as arrays; others are sent as lists."""
 MAX_ITEMS = 1_000_000
 """Longest iterator that is sent to a program, as a list."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
@@ -401,7 +401,7 @@ def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
 
 
 def _bare(value: Any) -> Any:
-    """A float or string without its subclass."""
+    """Converts an instance of a subclass of float or str to the plain type."""
     return float(value) if isinstance(value, float) else "".join(value)
 
 
@@ -477,7 +477,7 @@ class Names:
 
 
 def names_in(statements: Sequence[str], entry_point: str | None = None) -> Names:
-    """Sorts the names in a test's statements. Raises `SyntaxError`."""
+    """Classifies the names in a test's statements. Raises `SyntaxError`."""
     loads: set[str] = set()
     bound: set[str] = set()
     stored: set[str] = set()

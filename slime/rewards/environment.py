@@ -21,7 +21,7 @@ SECRET_ENDS = ("TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD")
 NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
 )
-"""Only for graders with network access, because a proxy's address can contain a password. In upper or lower case."""
+"""Only graders with network access get these, because a proxy's address can contain a password. Case is ignored."""
 FEW_THREADS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

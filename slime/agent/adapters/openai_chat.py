@@ -108,7 +108,7 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 
 
 def message_of(given: Any) -> Message:
-    """Raises `BadRequest`."""
+    """Parses one message of a request. Raises `BadRequest`."""
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
         raise BadRequest(f"the message {str(given)[:80]!r} is not an object with a role of {sorted(ROLES)}")
     role = ROLES[given["role"]]

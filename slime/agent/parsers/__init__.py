@@ -26,7 +26,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The parsed rest of an answer, from the first mark of a call on."""
+    """The parsed end of an answer, starting at the first mark of a call."""
 
     found: tuple[tuple[str, str], ...]
     """(function, JSON text of its arguments) of each call, in order."""
@@ -113,7 +113,7 @@ class Reader(AnswerReader):
         self._blank: list[str] = []
         """Leading white space. It is dropped if a mark of thinking follows."""
         self._doubt: list[str] | None = None
-        """Text from a call's mark inside the thinking on. It is thinking if `</think>` follows later, else a call."""
+        """Text inside the thinking, starting at a call's mark. If `</think>` follows, it is thinking, else a call."""
         self._edge = ""
         """The last characters of `_doubt`, which may begin `</think>`."""
 

@@ -88,7 +88,7 @@ def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
         return len(text)
     except json.JSONDecodeError as error:
         return error.pos
-    except ValueError:  # a constant that JSON lacks, with unknown position
+    except ValueError:  # NaN or Infinity, at an unknown position
         return at
     return value, end
 

@@ -50,7 +50,7 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
     )
     """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
     cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip", within=BOUND)
-    """Lower bound of the CISPO weight itself; 0 is none. Default: 1 - eps_clip."""
+    """Lower bound of the CISPO weight itself; 0 means no bound. Default: 1 - eps_clip."""
     cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high", within=BOUND)
     """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""
 

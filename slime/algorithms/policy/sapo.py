@@ -24,7 +24,7 @@ class SoftAdaptivePolicyLoss(PolicyLoss):
     sapo_tau_positive: float = opt(1.0, gt=0, le=1_000)
     """Steepness of SAPO's gate for advantages > 0."""
     sapo_tau_negative: float = opt(1.05, gt=0, le=1_000)
-    """Steepness of SAPO's gate for the others."""
+    """Steepness of SAPO's gate for advantages <= 0."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         return sapo_loss(

@@ -121,9 +121,9 @@ _FILES = _words("""
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat file_setattr
 """)
 _ATTRIBUTES = _words("setxattr lsetxattr fsetxattr setxattrat")
-"""Fail with EOPNOTSUPP: the attributes of a file in memory do not count towards its size."""
+"""Calls that fail with EOPNOTSUPP, because attributes of a file in memory do not count towards its size."""
 _LANDLOCK = _words("landlock_create_ruleset landlock_add_rule landlock_restrict_self")
-"""Refused, because rules take memory without a limit and a confined process is already restricted."""
+"""Refused calls: rules take memory without a limit, and a confined process is already restricted."""
 _OWN_PACE = _words("sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority ioprio_set")
 _WATCHES = _words("inotify_init inotify_init1")
 _KILLS = _words("kill tgkill rt_sigqueueinfo rt_tgsigqueueinfo")
@@ -132,7 +132,7 @@ _OF_MANY = _words("tkill pidfd_send_signal setpriority ioprio_set")
 """Calls on other processes. `_KILLS` and `_OF_PROCESSES` take a pid first (in the latter, 0 means the caller);
 `_OF_MANY` identify processes in other ways."""
 _MISSING = _words("io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret io_setup") + _LANDLOCK
-"""Fail with ENOSYS, so that programs fall back to other calls."""
+"""Calls that fail with ENOSYS, so that programs fall back to others."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX = 1031, 8, 15
@@ -325,7 +325,7 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
         show_own_files()
     elif left:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with contextlib.suppress(OSError):  # the process has its rights even without names
+            with contextlib.suppress(OSError):  # the process has its rights even without id maps
                 Path("/proc/self", name).write_text(text)
     return kept if whole else None
 
@@ -366,7 +366,7 @@ def give_up(
         resource.setrlimit(limit, (value, value))
     missing = [] if files is None or confine(files) else [LANDLOCK]
     if user is not None and os.getuid() == 0:
-        with contextlib.suppress(OSError):  # the namespace knows only root
+        with contextlib.suppress(OSError):  # the namespace maps only root
             become(user)
     _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)

@@ -2,7 +2,7 @@
 
     @GRADERS.register("my_grader")
     class MyGrader(Grader):
-        "What it wants and what it returns."
+        "What it expects and what it returns."
         def grade(self, sample, limit_s): ...
 
 Built-in graders are in the modules of this package. A user's own is selected by its import path (`--rm-type

@@ -61,7 +61,7 @@ def compare(value: int, target: Any, relation: str | None) -> bool:
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the word or phrase occurs in the text as a whole, ignoring case."""
+    """Whether the word or phrase occurs in the text, ignoring case, and not as part of a longer word."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 

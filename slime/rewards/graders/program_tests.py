@@ -164,7 +164,7 @@ class ProgramTests(Grader):
     wrong = 0.0
 
     allow_unconfined_code: bool = False
-    """Run programs even if nothing can confine them."""
+    """Run programs even if this machine cannot confine them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
         """The time limit for all tests, on the program's clock. Raises `DataError` for a row without tests."""

@@ -142,7 +142,7 @@ class RemoteReward(Grader):
     rm_url: str | None = None
     """Address of the reward service."""
     rm_batch_size: int = 1
-    """Most samples in one request: 1 sends an object for each, more a list of objects."""
+    """Maximum number of samples per request. With 1, each request is an object; otherwise a list of objects."""
 
     def __post_init__(self) -> None:
         self.batcher: Batcher | None = None
