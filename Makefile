@@ -50,7 +50,7 @@ $(PYTEST) $(SELECT) $(addprefix --ignore=,$(PURE)) tests; real=$$?; \
 wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
 endef
 
-test: SELECT := -m "not slow"
+test: SELECT := -m "not slow and not style"
 test: $(STAMP) ## all tests but the slow ones, real engines included
 	$(TWO_SESSIONS)
 
