@@ -43,12 +43,12 @@ class RolloutView:
 
     batch: TrainBatch
     masks: Arrays
-    """[R] trained tokens."""
+    """[R] 1.0 where the token is trained."""
     log_probs: BatchLogProbs
     values: Arrays | None
-    """[R] of the critic; None without one."""
+    """[R] the critic's values; None without a critic."""
     kl: Arrays | None
-    """[R] to the reference; None without --kl-coef."""
+    """[R] KL to the reference; None without --kl-coef."""
 
     def as_dict(self) -> dict[str, Any]:
         """A copy that a function may change."""
@@ -114,23 +114,23 @@ class BatchLogProbs:
     """Log-probs [R] of each sample before the update, for all samples on every rank; None if not needed."""
 
     old: Arrays | None = None
-    """Of the policy, over the distribution that tokens were sampled from."""
+    """The policy's, under the distribution from which tokens were sampled."""
     ref: Arrays | None = None
-    """Of the reference, over the whole distribution."""
+    """The reference's, under the whole distribution."""
     teacher: Arrays | None = None
-    """Of the teacher of on-policy distillation, over the whole distribution."""
+    """The teacher's, for on-policy distillation, under the whole distribution."""
     old_full: Arrays | None = None
-    """As `old` over the whole distribution, if tokens were sampled from a top-p set."""
+    """The policy's, under the whole distribution; set if tokens were sampled from a top-p set."""
 
     @property
     def student(self) -> Arrays | None:
-        """Old log-probs over the whole distribution, to compare with reference and teacher."""
+        """The policy's old log-probs under the whole distribution, for comparison with reference and teacher."""
         return self.old if self.old_full is None else self.old_full
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantagesAndReturns:
-    """Per sample [R] float64, zero where masked."""
+    """Float64 arrays [R] per sample, zero where masked."""
 
     advantages: Arrays
     returns: Arrays | None

@@ -62,11 +62,11 @@ class GenerateState:
     args: Args
     tokenizer: Any
     processor: None = None
-    """Plugins get no images."""
+    """Always None: there is no image processor."""
     semaphore: asyncio.Semaphore
-    """As many permits as the engines have slots, for functions with their own clients."""
+    """Limits concurrent requests to what the engines serve; for functions with their own HTTP client."""
     sampling_params: dict[str, Any]
-    """Of training; functions get their own copy."""
+    """Sampling parameters of training rollouts. Each function gets its own copy."""
 
     _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = (
         weakref.WeakKeyDictionary()

@@ -28,7 +28,7 @@ from slime.rollout.guard import waiting
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0
 ROUTING_KEY = "x-smg-routing-key"
-"""The router sends requests with the same value to the same engine."""
+"""Header by which the router sends all requests of a session to one engine."""
 _READ = {"input_ids", "text", "sampling_params", "return_logprob"}
 _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),

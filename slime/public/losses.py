@@ -57,13 +57,13 @@ def _pair(one: SftTokens) -> tuple[list[int], list[int]]:
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Returns `tensor` [R]: every rank already has whole responses. Raises ValueError for a part of one."""
+    """Returns `tensor` ([R], a whole response) unchanged. Raises ValueError if it has another length."""
     _require_whole(tensor, response_length)
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int, *args: Any, **kwargs: Any) -> Any:
-    """Returns `log_prob` [R]: every rank needs whole responses. Raises ValueError for a part of one."""
+    """Returns `log_prob` ([R], a whole response) unchanged. Raises ValueError if it has another length."""
     _require_whole(log_prob, response_length)
     return log_prob
 

@@ -1,8 +1,8 @@
 """Converts samples that the public slime recorded, as plain JSON, into ours.
 
-The public slime records the weight version of each request, ours of each token. All sampled tokens get the request's
-version; with several versions, the oldest, since nothing says which token has which. The loss mask says which tokens an
-engine sampled.
+The public slime records a weight version per request, we record one per token. If a sample has one version, all its
+sampled tokens get it; if it has several, they get the oldest, because nothing says which token has which. The loss mask
+says which tokens an engine sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEFT_OUT = frozenset(
 )
 """Fields that a replay does not need."""
 _NEEDED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
-"""Of these, fields without which the tokens cannot be trained."""
+"""Fields of `_LEFT_OUT` without which the tokens cannot be trained; a sample that has one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Converted:
 
 
 def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converted:
-    """Our samples, by prompt. `rollout_id`: the weight version of samples without one.
+    """Converts `samples` and groups them by prompt. `rollout_id`: the weight version of samples without one.
 
-    Raises `DataError` for a sample without group_index, with images, or that contradicts itself.
+    Raises `DataError` for a sample without group_index, with images, or with inconsistent fields.
     """
     groups: dict[int, list[Sample]] = {}
     left_out: Counter[str] = Counter()

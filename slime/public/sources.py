@@ -80,7 +80,7 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """Also takes groups back, and serves them first."""
+    """A `RolloutDataSource` that keeps returned groups and serves them first."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)

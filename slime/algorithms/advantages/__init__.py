@@ -41,8 +41,8 @@ class RewardedBatch:
     masks: Arrays
     """[R] 1.0 where trained; all zero for an unscored sample."""
     log_probs: Arrays | None = None
-    """[R] of the policy before the update, over the whole distribution; None unless the estimator `reads_log_probs` or
-    a setting needs them."""
+    """[R] the policy's log-probs before the update, under the whole distribution; None unless the estimator
+    `reads_log_probs` or a setting needs them."""
     ref_log_probs: Arrays | None = None
     """[R] the reference's log-probs; None without a reference."""
     kl: Arrays | None = None
@@ -87,7 +87,7 @@ class AdvantageEstimator(ABC):
         """The advantages of a batch, before distillation and whitening. Deterministic: all ranks compute the same."""
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
+        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
         return None
 
 

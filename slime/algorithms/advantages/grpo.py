@@ -83,7 +83,7 @@ def iter_groups(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
-    """For each group: its scored samples, the execution of each (an index into the last), reward of each execution."""
+    """Yields for each group: (positions of its scored samples, index of each one's execution, reward per execution)."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
     scored = ~np.isnan(rewards)

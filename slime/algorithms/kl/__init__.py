@@ -62,7 +62,7 @@ class KLEstimator(ABC):
         return values
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
+        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
         return None
 
 

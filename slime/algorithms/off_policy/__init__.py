@@ -30,9 +30,9 @@ class OffPolicyTokens:
     log_probs: Tensor
     """[R] log-probs under the current policy."""
     old_log_probs: Tensor
-    """[R] of the old policy: the trainer's before the update, or the engine's with --use-rollout-logprobs."""
+    """[R] the old policy's log-probs: the trainer's before the update, or the engine's with --use-rollout-logprobs."""
     trainer_log_probs: Tensor
-    """[R] the trainer's before the update, over the whole distribution, as engines report them."""
+    """[R] the trainer's log-probs before the update, under the whole distribution, like those that engines report."""
     rollout_log_probs: Tensor
     """[R] the engine's log-probs; meaningless where `sampled` is 0."""
     sampled: Tensor
@@ -59,7 +59,7 @@ class Correction(ABC):
     switch: ClassVar[str] = ""
     """The flag that turns it on, for messages."""
     asked_by: ClassVar[str] = ""
-    """The setting of that flag. Corrections of one setting replace each other."""
+    """The setting of that flag. Corrections with the same setting are alternatives."""
     place: ClassVar[int] = 0
     """Its place among corrections that flags turn on, smallest first. --off-policy-corrections has its own order."""
     needs_rollout_log_probs: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class Correction(ABC):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Whether its flag turns it on. Asked if --off-policy-corrections is not given."""
+        """Whether its flag turns it on; used if --off-policy-corrections is not given."""
         return False
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Correction(ABC):
         """
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
+        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
         return None
 
 

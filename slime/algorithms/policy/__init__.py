@@ -25,7 +25,7 @@ class PolicyTokens:
     """The columns of a micro-batch with R response tokens that a policy loss reads. Masked values may be anything."""
 
     log_probs: Tensor
-    """[R] of the current policy; only they have a gradient."""
+    """[R] log-probs under the current policy; the only input with a gradient."""
     old_log_probs: Tensor
     """[R] log-probs under the policy before the update."""
     advantages: Tensor
@@ -59,7 +59,7 @@ class PolicyLoss(ABC):
         """The loss of each token. It must not depend on masked values, even NaN."""
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Asked before any start."""
+        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
         return None
 
 
