@@ -1,6 +1,6 @@
 """Settings of a run: `parse_args(argv) -> Args`, and the user hooks that they name.
 
-Light on purpose: a wrong flag is answered without importing torch, transformers, Ray or an engine.
+Imports no torch, transformers, Ray or engine, so that a wrong flag is reported at once.
 """
 
 from __future__ import annotations

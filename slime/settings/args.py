@@ -37,7 +37,7 @@ from slime.settings.groups.weights import QuantisedSettings, WeightSyncSettings
 
 
 class Passthrough(Mapping[str, Any]):
-    """Read-only, picklable mapping of one owner's settings by field name; explains a missing key.
+    """A read-only, picklable mapping from field name to value for one owner; suggests a name for a missing key.
 
     Values are JSON data; `dict(settings)` is a plain copy.
     """
@@ -57,7 +57,7 @@ class Passthrough(Mapping[str, Any]):
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dict does, without searching for the nearest name: it is called in every step."""
+        """Like `dict.get`. Every step calls it, so it does not search for the nearest name."""
         return self._values.get(name, default)
 
     def __contains__(self, name: object) -> bool:
@@ -79,9 +79,9 @@ class Passthrough(Mapping[str, Any]):
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
 """The fields of `Args` that hold other owners' settings, or facts about settings."""
 NOT_A_SETTING = ("command",)
-"""Fields of `Args` that say where it came from."""
+"""Fields of `Args` that record how it was made."""
 _BEHIND = ("components", "megatron", "custom")
-"""Mappings whose settings are attributes too, in this order."""
+"""Mappings that attribute access searches, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,8 @@ class Args(
     if not TYPE_CHECKING:  # strict typing sees only the fields; names behind a mapping are for users' hooks
 
         def __getattr__(self, name: str) -> Any:
-            # Called only for names that are not fields. Dunders (pickle, copy) must fail until `__dict__` is filled.
+            # Python calls this only for names that are not fields. pickle and copy look up dunders before `__dict__` is
+            # filled; those lookups must fail.
             if not name.startswith("__"):
                 for owner in _BEHIND:
                     settings = self.__dict__.get(owner)
@@ -147,13 +148,13 @@ class Args(
             raise AttributeError(f"args has no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """Whether the user gave a setting, on the command line or in a file. An engine's is named `owner.name`."""
+        """Whether the user gave this setting on the command line or in a file. Engine settings are `owner.name`."""
         return not self.origins.get(name, "default").startswith(("default", "derived", "HF config"))
 
     def replace(self, **changes: Any) -> Args:
-        """A copy with other values; entries' and Megatron's settings may be given by name.
+        """Returns a copy with changed values. Settings of registry entries and Megatron are accepted by name.
 
-        Derives and checks nothing. Raises `ConfigError` for an unknown name.
+        Does not derive or check anything else. Raises `ConfigError` for an unknown name.
         """
         own = {f.name for f in dataclasses.fields(self)}
         for owner in ("components", "megatron"):
@@ -166,9 +167,10 @@ class Args(
         return dataclasses.replace(self, **changes)
 
     def without_secrets(self) -> Args:
-        """A copy for code that must not know keys: secret settings are None, engines' and the router's are absent.
+        """Returns a copy without secrets, for code that must not see keys.
 
-        The command line and the environment variables of training processes, which may hold secrets, are left out too.
+        slime's secret settings become None; those of engines and the router are removed. The command line and the
+        environment variables of training processes may hold secrets, so they are removed too.
         """
         from slime.settings.flag_table import components_of, secret_settings
 
@@ -183,7 +185,7 @@ class Args(
         return dataclasses.replace(self, **changes, command=(), train_env_vars={})
 
     def to_json_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable copy with masked secrets and the evaluation datasets."""
+        """Returns all settings and the evaluation datasets as JSON data, with secrets masked."""
         from slime.settings.eval_config import eval_datasets
         from slime.settings.flag_table import components_of, secret_settings
 

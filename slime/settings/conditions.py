@@ -1,4 +1,4 @@
-"""Conditions for settings of several groups to act; and rules about folders that hold a model.
+"""Conditions that settings of several groups need, and rules about model folders.
 
 A Megatron checkpoint is a folder of pickles, which no run reads (law 10): `slime convert` makes a Hugging Face folder
 of it. Hugging Face folders are read directly.
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 ESTIMATORS = "slime.algorithms.advantages:ESTIMATORS"
-"""A registry in a room above the settings."""
+"""Import path of the estimator registry, which this package may not import directly."""
 
 
 def estimator_of(s: Any) -> Any:
-    """The class of the advantage estimator. Raises `ConfigError` for an unknown name."""
+    """Returns the class of the advantage estimator. Raises `ConfigError` for an unknown name."""
     return load_object(ESTIMATORS).get(s.advantage_estimator)
 
 
 def fine_tunes(s: Any) -> bool:
-    """Whether the run learns from texts as they are, without sampling and rewards."""
+    """Whether the run is supervised fine-tuning: it trains on given texts, without sampling or rewards."""
     return bool(s.loss_type == "sft_loss")
 
 
 def minimises_policy_loss(s: Any) -> bool:
-    """Whether the loss is slime's own for sampled tokens: policy loss, KL to the reference, entropy bonus."""
+    """Whether the run uses slime's own loss for sampled tokens: policy loss, KL to the reference, entropy bonus."""
     return bool(s.loss_type == "policy_loss")
 
 
 def minimises_custom_loss(s: Any) -> bool:
-    """Whether the loss is the user's function of sampled tokens."""
+    """Whether a user's function computes the loss of sampled tokens."""
     return bool(s.loss_type == "custom_loss")
 
 
@@ -65,15 +65,15 @@ def has_reference(s: Any) -> bool:
 
 
 def lends_at_start(s: Any) -> bool:
-    """Whether training ranks lend their GPUs to engines before engines first take memory. On a CPU nothing is lent."""
+    """Whether training ranks lend their GPUs before the engines first allocate memory. Always false on a CPU."""
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
 def shares_gpus(s: Any, model: ServedModel) -> bool:
-    """Whether some engines of a model share GPUs (on a CPU: slots) with the trainer, which lends them.
+    """Whether some engines of `model` share GPUs (on a CPU: slots) with the trainer.
 
-    With `--colocate`, the first engines of the topology do, whatever model they serve, until all training GPUs are
-    shared.
+    With `--colocate`, engines share training GPUs in topology order, regardless of their model, until all training
+    GPUs are shared.
     """
     return any(begin < _num_shared(s) for begin, _ in _gpus_of(s, model))
 
@@ -84,7 +84,7 @@ def policy_shares_gpus(s: Any) -> bool:
 
 
 def policy_has_own_gpus(s: Any) -> bool:
-    """Whether some engines of the policy have GPUs (on a CPU: slots) without a training rank."""
+    """Whether some engines of the policy have GPUs (on a CPU: slots) that no training rank uses."""
     policy = topology_of(s).policy
     return policy is not None and any(end > _num_shared(s) for _, end in _gpus_of(s, policy))
 
@@ -94,7 +94,7 @@ def _num_shared(s: Any) -> int:
 
 
 def _gpus_of(s: Any, wanted: ServedModel) -> Iterator[tuple[int, int]]:
-    """The GPU range of each running group of a model, in placement order."""
+    """Yields the GPU range (begin, end) of each running group of `wanted`, in placement order."""
     end = 0
     for model in topology_of(s).models:
         for group in model.groups:
@@ -128,9 +128,9 @@ ENGINE_LOG_PROBS = Need(
 
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
 _MEGATRON_SUFFIX = "_torch_dist"
-"""Ending that public scripts give to a converted folder."""
+"""Suffix that public scripts add to the name of a converted folder."""
 _LENGTHS = ("max_position_embeddings",)
-"""May differ between the initial weights and the engines' model."""
+"""Settings that may differ between the initial weights and the engines' model."""
 
 
 def has_hf_model(folder: str) -> bool:
@@ -139,14 +139,14 @@ def has_hf_model(folder: str) -> bool:
 
 
 def has_megatron_checkpoint(folder: str) -> bool:
-    """Whether a folder is a checkpoint of Megatron, or holds one."""
+    """Whether the folder is a Megatron checkpoint or contains one."""
     root = Path(folder)
     places = (root, *root.glob("iter_*"), root / "release")
     return any((place / name).is_file() for place in places for name in _MEGATRON_FILES)
 
 
 def what_to_give(folder: str) -> str:
-    """What to do about a folder that is missing or not in Hugging Face format."""
+    """Returns advice about a folder that is missing or not in Hugging Face format."""
     path = Path(folder)
     convert = (
         f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" if has_megatron_checkpoint(folder) else ""

@@ -1,8 +1,8 @@
-"""`--custom-config-path`: settings from YAML, as strict as the command line, and the user's own.
+"""`--custom-config-path`: a YAML file of settings, checked like the command line, plus the user's own keys.
 
-Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. Everything
-under `custom` is the user's own. So is a key that names no setting, if the run has a user function that may read it
-(`free_keys_have_a_reader`); it is listed when the run starts, because it may be misspelt.
+Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. Keys under
+`custom` belong to the user. Any other unknown key is accepted only if the run has a user function that may read it
+(`free_keys_have_a_reader`). It may be a misspelling, so it is listed when the run starts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from slime.settings.schema import owned_spellings
 _FLAG = "--custom-config-path"
 
 FREE = "custom."
-"""Prefix of the user's own settings in lists."""
+"""Prefix that marks the user's own keys among the names of settings."""
 NEAR = "; a setting of a similar name is "
-"""Comes before the setting that the user may have meant."""
+"""Message text before the name of a similar setting."""
 
 Given = dict[tuple[str, str], Any]
 """(owner, dest) -> value, as the user gave it."""
 
 
 def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
-    """(path, content) of the file that a command line names; None without one. Raises `ConfigError`."""
+    """Returns the path and content of the file named on a command line, or None. Raises `ConfigError`."""
     path = None
     for position, word in enumerate(words):
         flag, inline, value = word.partition("=")
@@ -41,9 +41,9 @@ def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
 def merge_config(
     given: Given, origins: dict[tuple[str, str], str], table: FlagTable, path: str, content: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
-    """(`given` plus the file's settings, the user's own settings). Adds origins. Raises `ConfigError`.
+    """Returns `given` merged with the file's settings, and the user's own keys. Adds to `origins`.
 
-    A setting that is also on the command line must have the same value there.
+    Raises `ConfigError` for invalid settings, also if the command line gives a setting another value.
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
@@ -82,7 +82,10 @@ def _near(table: FlagTable, key: str) -> str:
 
 
 def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
-    """((owner, dest), value) of one line of a file. Raises `ConfigError`, also for another value in `given`."""
+    """Returns ((owner, dest), value) for one key of a file.
+
+    Raises `ConfigError` for an invalid setting, or if `given` has another value for it.
+    """
     name, owned = "--" + key.replace("_", "-"), owned_spellings()
     if name in owned:
         raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")

@@ -1,11 +1,12 @@
-"""What a data set's name means, and how many rows it has: for the command line and for the room that reads data.
+"""Resolves the name of a data set to its files or scheme, and counts its rows.
 
-A name is a file, a folder, a glob of files, or a scheme's data (`rg:spell_backward?size=500`, `slime.data.schemes`).
-Each may end in a slice of its rows, `@[a:b]`. Decompressors and parquet are imported only when such a file is read.
+A name is a file, a folder, a glob of files, or a scheme with arguments (`rg:spell_backward?size=500`, see
+`slime.data.schemes`). It may end in a slice of rows, `@[a:b]`. zstandard and pyarrow are imported only to read their
+files.
 
 Invariants
-1. The files of a folder or glob are read in the order of their paths, as text; a slice counts the rows of all of them.
-2. A folder is one split in one format. A folder that may hold rows twice, or held-out rows, is refused.
+1. The files of a folder or glob are read in the text order of their paths; a slice counts rows across all of them.
+2. A folder holds one split in one format. A folder that may hold the same rows twice, or held-out rows, is refused.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from slime.core.files import download_hint
 from slime.core.registry import load_object
 
 SCHEMES = "slime.data.schemes:SCHEMES"
-"""The registry of data schemes; it is in a room above the settings."""
+"""Import path of the registry of data schemes, which this package may not import directly."""
 ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
-"""Endings of readable files."""
+"""File name suffixes of readable data files."""
 
 _SCHEME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*):(?P<rest>.+)$", re.DOTALL)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
@@ -39,7 +40,10 @@ _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 def split_slice(spec: str) -> tuple[Path, slice]:
-    """`data.jsonl@[10:-5]` -> path and slice (without one: the whole file). Raises `ConfigError` for other `@[...]`."""
+    """Splits `data.jsonl@[10:-5]` into path and slice; no slice means all rows.
+
+    Raises `ConfigError` if the text after `@[` is not a slice of integers.
+    """
     found = _SLICE.match(spec)
     if found is None:
         if "@[" in spec:
@@ -53,7 +57,7 @@ def split_slice(spec: str) -> tuple[Path, slice]:
 
 
 def open_lines(path: Path) -> Generator[bytes]:
-    """The lines of a text file, decompressed if its name ends in .zst. Raises errors of the file system or zstd."""
+    """Yields the lines of a text file, decompressed if its name ends in .zst. Raises `OSError` or zstandard's error."""
     if path.suffix != ".zst":
         with path.open("rb") as file:
             yield from file
@@ -65,13 +69,13 @@ def open_lines(path: Path) -> Generator[bytes]:
 
 
 def split_spec(spec: str) -> tuple[str, slice]:
-    """As `split_slice`, with the name as written."""
+    """Like `split_slice`, but returns the name as written instead of a `Path`."""
     _, rows = split_slice(spec)
     return (_SLICE.match(spec) or {"path": spec})["path"], rows
 
 
 def scheme_of(spec: str) -> tuple[Any, str] | None:
-    """The scheme of a name and the text after its colon; None for files, also files with a colon in their name.
+    """Returns the scheme and the text after its colon; None for a file, even if its name contains a colon.
 
     Raises `ConfigError` for an unknown scheme.
     """
@@ -85,7 +89,7 @@ def scheme_of(spec: str) -> tuple[Any, str] | None:
 
 
 def grader_of_data(spec: str | None) -> str | None:
-    """The grader that comes with a scheme's data; None for files and unknown schemes."""
+    """Returns the name of the scheme's grader; None for files and unknown schemes."""
     try:
         found = None if spec is None else scheme_of(spec)
     except ConfigError:  # a rule reports it
@@ -95,7 +99,7 @@ def grader_of_data(spec: str | None) -> str | None:
 
 
 def files_of(spec: str) -> list[Path]:
-    """The files of a name that is not a scheme's, in reading order.
+    """Returns the files that `spec` names, in reading order. `spec` must not name a scheme.
 
     Raises `ConfigError` if there are none, or if a folder holds more than one split or format.
     """
@@ -117,7 +121,7 @@ def files_of(spec: str) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Raises `ConfigError` for a folder with several splits or formats, or without data."""
+    """Returns the data files. Raises `ConfigError` for a folder with several splits or formats, or without data."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.name.endswith(ENDINGS))
     if not files:
         below = sorted({p.parent for p in folder.rglob("*") if p.name.endswith(ENDINGS)})
@@ -145,12 +149,12 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """The split named by the first such word in a file name (`gsm8k_test.jsonl`); empty without one."""
+    """Returns the first split named in a file name (`gsm8k_test.jsonl` -> `test`), or an empty string."""
     return next((_SPLITS[word] for word in re.findall(r"[a-z]+", file.name.lower()) if word in _SPLITS), "")
 
 
 def check_data(spec: str, *, held_out: bool) -> None:
-    """Raises `ConfigError` for data that do not exist. Does not open files."""
+    """Raises `ConfigError` if the data do not exist. Does not open files."""
     found = scheme_of(spec)
     if found is None:
         files_of(spec)
@@ -159,7 +163,7 @@ def check_data(spec: str, *, held_out: bool) -> None:
 
 
 def count_file_rows(path: Path) -> int:
-    """Raises what the file's reader raises."""
+    """Counts the non-empty rows of one file. Raises `OSError`, or an error of pyarrow or zstandard."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -168,9 +172,9 @@ def count_file_rows(path: Path) -> int:
 
 
 def count_rows(spec: str) -> int:
-    """Rows of a data set or of its slice, before any filter.
+    """Counts the rows of a data set, or of its slice, before any filter.
 
-    Raises `ConfigError` for a file that is missing or cannot be read, and for a scheme's unknown name.
+    Raises `ConfigError` if a file is missing or cannot be read, or if the scheme has no such data set.
     """
     _, rows = split_spec(spec)
     found = scheme_of(spec)
@@ -187,8 +191,9 @@ def count_rows(spec: str) -> int:
 
 
 def first_row_names(spec: str, key: str) -> bool:
-    """Whether the text of the first row holds `key`; True if that row cannot be read. False for a scheme, whose rows
-    name no grader.
+    """Whether the text of the first row contains `key`.
+
+    Returns True if the row cannot be read, and False for a scheme: its rows name no grader.
     """
     try:
         if scheme_of(spec) is not None:
@@ -205,7 +210,7 @@ def first_row_names(spec: str, key: str) -> bool:
 
 @cache
 def _first_row(path: Path, _changed_ns: int, _size: int) -> str:
-    """The first row as JSON text, without the backslashes of a column that holds JSON itself."""
+    """Returns the first row as JSON text. Backslashes are removed, so keys in a column of JSON text are found too."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 

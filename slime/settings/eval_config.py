@@ -29,20 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDatasetConfig:
-    """One dataset. Fields are named like the settings of evaluation or rollout that they are taken from; the others are
-    None or empty unless the file gives them.
-    """
+    """One evaluation dataset and how it is sampled. `_SETTINGS` lists the settings that supply default values."""
 
     name: str
     """Unique; metrics are `eval/<name>`."""
     path: str
-    """As `--prompt-data`: files or a scheme's data, with an optional `@[start:stop]`."""
+    """A file, folder, glob or scheme, with an optional `@[start:stop]`, like `--prompt-data`."""
     rm_type: str | None = None
-    """For rows whose metadata names no grader."""
+    """The grader of rows that name none in their metadata."""
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] | None = None
-    """Written over the metadata of each row."""
+    """Replaces these keys in the metadata of each row."""
     input_key: str
     label_key: str | None
     tool_key: str | None
@@ -50,10 +48,9 @@ class EvalDatasetConfig:
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any] | None
     max_prompt_len: int | None
-    """In tokens; longer prompts are left out. A `max_context_len` in an entry or in `defaults` limits it to one less,
-    unless a shorter limit is given."""
+    """In tokens; longer prompts are left out. If the file gives `max_context_len`, the limit is at most one less."""
     n_samples_per_eval_prompt: int
-    """Executions per prompt; pass@k is reported for the powers of two up to it."""
+    """Executions per prompt. pass@k is reported for each power of two up to this number."""
     temperature: float
     top_p: float
     top_k: int
@@ -78,11 +75,11 @@ _SETTINGS = {
         *("rollout_stop", "rollout_stop_token_ids", "rollout_skip_special_tokens"),
     )
 }
-"""Field -> the command-line setting it is taken from."""
+"""Field -> the setting that supplies its default value."""
 
 
 def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
-    """The datasets that the settings name; empty without any. Raises `ConfigError` for a wrong file."""
+    """Returns the evaluation datasets that `args` names. Raises `ConfigError` for an invalid file."""
     common = {field: getattr(args, setting) for field, setting in _SETTINGS.items()}
     defaults: dict[str, Any] = {}
     if args.eval_config is None:
@@ -107,13 +104,13 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
 
 
 def _grader_of(path: str, args: Args) -> str | None:
-    """The grader of a scheme's data; None if the prompts are of the same scheme, which leaves the run's grader."""
+    """Returns the grader of the scheme; None if the prompts have the same one, so that the run's grader applies."""
     grader = grader_of_data(path)
     return None if grader == grader_of_data(args.prompt_data) else grader
 
 
 def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Defaults and datasets of the file, each value of its field's type. Raises `ConfigError`."""
+    """Returns the defaults and the dataset entries of the file, type-checked. Raises `ConfigError`."""
     top = _typed(read_yaml(file, "--eval-config"), {"eval"}, file).get("eval")
     top = _typed(top, {"defaults", "datasets"}, f"{file}: eval")
     known = {field.name for field in dataclasses.fields(EvalDatasetConfig)}
@@ -131,7 +128,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _entry(found: Any, where: str) -> Mapping[str, Any]:
-    """A dataset given by name. Raises `ConfigError` if it is not a mapping."""
+    """Returns the entry below a dataset's name. Raises `ConfigError` if it is not a mapping."""
     if found is not None and not isinstance(found, Mapping):
         raise ConfigError(f"{where}: got {found!r}, which is not a mapping; write path: FILE below it")
     return found or {}
@@ -139,8 +136,8 @@ def _entry(found: Any, where: str) -> Mapping[str, Any]:
 
 @cache
 def _flags() -> tuple[Flag, ...]:
-    """The fields as flags; a number has the range of the setting that it replaces."""
-    from slime.settings.flag_table import own_flags  # the groups, which ask for data sets
+    """Returns the fields as flags. Each number has the range of the setting that supplies its default."""
+    from slime.settings.flag_table import own_flags  # imports the groups, which import this module
 
     limits = {field: flag.limits for flag in own_flags() for field, name in _SETTINGS.items() if name == flag.dest}
     return tuple(
@@ -150,7 +147,7 @@ def _flags() -> tuple[Flag, ...]:
 
 
 def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
-    """A copy with values of the fields' types. Raises `ConfigError` for a wrong shape, key or type."""
+    """Returns a copy with converted values. Raises `ConfigError` for an unknown key or a value of the wrong type."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: got {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
     table = FlagTable(_flags())

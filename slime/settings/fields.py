@@ -1,8 +1,8 @@
-"""How settings are declared, and the flags and help texts made from the declarations.
+"""Declares settings as dataclass fields, and makes flags and help texts from the declarations.
 
 A group (or a registry entry) is a frozen dataclass. Each field declares everything about one setting: type, default,
-range, condition, derivation, and its help text in the string literal below it. `--help` reads that literal from the
-source, only when help is asked for.
+range, condition, derivation, and its help text in the string literal below it. That literal is read from the source
+only when the user asks for help.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 Compute = Callable[[Any], Any]
-"""Gets the settings, returns a value."""
+"""(settings) -> value."""
 Why = str | Callable[[Any], str]
-"""The reason for a value: a text, or a function of the settings."""
+"""The reason for a value: text, or a function of the settings that returns it."""
 
 
 class _Unset:
@@ -35,36 +35,36 @@ class _Unset:
 
 
 UNSET: Final = _Unset()
-"""A given value that counts as not given (`--device auto`)."""
+"""Stands for a given value that counts as not given (`--device auto`)."""
 
 
 def is_on(value: Any) -> bool:
-    """The usual `asks`: None and False ask for nothing, so they may be given anywhere."""
+    """The default `asks`: None and False request nothing, so they are never reported as without effect."""
     return value is not None and value is not False
 
 
 def is_not_zero(value: Any) -> bool:
-    """`asks` of a coefficient or count where zero means none."""
+    """`asks` for a coefficient or count: zero requests nothing."""
     return bool(value)
 
 
 def always(value: Any) -> bool:
-    """`asks` of a switch whose off value asks for something too."""
+    """`asks` for a switch: switching it off is a request too."""
     return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
-    """The condition under which a setting acts."""
+    """A condition that must hold for a setting to act."""
 
     acts: Callable[[Any], bool]
-    """Gets the resolved settings."""
+    """(resolved settings) -> whether the condition holds."""
     text: str
-    """The condition in words, after "which needs"; or a whole clause that begins with "which"."""
+    """The condition in words, to follow "which needs "; or a whole clause that begins with "which"."""
 
     @property
     def clause(self) -> str:
-        """Why the setting has no effect, after its value."""
+        """Why the setting has no effect, as a clause to follow its value."""
         return self.text if self.text.startswith("which ") else f"which needs {self.text}"
 
 
@@ -79,57 +79,57 @@ class Adjusted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenBy:
-    """Names a registry entry where the setting's own value does not."""
+    """Chooses a registry entry by a function of all settings, instead of the setting's own value."""
 
     name: Callable[[Any], str | None]
-    """Gets the settings."""
+    """(settings) -> the entry's name; None chooses no entry."""
     what: str
-    """What the name is, in words; messages put it before the known names."""
+    """What the name stands for; messages put it before the name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """What a field says beyond its type: the arguments of `opt` and `derived`, kept in its metadata."""
+    """A field's declaration beyond its type: the arguments of `opt` and `derived`, stored in the field's metadata."""
 
     default: Any = None
-    """Used where the user gives no value and nothing is computed."""
+    """The value if the user gives none and `compute` returns none."""
     names: tuple[str, ...] = ()
-    """Further spellings of the flag."""
+    """Additional spellings of the flag."""
     off_names: tuple[str, ...] = ()
-    """Further spellings that switch it off."""
+    """Additional spellings that switch the setting off."""
     choices: tuple[str, ...] | None = None
     secret: bool = False
     """Masked wherever it is written."""
     append: bool = False
-    """A tuple; each occurrence of the flag adds one entry."""
+    """The value is a tuple; each occurrence of the flag adds one entry."""
     within: Range | None = None
-    """The range of a number, one of the kinds in `slime.settings.flags`. Or give the bounds:"""
+    """The range of a number, usually a constant of `slime.settings.flags`. Replaces the four bounds below."""
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
     form: Form | None = None
-    """What a text must be: `url_form` or `host_form`."""
+    """The check of a text value: `url_form` or `host_form`."""
     needs: Need | tuple[Need, ...] = ()
-    """All must hold for the setting to act; the first one that does not is reported."""
+    """Conditions that must all hold for the setting to act. Messages name the first one that fails."""
     asks: Callable[[Any], bool] = is_on
-    """Whether a given value asks for something, so that "has no effect" is worth a line."""
+    """Whether a given value requests something. If not, the run does not report that it has no effect."""
     chosen_from: str | None = None
-    """The registry, `pkg.module:REGISTRY`, of which the value names an entry."""
+    """The registry whose entries the value names, as `pkg.module:REGISTRY`."""
     chosen_by: ChosenBy | None = None
-    """Names the entry in place of the value; the value then only registers the user's own entry."""
+    """Chooses the entry instead of the value. The value then only registers the user's own entry."""
     compute: Compute | None = None
-    """The value where the user gives none; None leaves the default."""
+    """Computes the value if the user gives none. If it returns None, `default` is used."""
     why: Why = ""
     """The reason for the computed value."""
     canonical: Callable[[Any], Any] | None = None
-    """Rewrites a given value to its one spelling; `UNSET` drops it."""
+    """Converts a given value to its canonical spelling; `UNSET` drops it."""
     adjust: Callable[[Any, Any], Adjusted | None] | None = None
-    """(value, settings) -> its replacement, or None to keep it."""
+    """(value, settings) -> the replacement, or None to keep the value."""
     required: str = ""
-    """What to give, for a setting that a run cannot do without and that nothing derives."""
+    """Marks a setting that must be given or derived: the error message that says what to give."""
     internal: bool = False
-    """Filled in by the run; has no flag."""
+    """The run fills it in; it has no flag."""
 
     @property
     def range(self) -> Range:
@@ -145,7 +145,7 @@ _KEY = "setting"
 
 
 def declared(field: dataclasses.Field[Any]) -> Declared:
-    """The declaration in a field's metadata; a plain default has an empty one."""
+    """Returns the declaration in a field's metadata; an empty one if the field has only a plain default."""
     found: Declared = field.metadata.get(_KEY, _PLAIN)
     return found
 
@@ -154,7 +154,7 @@ _PLAIN = Declared()
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The field's default, a fresh copy if it is mutable."""
+    """Returns the field's default; a new copy if it is mutable."""
     factory: Any = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
 
@@ -174,17 +174,17 @@ def _derived(says: Callable[P, Declared]) -> Callable[Concatenate[Compute, Why, 
 
 
 opt = _opt(Declared)
-"""`opt(default, ge=0, ...)`: a field with more than a default; `Declared` explains the arguments."""
+"""`opt(default, ge=0, ...)` declares a field with a default. The keyword arguments are the fields of `Declared`."""
 
 derived = _derived(Declared)
-"""`derived(compute, why, ...)`: a field computed from others when the user does not give it.
+"""`derived(compute, why, ...)` declares a field that is computed from other settings if the user does not give it.
 
-`compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`). Where
-it returns None, `default` is used. `why` is shown by --explain. The other arguments are those of `Declared`."""
+`compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`). If it
+returns None, `default` is used. --explain shows `why`. The keyword arguments are the fields of `Declared`."""
 
 
 def internal(compute: Compute | None = None, why: str = "") -> Any:
-    """A field that the run fills in; it has no flag."""
+    """Declares a field that the run fills in; it has no flag."""
     return _field(Declared(internal=True, compute=compute, why=why))
 
 
@@ -196,7 +196,7 @@ def _field(says: Declared) -> Any:
 
 
 def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
-    """(kind, nargs, choices, optional) of a type annotation."""
+    """Returns (kind, nargs, choices, optional) for a type annotation."""
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [a for a in typing.get_args(hint) if a is not type(None)]
@@ -215,19 +215,19 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
 
 
 def _holds_strings(hint: Any) -> bool:
-    """Whether a mapping (or an optional one) has string values."""
+    """Whether the type is a mapping from strings to strings, or that or None."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(typing.get_args(member) == (str, str) for member in members)
 
 
 def own_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """The settings that a dataclass declares itself, without those of its bases."""
+    """Returns the settings that `cls` itself declares, without inherited ones."""
     own = inspect.get_annotations(cls)
     return [field for field in dataclasses.fields(cls) if field.name in own and field.init]
 
 
 def flags_of(cls: type, *, heading: str, docs: Mapping[str, str] | None = None) -> list[Flag]:
-    """The flags of the fields that `cls` itself declares; `docs` are their help texts, if wanted."""
+    """Returns the flags of the fields that `cls` itself declares. `docs` maps field names to help texts."""
     hints = typing.get_type_hints(cls)
     return [
         _flag(field, hints[field.name], heading=heading, doc=(docs or {}).get(field.name, ""))
@@ -267,7 +267,7 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal below it, from the source of `cls` itself (not of its bases)."""
+    """Returns field name -> the string literal below it, from the source of `cls` (inherited fields are left out)."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef), f"{cls} is not a class"
     out = {}
@@ -284,23 +284,26 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 Rule = Callable[["Args"], "str | None"]
-"""Returns None, or a message: what was given, why it cannot work, what to do."""
+"""(args) -> None, or a message that says what was given, why it cannot work and what to do."""
 
 
 def refuse_if(holds: Callable[[Any], Any], message: str | Callable[[Any], str]) -> Rule:
-    """A rule that returns `message` if `holds(args)`: a text with settings in braces (`{s.seed}`), or a function."""
+    """Returns a rule that reports `message` if `holds(args)`.
+
+    `message` is a format string over the settings (`{s.seed}`), or a function of the settings.
+    """
     told = message.format if isinstance(message, str) else lambda s: message(s)
     return lambda s: told(s=s) if holds(s) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A setting of Megatron or SGLang that slime computes where the user does not give it."""
+    """A setting of Megatron or SGLang that slime computes if the user does not give it."""
 
     owner: Literal["megatron", "sglang"]
     name: str
     compute: Compute
-    """Gets the settings, each derived when it is read. None leaves the owner's default."""
+    """(settings, each derived when it is read) -> value. None leaves the owner's default."""
     why: Why
     """Shown by --explain."""
 
@@ -308,10 +311,10 @@ class Passed:
 @dataclass(frozen=True, slots=True)
 class Group:
     settings: type
-    """A frozen dataclass, a base of `Args`."""
+    """A frozen dataclass that is a base of `Args`."""
     heading: str
-    """Above its flags in --help."""
+    """The title above the group's flags in --help."""
     rules: tuple[Rule, ...] = ()
     """Checked in this order before any process starts."""
     passed: tuple[Passed, ...] = ()
-    """What it sets for Megatron and SGLang."""
+    """Settings that the group computes for Megatron and SGLang."""

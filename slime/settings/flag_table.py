@@ -1,12 +1,12 @@
-"""The whole command line as one `FlagTable`: slime's groups, registry entries, Megatron, SGLang, router.
+"""Builds the `FlagTable` of the whole command line: slime's groups, registry entries, Megatron, SGLang, router.
 
 A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
-or by the import path of a user's class. An entry's fields are settings like any other. A field that several entries
-inherit from one base is one setting; an entry that declares it again changes its default or derivation where it is
-chosen.
+or by the import path of a user's class. An entry's fields are settings like any other. If several entries inherit a
+field from one base, it is one setting. An entry may declare the field again to change its default or derivation; that
+applies when the entry is chosen.
 
 Invariants
-1. A name is one setting: a group's, else that of one base of entries. If two bases declare it, that is an error.
+1. Each name is one setting, declared by one group or by one base class of entries. Two declaring bases are an error.
 2. An entry's field with the name of a group's setting takes that setting's value.
 """
 
@@ -34,43 +34,43 @@ Fields = dict[str, dataclasses.Field[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """A setting that names entries of a registry."""
+    """A setting that chooses entries of a registry."""
 
     setting: str
     registry: Registry[Any]
     chosen_by: ChosenBy | None = None
 
     def names(self, settings: Any) -> tuple[str, ...]:
-        """Names of the entries that `settings` choose."""
+        """Returns the names of the chosen entries."""
         return named(getattr(settings, self.setting) if self.chosen_by is None else self.chosen_by.name(settings))
 
     @property
     def what(self) -> str:
-        """What the names are, in messages."""
+        """What messages call the names."""
         return self.setting if self.chosen_by is None else self.chosen_by.what
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """An entry with a certain field."""
+    """An entry that declares or inherits a certain field."""
 
     chooser: Chooser
     entry: type
     label: str
-    """Its registered name, or the path that the user gave."""
+    """The entry's registered name, or the import path that the user gave."""
     field: dataclasses.Field[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An entry that the settings name."""
+    """An entry that the settings choose."""
 
     chooser: Chooser
     name: str
     entry: type
 
     def problems(self, settings: Any) -> list[str]:
-        """What the entry's own `check(settings) -> str | None` reports."""
+        """Returns the message of the entry's own `check(settings) -> str | None`, if any, as a list."""
         if not hasattr(self.entry, "check"):
             return []
         message = self.chooser.registry.build(self.name, settings).check(settings)
@@ -81,12 +81,12 @@ class Choice:
 
 
 class Components:
-    """Every setting of slime, by name."""
+    """The settings of slime's groups and registry entries, by name."""
 
     def __init__(self, groups: Sequence[type], user_entries: Iterable[tuple[str, str]] = ()) -> None:
-        """`user_entries`: (setting, import path) of entries to load.
+        """Collects the settings. `user_entries` are (setting, import path) pairs of entries to load.
 
-        Raises `ConfigError` for a path without an entry, and for a field that two bases declare.
+        Raises `ConfigError` if a path has no entry, or if two base classes declare the same field.
         """
         self.groups = tuple(groups)
         declarations = [field for group in self.groups for field in own_fields(group)]
@@ -103,31 +103,31 @@ class Components:
         for chooser in self.choosers:
             built_in = f"{chooser.registry.package}."
             for entry in dict.fromkeys(entry for _, entry in chooser.registry):
-                if f"{entry.__module__}.".startswith(built_in):  # a user's entry counts once it is named
+                if f"{entry.__module__}.".startswith(built_in):  # users' entries count only if they are named
                     self._add(chooser, entry, str(entry.name))
         for setting, path in user_entries:
             chooser = next(c for c in self.choosers if c.setting == setting)
             self._add(chooser, chooser.registry.get(path), path)
 
     def knows(self, name: str) -> bool:
-        """Whether a group or an entry has a setting of this name."""
+        """Whether a group or an entry has a setting with this name."""
         return name in self.own or name in self._readers
 
     def of_entries(self) -> tuple[str, ...]:
-        """The settings that only entries have."""
+        """Returns the names of settings that only entries declare."""
         return tuple(self._readers)
 
     def readers(self, name: str) -> tuple[Reader, ...]:
-        """The entries with this setting."""
+        """Returns the entries that have this setting."""
         return tuple(self._readers.get(name, ()))
 
     def chosen(self, settings: Any) -> Iterator[Choice]:
-        """The entries that the settings name. Raises `ConfigError` for an unknown name."""
+        """Yields the chosen entries. Raises `ConfigError` for an unknown name."""
         for chooser in self.choosers:
             yield from self._choices(chooser, settings)
 
     def field_of(self, name: str, settings: Any) -> dataclasses.Field[Any]:
-        """The declaration of a setting; if several entries declare it, that of the chosen one."""
+        """Returns the declaration of a setting. If several entries declare it, the chosen one's applies."""
         if name in self.own:
             return self.own[name]
         readers = self._readers[name]
@@ -137,7 +137,7 @@ class Components:
         return readers[0].field
 
     def flags(self, *, with_docs: bool = False) -> list[Flag]:
-        """The flags of the entries' settings; help texts are read from the source only if wanted."""
+        """Returns the flags of entries' settings. `with_docs` also reads their help texts from the source."""
         out = []
         for name, readers in self._readers.items():
             root, registry = self._roots[name], readers[0].chooser.registry
@@ -180,14 +180,14 @@ class Components:
 
 
 def named(value: Any) -> tuple[str, ...]:
-    """The entry names in a setting's value: none, one or several."""
+    """Returns the entry names in a setting's value, which is None, one name or several."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return () if value is None else (value,)
 
 
 def entries_named_on(words: Sequence[str], components: Components) -> dict[str, tuple[str, ...]]:
-    """Setting -> import paths of users' entries on a command line; ignores the rest of it."""
+    """Returns setting -> import paths of users' entries on a command line. Ignores all other flags."""
     spellings = {f"--{c.setting.replace('_', '-')}": c for c in components.choosers}
     out: dict[str, tuple[str, ...]] = {}
     for position, word in enumerate(words):
@@ -201,7 +201,7 @@ def entries_named_on(words: Sequence[str], components: Components) -> dict[str, 
 
 
 def entries_named_in(content: Mapping[str, Any], components: Components) -> dict[str, tuple[str, ...]]:
-    """Setting -> import paths of users' entries in a file of settings."""
+    """Returns setting -> import paths of users' entries in the content of a settings file."""
     plain = {str(key).replace("-", "_"): value for key, value in content.items()}
     found = {c: plain[c.setting] for c in components.choosers if c.setting in plain}
     return {c.setting: _paths(c, [v for v in named(value) if isinstance(v, str)]) for c, value in found.items()}
@@ -224,24 +224,24 @@ UserEntries = tuple[tuple[str, str], ...]
 
 @cache
 def components(user_entries: UserEntries = ()) -> Components:
-    """Slime's own settings and those of users' entries. Raises `ConfigError` for a path without an entry."""
+    """Returns slime's settings, including those of `user_entries`. Raises `ConfigError` if a path has no entry."""
     return Components([group.settings for group in GROUPS], user_entries)
 
 
 def components_with(named: Mapping[str, tuple[str, ...]]) -> Components:
-    """The same for the import paths that `entries_named_on` and `entries_named_in` found."""
+    """Like `components`, for the import paths that `entries_named_on` and `entries_named_in` return."""
     return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
 
 
 def components_of(args: Args) -> Components:
-    """The same for the users' entries that resolved settings name."""
+    """Like `components`, for the users' entries that resolved settings name."""
     values = {c.setting: getattr(args, c.setting) for c in components().choosers}
     return components_with(entries_named_in(values, components()))
 
 
 @cache
 def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tuple[Flag, ...]:
-    """Slime's flags in --help order; help texts are read from the source only if wanted."""
+    """Returns slime's flags in --help order. `with_docs` also reads their help texts from the source."""
     known = known or components()
     out: list[Flag] = []
     for group in GROUPS:
@@ -252,7 +252,7 @@ def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tu
 
 @cache
 def engine_flags(owner: str) -> tuple[Flag, ...]:
-    """The flags of megatron, sglang or router that a user may give."""
+    """Returns the flags of megatron, sglang or router that a user may give."""
     own = components().own if owner == "megatron" else {}
     spelled = {name for flag in own_flags() for name in flag.names}
     theirs = (f for f in flags_of_owner(owner) if f.dest not in OWNED[owner] and f.dest not in own)
@@ -261,19 +261,19 @@ def engine_flags(owner: str) -> tuple[Flag, ...]:
 
 @cache
 def flag_table(known: Components | None = None) -> FlagTable:
-    """All flags. Slime's own spelling wins over an engine's."""
+    """Returns all flags. If slime and an engine share a spelling, it means slime's flag."""
     engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
     return FlagTable([*own_flags(known), *engines])
 
 
 @cache
 def secret_settings(known: Components | None = None) -> frozenset[tuple[str, str]]:
-    """(owner, dest) of everything that is masked in records."""
+    """Returns (owner, dest) of all settings that are masked in records."""
     return frozenset((f.owner, f.dest) for f in flag_table(known).flags if f.secret)
 
 
 def registered_names(flag: Flag) -> tuple[str, ...]:
-    """The registered entries that a flag may name; empty if it names no entry."""
+    """Returns the names of registered entries that a flag accepts; empty if the flag does not choose entries."""
     known = components()
     if flag.owner != "slime" or flag.dest not in known.own or not declared(known.own[flag.dest]).chosen_from:
         return ()
