@@ -3,9 +3,9 @@
 Invariants
 1. A flag is known by its whole name: no prefix abbreviations. An unknown flag is an error with a suggestion.
 2. A value is converted and checked in the same way from the command line and from YAML.
-3. If a setting is given twice, in whatever spelling, both values are the same. Flags after the word `--override`
+3. A setting given twice, even in two spellings, must have the same value both times. Flags after the word `--override`
 replace those before it, so a script can end in `--override "$@"`.
-4. A secret may be given as @FILE: everybody on the host can see a command line.
+4. A secret may be given as @FILE, because every user of the host can read command lines.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from slime.core.processes import ip_of
 from slime.core.text import HIDDEN, nearest, shorten
 from slime.core.user_files import Doubled, parse_json, read_small
 
-# --- Ranges of numbers. Bounds are wide: no machine of today reaches them, so a larger value is a slip of the hand.
+# --- Ranges of numbers. Bounds are far beyond today's machines, so a value outside them is a typing mistake.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be; None means unbounded. With any bound, the number must be finite."""
+    """The allowed range of a number. None means unbounded. Numbers must always be finite."""
 
     gt: float | None = None
     ge: float | None = None
@@ -41,7 +41,7 @@ class Range:
     le: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, after "got VALUE, "; None if nothing is, or if it is not a number."""
+        """Returns what is wrong with a number, to follow "got VALUE, "; None if it is allowed or not a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if not math.isfinite(value):
@@ -57,36 +57,36 @@ class Range:
 
 
 def _plain(bound: float) -> str:
-    """1000000, not 1e+06."""
+    """Writes 1000000 instead of 1e+06."""
     return f"{int(bound)}" if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
 
 
 ANY = Range()
 COUNT = Range(ge=1, le=1_000_000)
-"""Prompts, samples, processes, hosts, files in one step or one cluster."""
+"""A number of prompts, samples, processes, hosts or files, in one step or one cluster."""
 COUNT_OR_NONE = Range(ge=0, le=1_000_000)
 STEPS = Range(ge=1, le=1_000_000_000)
 STEPS_OR_NONE = Range(ge=0, le=1_000_000_000)
 TOKENS = Range(ge=1, le=100_000_000)
 TOKENS_OR_NONE = Range(ge=0, le=100_000_000)
 EXECUTIONS = Range(ge=1, le=10_000_000)
-"""Prompts times samples, in a step or an optimizer step."""
+"""Prompts times samples per prompt, in a step or an optimizer step."""
 SECONDS = Range(ge=0.01, le=30 * 86_400.0)
-"""A timeout: under 10 ms everything would expire, and nobody waits for more than 30 days."""
+"""A timeout: at least 10 ms, or every wait would expire, and at most 30 days."""
 SECONDS_OR_NONE = Range(ge=0, le=30 * 86_400.0)
 FRACTION = Range(ge=0, le=1)
 COEFFICIENT = Range(ge=0, le=1_000)
-"""Of a term of a loss or reward."""
+"""The coefficient of a term of a loss or reward."""
 BOUND = Range(ge=0, le=1e9)
-"""Of a ratio; some users switch a bound off with a large number."""
+"""The bound of a ratio. It may be large, because some users switch a bound off with a large number."""
 RATE = Range(ge=0, le=100)
 PORT = Range(ge=1, le=65_535)
 SEED = Range(ge=0, le=2**32 - 1)
-"""The range of numpy."""
+"""The seeds that numpy accepts."""
 WHOLE = Range(ge=0, le=2**31 - 1)
-"""A count of an engine about which nothing more is known."""
+"""The default range of an engine's whole number."""
 WHOLE_OR_OFF = Range(ge=-1, le=2**31 - 1)
-"""-1 has a special meaning."""
+"""Like `WHOLE`, but -1 is allowed and means off or automatic."""
 REAL = Range(ge=0, le=1e12)
 
 _MEGATRON: Mapping[str, Range] = {
@@ -130,7 +130,7 @@ _OF: Mapping[str, Mapping[str, Range]] = {"megatron": _MEGATRON, "sglang": _SGLA
 
 
 def range_of(owner: str, dest: str, kind: str) -> Range:
-    """The range of an engine's flag; unbounded if it is not a number."""
+    """Returns the range of an engine's flag; unbounded if the flag is not a number."""
     if dest in _OF[owner]:
         return _OF[owner][dest]
     base = kind.removesuffix("_or_json").removeprefix("human_")
@@ -140,11 +140,11 @@ def range_of(owner: str, dest: str, kind: str) -> Range:
 
 
 Form = Callable[[str], "str | None"]
-"""What is wrong with a text, after "got TEXT, "; None if nothing is."""
+"""A check of a text: returns what is wrong with it, to follow "got TEXT, ", or None."""
 
 
 def url_form(text: str) -> str | None:
-    """For settings that are an http or https URL."""
+    """Accepts an http or https URL."""
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
@@ -154,7 +154,7 @@ def url_form(text: str) -> str | None:
 
 
 def host_form(text: str) -> str | None:
-    """For settings that are an IP address or a host name."""
+    """Accepts an IP address or a host name."""
     if ip_of(text) is not None or (_HOST_NAME.fullmatch(text) and not text.rpartition(".")[2].isdecimal()):
         return None
     return "which is neither an IP address nor the name of a host; give one, such as 127.0.0.1"
@@ -164,7 +164,7 @@ _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.(?!-)[a-z0-9_-]{1,63})*\.?", r
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises one `ConfigError` with all problems, without duplicates; returns if there are none."""
+    """Raises one `ConfigError` that lists all problems without duplicates. Does nothing for an empty list."""
     told = list(dict.fromkeys(problems))
     if len(told) == 1:
         raise ConfigError(told[0])
@@ -173,7 +173,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 OVERRIDE = "--override"
-"""Stands before flags that replace earlier ones."""
+"""The word after which flags replace earlier ones."""
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -185,7 +185,7 @@ DTYPES = {
     "uint8": "uint8",
     "fp8": "uint8",
 }
-"""Spellings of a dtype; Megatron stores fp8 moments as uint8."""
+"""Spelling -> name of a dtype. Megatron stores fp8 moments as uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Flag:
     owner: str
     """slime, megatron, sglang or router."""
     names: tuple[str, ...]
-    """Spellings with dashes; --help shows the first. For `bool`, they switch it on."""
+    """Spellings with dashes, the usual one first. For a `bool`, these switch it on."""
     kind: str
     """int, float, str, bool, json; human_int (SGLang's `4k`); dtype (torch's); int_or_json, float_or_json and
     str_or_json, which also take a list."""
@@ -213,22 +213,22 @@ class Flag:
     """Each occurrence adds one entry."""
     choices: tuple[Any, ...] | None = None
     limits: Range = ANY
-    """Range of a number. For an entry's setting, the chosen entries say it later."""
+    """Range of a number. For a registry entry's setting it is `ANY`; the chosen entry's range is checked later."""
     form: Form | None = None
-    """What a text must be."""
+    """The check of a text value."""
     of_strings: bool = False
-    """A JSON object with string values."""
+    """The value is a JSON object with string values."""
     optional: bool = False
-    """`none` is a value."""
+    """The word `none` is accepted as None."""
     required: bool = False
     derived: bool = False
-    """Computed if the user gives no value; --explain says why."""
+    """slime computes the value if the user gives none; --explain says why."""
     secret: bool = False
-    """Masked wherever it is written; @FILE reads it from a file."""
+    """The value is masked wherever it is written. @FILE reads it from a file."""
     internal: bool = False
-    """Set by the run, not by a flag."""
+    """The run sets the value; there is no flag."""
     configs: tuple[str, ...] = ()
-    """Upstream config classes with this field (Megatron)."""
+    """Megatron's config classes that have this field."""
 
     @property
     def is_list(self) -> bool:
@@ -236,22 +236,22 @@ class Flag:
 
 
 MOST_SECRET_BYTES = 65_536
-"""Size limit of a secret's file."""
+"""Size limit of a file that holds a secret."""
 MOST_KEY = 4096
-"""In characters. Servers take headers of 8 kB."""
+"""Length limit of a key, in characters. Servers accept headers of 8 kB."""
 _KEY = "api_key"
-"""Ending of names of secrets sent as bearer tokens."""
+"""Secrets with this suffix in their name are sent as bearer tokens."""
 FILE_MARK = "@"
 """Prefix of a file name that stands for the file's content."""
 
 
 def shown(flag: Flag, value: Any) -> str:
-    """A value for a message."""
+    """Formats a value for a message; masks secrets."""
     return HIDDEN if flag.secret else shorten(repr(value), 200)
 
 
 def _number(kind: str, text: str) -> Any:
-    if kind in ("int", "float") and (not text.isascii() or "_" in text):  # Python accepts 1_0
+    if kind in ("int", "float") and (not text.isascii() or "_" in text):  # int() and float() accept 1_0
         raise ValueError(text)
     if kind == "int":
         return int(text)
@@ -267,7 +267,7 @@ def _number(kind: str, text: str) -> Any:
 
 
 def _one(flag: Flag, text: str) -> Any:
-    """Converts one word; raises ValueError, KeyError or a JSON error."""
+    """Converts one word. Raises `ValueError`, `KeyError` or a JSON error."""
     if flag.kind == "str":
         return text
     if flag.kind == "json":
@@ -284,14 +284,14 @@ def _one(flag: Flag, text: str) -> Any:
 
 
 def _list_or_pattern(text: str) -> Any:
-    """A JSON list, else the text: Megatron's layer patterns are Python expressions such as ([0]*3+[1])*8."""
+    """Parses a JSON list; keeps other text as is, such as Megatron's layer patterns (`([0]*3+[1])*8`)."""
     if "*" in text or "+" in text:
         return text
     return json.loads(text) if text.lstrip().startswith("[") and text.rstrip().endswith("]") else text
 
 
 def convert(flag: Flag, text: str, *, where: str) -> Any:
-    """One word of the command line as a value, or an element of a list value. Raises `ConfigError`."""
+    """Converts one word of the command line to a value, or to one element of a list. Raises `ConfigError`."""
     if flag.optional and not (flag.is_list or flag.append) and text.lower() == "none":
         return None
     if "\0" in text:
@@ -357,7 +357,7 @@ def check_choice(flag: Flag, value: Any, *, where: str) -> None:
 
 
 def check_strings(flag: Flag, value: Any, *, where: str) -> None:
-    """Raises `ConfigError` if the flag is a mapping of strings and `value` holds something else."""
+    """Raises `ConfigError` if the flag needs a mapping of strings and `value` has other keys or values."""
     for name, one in value.items() if flag.of_strings and isinstance(value, dict) else ():
         if not isinstance(name, str) or not isinstance(one, str):
             wrong, good = (one, f'{json.dumps(str(name))}: "{one}"') if isinstance(name, str) else (name, '"NAME": ...')
@@ -365,7 +365,7 @@ def check_strings(flag: Flag, value: Any, *, where: str) -> None:
 
 
 def coerce(flag: Flag, value: Any, *, where: str) -> Any:
-    """A YAML value, checked as strictly as on the command line. Raises `ConfigError`."""
+    """Converts a YAML value, with the same checks as on the command line. Raises `ConfigError`."""
     if value is None:
         if not flag.optional:
             raise ConfigError(f"{where}: got null, but it needs a value of type {flag.kind}")
@@ -398,7 +398,7 @@ class FlagTable:
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.flags: tuple[Flag, ...] = tuple(flags)
         self.by_name: dict[str, tuple[Flag, bool]] = {}
-        """Spelling -> (flag, False if this spelling switches it off). The first flag keeps a contested spelling."""
+        """Spelling -> (flag, whether this spelling switches it on). If two flags share one, the first flag keeps it."""
         for flag in self.flags:
             if flag.internal:
                 continue
@@ -408,11 +408,11 @@ class FlagTable:
                 self.by_name.setdefault(name, (flag, False))
 
     def nearest(self, name: str) -> str | None:
-        """The known spelling most like `name`; None if nothing is similar."""
+        """Returns the known spelling closest to `name`; None if no spelling is similar."""
         return nearest(name, self.by_name)
 
     def unknown(self, name: str, elsewhere: Mapping[str, str]) -> str:
-        """The message about an unknown flag. `elsewhere`: names in other programs -> what to write here."""
+        """Returns the message about an unknown flag. `elsewhere` maps other programs' flags to advice."""
         words = set(name[2:].split("-"))
         longer = [known for known, (_, on) in self.by_name.items() if on and words <= set(known[2:].split("-"))][:3]
         if name[2:] in elsewhere:
@@ -432,10 +432,10 @@ class FlagTable:
         owned: Mapping[str, str] = types.MappingProxyType({}),
         elsewhere: Mapping[str, str] = types.MappingProxyType({}),
     ) -> dict[tuple[str, str], Any]:
-        """Values on a command line, by (owner, dest).
+        """Returns the values on a command line, by (owner, dest).
 
-        `owned`: spellings that slime sets itself -> what to use instead; `elsewhere`: names that other programs use for
-        a setting. Raises one `ConfigError` with everything that is wrong.
+        `owned` maps the flags that slime sets itself to advice, `elsewhere` the flags of other programs. Raises one
+        `ConfigError` that lists all mistakes.
         """
         out: dict[tuple[str, str], Any] = {}
         problems: list[str] = []
@@ -447,7 +447,7 @@ class FlagTable:
     def _parse_part(
         self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
     ) -> dict[tuple[str, str], Any]:
-        """Values of words between two `OVERRIDE`s; adds to `problems`."""
+        """Returns the values in the words between two `OVERRIDE`s; appends mistakes to `problems`."""
         out: dict[tuple[str, str], Any] = {}
         spelled: dict[tuple[str, str], str] = {}
         position = 0
@@ -476,7 +476,7 @@ class FlagTable:
                 except ConfigError as error:
                     problems.append(str(error))
                 continue
-            position += 0 if has_value else len(words)  # whatever they are, they belong to this flag
+            position += 0 if has_value else len(words)  # skips the values of the unknown flag
             if name in owned:
                 problems.append(f"got {name}, which slime sets itself; {owned[name]}")
             else:
@@ -484,7 +484,7 @@ class FlagTable:
         return out
 
     def _values(self, argv: Sequence[str], position: int) -> list[str]:
-        """The words after a flag, up to the next flag."""
+        """Returns the words from `position` up to the next flag."""
         end = position
         while end < len(argv) and not (argv[end].startswith("--") and len(argv[end]) > 2):
             end += 1
@@ -498,7 +498,7 @@ class FlagTable:
 
     @staticmethod
     def _value(flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool) -> Any:
-        """The value of one occurrence of a flag."""
+        """Returns the value of one occurrence of a flag."""
         if flag.kind == "bool":
             if inline:
                 raise ConfigError(_about_switch(flag, name, words[0], on=on))
@@ -517,7 +517,7 @@ class FlagTable:
 
 
 def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
-    """The words between `OVERRIDE`s."""
+    """Splits the words at each `OVERRIDE`."""
     part: list[str] = []
     for word in argv:
         if word == OVERRIDE:
@@ -531,7 +531,10 @@ def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
 def _keep(
     out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
 ) -> None:
-    """Stores one occurrence of a flag, written as `said`. Raises `ConfigError` if an earlier one has another value."""
+    """Stores the value of one occurrence. `said` is how the user wrote it.
+
+    Raises `ConfigError` if an earlier occurrence has another value.
+    """
     key = (flag.owner, flag.dest)
     if flag.append:
         out[key] = (*out.get(key, ()), value)
@@ -545,11 +548,11 @@ def _keep(
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-"""Other programs switch on and off with these words."""
+"""Words after a flag that other programs accept to switch it on and off."""
 
 
 def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
-    """The message about a value after a switch."""
+    """Returns the message about a value that follows a switch."""
     said = f"{name}: got a value {word!r}, but it is a switch"
     other = next(iter(flag.off_names if on else flag.names), None)
     if word.lower() in _NO and other is not None:
@@ -558,7 +561,7 @@ def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
 
 
 def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterator[str]:
-    """Messages about words that belong to no flag; some programs write settings as `group.name=value`."""
+    """Yields messages about words that belong to no flag. Other programs write settings as `group.name=value`."""
     answered = {
         w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
     }

@@ -1,7 +1,8 @@
-"""User hooks: loaded by path, their signatures checked against a contract before anything starts.
+"""Loads user hooks by path and checks their signatures against contracts.
 
-A path is `pkg.mod:fn`, `pkg.mod.fn` or `path/to/file.py:fn`. Loading a hook imports the user's module, so it happens in
-`check_hooks` at start and in `load_hook` at use, never while the command line is parsed.
+A path is `pkg.mod:fn`, `pkg.mod.fn` or `path/to/file.py:fn`. Loading a hook imports the user's module. So hooks are
+loaded by `check_hooks`, before the run starts any process, and by `load_hook`, where they are used, but never while the
+command line is parsed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from slime.settings.flag_table import components, entries_named_in
 
 @dataclass(frozen=True, slots=True)
 class HookContract:
-    """What slime calls a hook with."""
+    """How slime calls a hook."""
 
     flag: str
     """The setting that names the hook."""
     positional: tuple[str, ...]
-    """Passed by position, in this order; users may name them otherwise."""
+    """Passed by position, in this order; the hook may use other parameter names."""
     keywords: tuple[str, ...] = ()
     """Always passed by keyword."""
     optional_keywords: tuple[str, ...] = ()
@@ -34,11 +35,11 @@ class HookContract:
     mode: Literal["sync", "async", "either"] = "sync"
     is_class: bool = False
     methods: tuple[str, ...] = ()
-    """Called on the class's instance."""
+    """Methods that the class must have."""
 
     @property
     def shape(self) -> str:
-        """The contract as a signature, for messages."""
+        """Returns the contract as a signature, for messages."""
         keywords = (*(f"{k}=..." for k in self.keywords), *(f"[{k}=...]" for k in self.optional_keywords))
         parts = ", ".join((*self.positional, *keywords))
         if self.is_class:
@@ -47,7 +48,7 @@ class HookContract:
         return f"{how}({parts})"
 
     def refused(self, got: str) -> HookError:
-        """`got`: the path and what is wrong with it."""
+        """Returns the error for a hook that breaks the contract. `got` is its path and what is wrong with it."""
         return HookError(f"--{self.flag.replace('_', '-')}: got {got}; expected {self.shape}")
 
 
@@ -108,8 +109,9 @@ CONTRACTS: dict[str, HookContract] = {
 
 
 def load_hook(path: str, kind: str) -> Callable[..., Any]:
-    """The function or class at `path`, checked against the contract of `kind` (a key of `CONTRACTS`). Raises
-    `HookError`.
+    """Returns the function or class at `path`.
+
+    Raises `HookError` if it cannot be loaded, or does not match the contract of `kind` (a key of `CONTRACTS`).
     """
     assert kind in CONTRACTS, f"no hook of kind {kind!r}; kinds are {sorted(CONTRACTS)}"
     contract = CONTRACTS[kind]
@@ -124,20 +126,20 @@ def load_hook(path: str, kind: str) -> Callable[..., Any]:
 
 
 def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
-    """Whether `hook` can be called with keyword `name`."""
+    """Whether `hook` accepts the keyword argument `name`."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def is_async(hook: Any) -> bool:
-    """Whether a call of `hook` must be awaited."""
+    """Whether calls of `hook` must be awaited."""
     plain = inspect.isroutine(hook) or inspect.isclass(hook) or isinstance(hook, functools.partial)
     call = hook if plain else type(hook).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(call))
 
 
 def _configured(args: Args) -> list[tuple[str, str]]:
-    """(path, kind) of every configured hook."""
+    """Returns (path, kind) of every configured hook."""
     wanted = []
     for kind, contract in CONTRACTS.items():
         given = getattr(args, contract.flag)
@@ -149,14 +151,14 @@ def _configured(args: Args) -> list[tuple[str, str]]:
 
 
 def runs_user_code(args: Args) -> bool:
-    """Whether a hook or a registry entry is the user's own: anything named by an import path outside slime."""
+    """Whether a hook or a chosen registry entry is the user's code, which is any import path outside slime."""
     chosen = {c.setting: getattr(args, c.setting) for c in components().choosers}
     entries = [path for paths in entries_named_in(chosen, components()).values() for path in paths]
     return any(not path.startswith("slime.") for path in [*entries, *(path for path, _ in _configured(args))])
 
 
 def check_hooks(args: Args) -> None:
-    """Loads every configured hook once. Raises one `HookError` with everything that is wrong."""
+    """Loads every configured hook once. Raises one `HookError` that lists all problems."""
     problems = []
     for path, kind in _configured(args):
         try:
@@ -194,7 +196,7 @@ def _check_class(hook: Any, path: str, contract: HookContract) -> None:
 def _check_signature(hook: Any, path: str, contract: HookContract) -> None:
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # some builtins have none; the call itself reports an error
+    except ValueError:  # some builtins have no signature; a wrong call fails when it is made
         return
     accepted = [name for name in contract.optional_keywords if accepts_keyword(hook, name)]
     try:

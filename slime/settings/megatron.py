@@ -1,10 +1,10 @@
-"""Megatron's settings in this trainer: which act, under which condition, and what slime fixes or defaults, and why.
+"""Which of Megatron's settings act in this trainer and under which conditions, and which ones slime fixes or defaults.
 
-The trainer builds Megatron's configuration objects from all settings, but uses only some of Megatron's modules: norm,
-core attention, latent attention, expert routing, log-probs and the outer loop are slime's own, and nothing comes from
-Transformer Engine. So one rule (`need_of`): a flag acts only if it is in `ACTING`, or in `CONDITIONS` and its condition
-holds. Any other flag that is given is listed at start. Flags that ask for another model, optimizer or layout are
-refused instead (`FIXED`, `UNSUPPORTED`).
+The trainer builds Megatron's configuration objects from all settings, but uses only some of Megatron's modules. slime
+has its own norm, core attention, latent attention, expert routing, log-probs and outer loop, and uses nothing of
+Transformer Engine. So `need_of` applies one rule: a flag acts only if it is in `ACTING`, or if it is in `CONDITIONS`
+and its condition holds. Any other given flag is listed at start. A flag that asks for another model, optimizer or
+layout is refused instead (`FIXED`, `UNSUPPORTED`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ACTING = frozenset(
         *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
     }
 )
-"""Flags of Megatron that act in every run, or are refused by a rule where they cannot."""
+"""Megatron's flags that act in every run, or that a rule refuses in runs where they cannot act."""
 
 _LISTED_THOUGH_FIXED = ("moe_enable_deepep", "transformer_impl")
-"""The trainer computes the same step whatever these say, so they are listed instead of refused."""
+"""Fixed settings that do not change what the trainer computes, so other values are listed instead of refused."""
 
 _UNUSED = "a part of Megatron that this trainer does not use"
 
@@ -61,14 +61,14 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "rows of one length; slime packs samples of any length": ("seq_length",),
 }
-"""A part of Megatron that the trainer does not use -> how the flags begin that only this part would read.
+"""A part of Megatron that the trainer does not use -> prefixes of the flags that only this part would read.
 
-Here only where it tells a user more than `_UNUSED`.
+Other unused flags get the general text `_UNUSED`.
 """
 
 
 def _balances(s: Any) -> bool:
-    """An auxiliary loss needs a coefficient; sinkhorn does not."""
+    """Whether experts are load-balanced: by an auxiliary loss with a coefficient, or by sinkhorn."""
     return bool(s.megatron["moe_aux_loss_coeff"]) or "sinkhorn" in str(s.megatron["moe_router_load_balancing_type"])
 
 
@@ -89,7 +89,7 @@ def _warms_up(s: Any) -> bool:
 
 
 def _recomputes_modules(s: Any) -> bool:
-    """`moe_layer_recompute` is Megatron's older name for selective recompute of experts."""
+    """Includes `moe_layer_recompute`, Megatron's older name for selective recompute of experts."""
     return s.megatron["recompute_granularity"] == "selective" or bool(s.megatron["moe_layer_recompute"])
 
 
@@ -177,7 +177,7 @@ CONDITIONS: Mapping[str, Need] = {name: need for need, names in _CONDITIONAL.ite
 
 
 def need_of(name: str) -> Need | None:
-    """What a flag of Megatron needs to act; None if it always acts, or is refused where it asks for something else."""
+    """Returns what a Megatron flag needs to act; None if it always acts, or if values that cannot act are refused."""
     if name in CONDITIONS:
         return CONDITIONS[name]
     fixed = name in FIXED or name in UNSUPPORTED
@@ -187,7 +187,7 @@ def need_of(name: str) -> Need | None:
     return Need(lambda s: False, text)
 
 
-# What slime fixes, and its own defaults: value and reason, shown by --explain.
+# Settings that slime fixes, and its own defaults: name -> (value, reason). --explain shows the reason.
 
 FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
@@ -270,14 +270,14 @@ FIXED: dict[str, tuple[Any, str]] = {
     "preserve_fp32_weights": (True, "a setting of FSDP"),
     "suggested_communication_unit_size": (None, "a setting of FSDP"),
 }
-"""What the trainer fixes. A flag with another value is refused; the trainer itself reads the value here."""
+"""Settings that the trainer fixes; it reads the values here. A flag with another value is refused."""
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "main_grads_dtype": ("float32", "sums of many micro-batches lose bits in bf16"),
     **dict.fromkeys(("fp8", "fp4"), (None, "this release does not train it")),
     "cpu_offloading": (False, "needs Transformer Engine"),
 }
-"""As `FIXED`, for settings that the trainer leaves at Megatron's default."""
+"""Like `FIXED`, but for settings that the trainer leaves at Megatron's default."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "lr": (1e-6, "a usual RL learning rate for a pretrained model"),

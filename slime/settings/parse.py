@@ -1,6 +1,6 @@
-"""From a command line to `Args`: parse, read YAML, resolve; help texts; how a program reports mistakes.
+"""Turns a command line into `Args`, prints help texts, and reports a program's errors.
 
-Imports no torch, transformers, Ray or engine, so a wrong flag is answered at once.
+Imports no torch, transformers, Ray or engine, so that a wrong flag is reported at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from slime.settings.schema import load, owned_spellings
 
 @paths_in_words()
 def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
-    """The resolved settings of a run.
+    """Returns the resolved settings of a run.
 
-    `argv`: words after the program's name (None: this process's). `synchronous`: train.py's loop, not train_async.py's.
-    Answers --help [topic], --version and --explain on stdout and raises `SystemExit(0)`. Raises one `ConfigError` with
-    everything that cannot work.
+    `argv` is the words after the program's name; None reads them from `sys.argv`. `synchronous` selects the loop of
+    train.py, otherwise that of train_async.py. For --help [topic], --version and --explain, prints the answer and
+    raises `SystemExit(0)`. Raises one `ConfigError` that lists all problems.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     text = help_or_version(words)
@@ -73,14 +73,17 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parsed:
     known: Components
-    """Slime's settings and those of the users' entries, whose flags are accepted too."""
+    """slime's settings, including those of users' registry entries."""
     given: Given
     origins: dict[tuple[str, str], str]
     custom: dict[str, Any]
 
 
 def parse_words(words: Sequence[str]) -> _Parsed:
-    """The flags of a command line and its --custom-config-path, each checked by itself. Raises one `ConfigError`."""
+    """Parses a command line and its --custom-config-path file. Each value is checked on its own.
+
+    Raises one `ConfigError` that lists all problems.
+    """
     config = config_on(words)
     named = entries_named_in(config[1], components()) if config is not None else {}
     known = components_with(named | entries_named_on(words, components()))
@@ -94,7 +97,7 @@ def parse_words(words: Sequence[str]) -> _Parsed:
 
 
 def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
-    """`parse_args` for a script: a user's error ends it with one message on stderr and exit code 2."""
+    """Like `parse_args`, but a user error prints one message on stderr and exits with code 2."""
     try:
         return parse_args(argv, synchronous=synchronous)
     except (ConfigError, HookError) as error:
@@ -102,10 +105,10 @@ def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) ->
 
 
 def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None, *, synchronous: bool = True) -> None:
-    """Parses the command line and runs `main(args)`; errors of either are reported in one message on stderr.
+    """Parses the command line and runs `main(args)`. Prints one message on stderr if either fails.
 
-    Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 the user's mistake (`ConfigError`,
-    `HookError`), 130 Ctrl-C, 143 SIGTERM. Any other error keeps its traceback.
+    Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 a user error (`ConfigError`,
+    `HookError`), 130 Ctrl-C, 143 SIGTERM. Any other error is raised with its traceback.
     """
     logs = None
     try:
@@ -117,7 +120,10 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
 
 
 def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
-    """Ends the process as `run_or_exit` says, or raises `end` again. Call it in the block that handles `end`."""
+    """Exits with the message and code that `run_or_exit` describes, or raises `end` again.
+
+    Call it in the `except` block that handles `end`.
+    """
     if isinstance(end, KeyboardInterrupt | Terminated):
         said, code = ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
         where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
@@ -130,12 +136,12 @@ def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
 
 
 def _notes(error: BaseException) -> str:
-    """Notes added to an error on its way up, one per line."""
+    """Returns the notes of an exception (`add_note`), one per line."""
     return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
 
 
 def _stop(message: str, code: int) -> NoReturn:
-    """Ends the process without a traceback. The message may quote model output, so control characters are escaped."""
+    """Exits without a traceback. The message may quote model output, so its control characters are escaped."""
     sys.stderr.write(visible(message) + "\n")
     raise SystemExit(code) from None
 
@@ -145,7 +151,7 @@ def _answer(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-# --- What --help, --version and --explain print.
+# --- The output of --help, --version and --explain
 
 TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "public", "all")
 
@@ -163,7 +169,7 @@ _AT_FILE = "@FILE reads it from a file: everybody on the host sees a command lin
 
 
 def help_or_version(words: Sequence[str]) -> str | None:
-    """The answer to --help [topic] or --version; None if neither was given."""
+    """Returns the text for --help [topic] or --version; None if neither was given."""
     if "--version" in words:
         import slime
 
@@ -178,7 +184,7 @@ def help_or_version(words: Sequence[str]) -> str | None:
 
 
 def help_text(topic: str) -> str:
-    """Raises `ConfigError` for an unknown topic."""
+    """Returns the text of one help topic. Raises `ConfigError` for an unknown topic."""
     if topic not in TOPICS:
         raise ConfigError(f"got --help {topic}; topics are {', '.join(TOPICS)}")
     if topic == "public":
@@ -237,7 +243,7 @@ def _default(flag: Flag) -> str:
 
 
 def explain_args(args: Args) -> str:
-    """Every resolved value and its origin, one per line; values that differ from the defaults come first."""
+    """Returns every resolved value with its origin, one per line; values that are not defaults come first."""
     secrets = secret_settings(components_of(args))
     rows: list[tuple[str, tuple[str, str], Any]] = [
         (one.name, ("slime", one.name), getattr(args, one.name))
@@ -261,11 +267,11 @@ def json_line(value: Any) -> str:
     return json.dumps(value, default=list) if isinstance(value, (dict, list, tuple)) else str(value)
 
 
-# --- Words of a command line, grouped by flag: to leave some out, or to put others in.
+# --- Command lines, grouped by flag, so that flags can be removed or replaced
 
 
 def groups(words: Sequence[str]) -> list[list[str]]:
-    """Each flag with its values."""
+    """Splits a command line into groups: each flag with its values."""
     out: list[list[str]] = []
     for word in words:
         if out and not (word.startswith("--") and len(word) > 2):
@@ -276,12 +282,12 @@ def groups(words: Sequence[str]) -> list[list[str]]:
 
 
 def name_of(group: Sequence[str]) -> str:
-    """`ckpt_step` for `--ckpt-step 3`, `--ckpt_step 3` and `--ckpt-step=3`."""
+    """Returns `ckpt_step` for `--ckpt-step 3`, `--ckpt_step 3` and `--ckpt-step=3`."""
     return group[0].partition("=")[0].lstrip("-").replace("-", "_")
 
 
 def flag_value(words: Sequence[str], name: str) -> str | None:
-    """The last value of a flag; None without one."""
+    """Returns the first value of the last occurrence of a flag; None if there is no value."""
     found = None
     for group in groups(words):
         if name_of(group) == name:
@@ -291,7 +297,7 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
 
 
 def without(words: Sequence[str], *names: str) -> list[str]:
-    """The words without these flags and their values."""
+    """Returns the words without the named flags and their values."""
     return [word for group in groups(words) if name_of(group) not in names for word in group]
 
 
@@ -305,10 +311,10 @@ def execute_train(
     train_script: str = "train.py",
     extra_env_vars: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs `slime train` (or train-async) as a subprocess until it ends.
+    """Runs `slime train` (or train-async) as a subprocess and waits until it ends.
 
-    `num_gpus_per_node` and `megatron_model_type` are ignored: flags and checkpoint say both. Raises `ConfigError` for
-    another script, `subprocess.CalledProcessError` if the run fails.
+    `num_gpus_per_node` and `megatron_model_type` are ignored: flags and the checkpoint already give both. Raises
+    `ConfigError` for an unknown script and `subprocess.CalledProcessError` if the run fails.
     """
     if train_script not in _LOOPS:
         raise ConfigError(f"got train_script {train_script}; give one of {', '.join(_LOOPS)}")

@@ -1,7 +1,7 @@
-"""Flags of the public slime that mean something else here (the tables of docs/migration.md); flags of other programs.
+"""Flags of the public slime that have another meaning here, and advice for flags of other programs.
 
-`slime train --help public` prints the tables, and a test compares the document with them. A flag that is not in them
-should mean the same in both.
+`slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them. A
+flag that is in no table means the same in both.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ DIFFERENT: Mapping[str, str] = {
         "([topologies.md](topologies.md#engines-that-run-already)), and may end, come back, join and leave"
     ),
 }
-"""As written in a script -> what that does here, and why. In the order of the document."""
+"""Flags as written in a script -> what they do here, and why. In the order of docs/migration.md."""
 
 _INSTEAD_OF_REFUSED = {
     "use --model-family, a family of your own: a model that only the trainer can build reaches no engine, checkpoint "
@@ -132,7 +132,7 @@ _INSTEAD_OF_REFUSED = {
         "megatron-server-warmup"
     ),
 }
-"""What to do -> the refused flags of the public slime, without leading dashes."""
+"""Advice -> refused flags of the public slime, without leading dashes."""
 
 _INSTEAD_OF_FOREIGN = {
     "use --hf-checkpoint DIR, a folder in Hugging Face format": (
@@ -320,8 +320,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --custom-rm-path path/to/file.py:fn": "custom_reward_function.path",
     "drop it: a first evaluation precedes training, without --skip-eval-before-train": "trainer.val_before_train",
 }
-"""What to do -> flags of other programs (TRL, OpenRLHF, Megatron-LM), without leading dashes, and verl's dotted names.
-"""
+"""Advice -> flags of other programs (TRL, OpenRLHF, Megatron-LM), without leading dashes, and verl's dotted names."""
 
 
 def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
@@ -330,13 +329,15 @@ def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
 
 REFUSED: Mapping[str, str] = _by_name(_INSTEAD_OF_REFUSED)
 FOREIGN_NAMES: Mapping[str, str] = {**REFUSED, **_by_name(_INSTEAD_OF_FOREIGN)}
-"""For messages about unknown flags. None of the names is accepted: a name with almost the same meaning (a batch counted
-per device, a penalty inside the reward) would be a silent difference. Where the meaning differs, the answer says how.
+"""Flag of another program -> advice, for messages about unknown flags.
+
+No name is accepted as an alias. Many have only almost the same meaning (a batch counted per device, a penalty inside
+the reward), and the difference would go unnoticed. The advice states such a difference.
 """
 
 
 def tables() -> str:
-    """Three tables in Markdown: other meanings, flags without effect, refused flags."""
+    """Returns three Markdown tables: flags with another meaning, flags without effect, refused flags."""
     parts = [
         "These are accepted, but mean something else or more:",
         _table(("in a script", "here"), list(DIFFERENT.items())),
@@ -359,7 +360,7 @@ def _without_effect() -> Iterator[tuple[str, str]]:
 
 
 def _grouped(answers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(flags, answer), one row per answer."""
+    """Yields one row (flags, advice) for each distinct advice."""
     for answer in dict.fromkeys(answers.values()):
         flags = ", ".join(f"`--{name}`" for name, text in answers.items() if text == answer)
         yield flags, answer
