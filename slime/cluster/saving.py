@@ -77,7 +77,7 @@ class Saver:
             logger.info("loaded only the weights of %s, because of --finetune", found.path)
             return
         following, num_rollout = found.rollout_id + 1, self._args.num_rollout
-        of_all = "" if num_rollout is None else f" of {num_rollout}"
+        of_all = "" if num_rollout is None else f" ({following + 1}/{num_rollout})"
         over = num_rollout is not None and following >= num_rollout
         go_on = "no step is left" if over else f"the next step is {following}{of_all}"
         logger.info("resumed from %s of %s: %s", found.path.name, found.path.parent, go_on)

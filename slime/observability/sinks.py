@@ -288,9 +288,9 @@ class ConsoleSink:
         """The line of a record; called once per record, since it counts steps."""
         head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
-            head += f" of {self._num_rollout}"
+            head += f" ({record.step + 1}/{self._num_rollout})"
         shown = [f"{label} {_number(record.metrics[key], spec)}" for key, label, spec in self._headlines(record)]
-        line = "  ".join([f"{head:<16}", *shown])
+        line = "  ".join([f"{head:<18}", *shown])
         return line + self._eta(record) if record.kind == "perf" else line
 
     def _headlines(self, record: StepRecord) -> list[tuple[str, str, str]]:

@@ -140,7 +140,11 @@ def test_the_start_is_told_by_phase_and_is_in_no_step(any_run: RealRun) -> None:
     assert {"startup/engines_time", "startup/trainers_time", "startup/update_weights_time"} <= starts[0]
     assert not any(starts[step] for step in range(1, len(rows))), starts
     log = (any_run.run_dir / "logs" / "driver.log").read_text()
-    for said in ("engines are up", "training ranks hold the model", f"train {len(rows) - 1} of {num_steps(any_run)}"):
+    for said in (
+        "engines are up",
+        "training ranks hold the model",
+        f"train {len(rows) - 1} ({num_steps(any_run)}/{num_steps(any_run)})",
+    ):
         assert said in log and said in any_run.output, said
 
 
