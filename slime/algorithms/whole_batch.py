@@ -114,13 +114,13 @@ class BatchLogProbs:
     """Log-probs [R] of each sample before the update, for all samples on every rank; None if not needed."""
 
     old: Arrays | None = None
-    """The policy's, under the distribution from which tokens were sampled."""
+    """The policy's, over the distribution that tokens were sampled from."""
     ref: Arrays | None = None
-    """The reference's, under the whole distribution."""
+    """The reference's, over the whole distribution."""
     teacher: Arrays | None = None
-    """The teacher's, for on-policy distillation, under the whole distribution."""
+    """The teacher's (on-policy distillation), over the whole distribution."""
     old_full: Arrays | None = None
-    """The policy's, under the whole distribution; set if tokens were sampled from a top-p set."""
+    """`old` over the whole distribution, if tokens were sampled from a top-p set."""
 
     @property
     def student(self) -> Arrays | None:

@@ -105,7 +105,7 @@ class Family(ABC):
         return None
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """For each rotary frequency, which of a token's three positions (time, height, width) it uses; None: a token
+        """The position (time, height or width) that each rotary frequency uses; None: a token
         has one position."""
         return None
 

@@ -34,7 +34,7 @@ START_STEPS = 3
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
 """Below a tenth of the start and below 0.05 nats (a next token of 99 %), the policy tries nothing new."""
 SOLVED_REWARD = 0.95
-"""From here on a confident policy is the goal."""
+"""With at least this reward a confident policy is fine."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
 """Three times the start, and more than float32's rounding."""
 
@@ -52,7 +52,7 @@ class Finding:
     step: int
     """The step at which it was found."""
     text: str
-    """What was seen, why it is bad, and what to do."""
+    """The observation, why it is bad, and what to do."""
     last_step: int | None = None
     """The step in which it was over; None while it lasts."""
 
@@ -60,7 +60,7 @@ class Finding:
 Series = Mapping[str, Sequence[float]]
 """Metric -> its values so far."""
 Detector = Callable[[Series], str | None]
-"""What is wrong with the latest step, in words; None if nothing."""
+"""Returns the problem of the latest step in words; None without one."""
 
 
 def equal_rewards(seen: Series) -> str | None:

@@ -43,7 +43,7 @@ class ShownSample:
     step: int
     """The rollout that it belongs to, from 0; for an evaluation the rollout that it follows (-1: none yet)."""
     dataset: str | None = None
-    """Of an evaluation."""
+    """Name of an evaluation's dataset."""
     prompt: str
     """Everything before the response, with special tokens."""
     response: str

@@ -55,9 +55,9 @@ class StepRecord:
     kind: str
     """One of `KINDS`."""
     step: int
-    """On the axis of the kind."""
+    """Value on the axis of the kind."""
     metrics: Mapping[str, float]
-    """By full name."""
+    """Full name -> value."""
     time_s: float = field(default_factory=time.time)
     """Unix time."""
 
@@ -250,7 +250,7 @@ FINE_TUNING = (
     ("rollout/total_len/mean", "length", ".1f"),
     ("rollout/trained_tokens", "trained tokens", ".0f"),
 )
-"""For fine-tuning instead, where nothing is sampled or rewarded."""
+"""Replaces the headlines of a rollout in fine-tuning, where nothing is sampled or rewarded."""
 
 
 class ConsoleSink:

@@ -46,7 +46,7 @@ ENVIRONMENT = re.compile(
 MAX_HASHED_BYTES = 256 << 20
 """Of a larger file only the ends are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""Of all files. After that only ends are hashed."""
+"""Limit for the hashed bytes of all files. After that only ends are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
 """Per setting; a larger folder is recorded in part."""
@@ -69,7 +69,7 @@ class Checkout:
     diff: str
     """Uncommitted changes of tracked files, as text without secrets; at most `MAX_DIFF_BYTES`."""
     diff_sha256: str | None
-    """Of all uncommitted changes; None without any, `NOT_READ` if git failed."""
+    """Hash of all uncommitted changes; None without any, `NOT_READ` if git failed."""
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:

@@ -45,9 +45,9 @@ class Views:
     """Settings of the views."""
 
     num_rollout: int | None
-    """For the console's count."""
+    """Number of steps, for the console."""
     log_samples_interval: int | None = None
-    """Of samples on the console (`samples.is_due`)."""
+    """Steps between samples on the console (`samples.is_due`)."""
     use_tensorboard: bool = False
     tensorboard_dir: str | None = None
     tb_project_name: str | None = None

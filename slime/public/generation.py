@@ -64,9 +64,9 @@ class GenerateState:
     processor: None = None
     """Always None: there is no image processor."""
     semaphore: asyncio.Semaphore
-    """Limits concurrent requests to what the engines serve; for functions with their own HTTP client."""
+    """One permit for each slot of the engines, for functions with their own clients."""
     sampling_params: dict[str, Any]
-    """Sampling parameters of training rollouts. Each function gets its own copy."""
+    """Sampling parameters of training; functions get their own copy."""
 
     _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = (
         weakref.WeakKeyDictionary()

@@ -86,11 +86,10 @@ def _client_of(url: str) -> EngineClient | None:
         return None
     address = url.removeprefix("http://").removesuffix("/")
     args = context.args
-    if address == f"{host_port(str(args.sglang_router_ip), args.sglang_router_port)}/generate":
-        return context.engine()
-    for name, (host, port) in (args.sglang_model_routers or {}).items():
+    routers: dict[Any, Any] = {None: (args.sglang_router_ip, args.sglang_router_port)}
+    for name, (host, port) in (routers | (args.sglang_model_routers or {})).items():
         if address == f"{host_port(str(host), port)}/generate":
-            return context.models[name]
+            return context.engine() if name is None else context.models[name]
     return None
 
 

@@ -9,7 +9,7 @@ Engines load one bucket at a time and take part in one broadcast at a time, in t
 reached two engines in different orders would deadlock.
 
 Invariants
-1. Buckets are delivered in the order of all turns, whoever sends them.
+1. Buckets of all senders are delivered in the order of their turns.
 2. After a failure no rank delivers anything more, but each still gives its parts of all tensors, because that is a
    collective of the trainer.
 3. A bucket leaves a GPU once it is filled, whatever the trainer does next. On the stream of the filling it would wait
@@ -146,7 +146,7 @@ IN_A_TURN = 2
 class Words:
     """Tells the next sender that its turn begins and whether all went well so far, through a store.
 
-    A store instead of messages between two ranks: the teller waits for nobody, and a listener that gave up leaves
+    With a store instead of messages between two ranks, the teller does not wait, and a listener that gave up leaves
     nothing behind that a later word could collide with. Every rank needs its own client, because a wait blocks it.
     """
 

@@ -1,4 +1,4 @@
-"""What one SGLang rank holds of the full HF tensors (fused, sharded, padded), and the digests of exactly that.
+"""The part of the full HF tensors that an SGLang rank holds (fused, sharded, padded), and its digests.
 
 The trainer computes these digests on its own tensors before they are sent. So equality with the engine's report covers
 names, fusing, sharding, padding, dtype and every bit on the way. `holding` says which part a rank holds; this module
@@ -123,7 +123,7 @@ class _Resident:
     """One resident tensor whose entries are still arriving."""
 
     held: Sequence[Entry]
-    """In stacking order."""
+    """The entries, in stacking order."""
     parts: dict[Holding, tuple[Hasher, bool]]
     """Holding -> its hasher, and whether it is the HF tensors as they are."""
     places: list[tuple[EngineLayout, EngineRank, str, Holding]]

@@ -7,7 +7,7 @@ The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/voc
   holds the embedding (`Spread.every_embedding`);
 - the ranks of a DP group share attention, the embedding unless it is whole (`Spread`), and with `dp_lm_head` the output
   layer;
-- a rank holds neighbouring experts, those of its EP group, and of each the share of its place in the group;
+- a rank holds the (neighbouring) experts of its EP group, and its share of each expert by its place in the group;
 - all ranks of a stage share everything else, such as shared experts and dense MLPs;
 - a draft model is divided in the same way, with embedding and output layer of the model.
 """
@@ -36,7 +36,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank holds of a resident tensor. Ranks with equal holdings hold the same bytes."""
+    """The part of a resident tensor that a rank holds. Ranks with equal holdings hold the same bytes."""
 
     share: Share
     experts: range | None = None

@@ -1,8 +1,8 @@
 """Rendezvous stores (`TCPStore`) that listen on one address instead of on every interface of the host.
 
-torch opens its store on all interfaces, without authentication, and sends pickles through it: whoever reaches the port
-runs code in the trainer. Here the socket is bound to the address that peers get, and the store takes it over. On one
-host that address is loopback.
+torch opens its store on all interfaces, without authentication, and sends pickles through it: anybody who reaches the
+port can run code in the trainer. Here the socket is bound to the address that peers get, and the store takes it over.
+On one host that address is loopback.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def require_equal(
 
 
 def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:
-    """What is wrong with the set of reports, in words; None if each rank of an engine of this layout reported."""
+    """Why these are not the reports of all ranks of an engine with this layout, in words; None if they are."""
     named = ("tp_size", "pp_size", "dp_size")
     for report in ranks:
         if any(getattr(report.layout, name) != getattr(layout, name) for name in named):
@@ -174,13 +174,13 @@ def sync_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank reports to the conductor after all turns."""
+    """A rank's report to the conductor after all turns."""
 
     failure: SlimeError | None
     digests: Digests = field(default_factory=dict)
-    """Of the tensors that it sent."""
+    """Expected digests of the tensors that it sent."""
     report: Any = None
-    """Of its channel."""
+    """`Channel.report`."""
     sends: bool = False
     send_s: float = 0.0
     digest_s: float = 0.0

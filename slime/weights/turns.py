@@ -106,16 +106,15 @@ class Buffers:
 
 
 MAX_SENDERS = 4
-"""Of a stage. Each sender that is in a process group with engines costs every engine rank the memory of a
-communicator."""
+"""Most senders per stage, because each process group with engines costs every engine rank a communicator's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Tensors that stay in one bucket: those of one parameter, or of experts that share HF tensors."""
+    """Tensors that must be in one bucket: of one parameter, or of experts that share HF tensors."""
 
     entries: tuple[Entry, ...]
-    """Of the table; several if HF tensors hold all experts of a layer."""
+    """Entries of the table; several if HF tensors hold all experts of a layer."""
     specs: tuple[Spec, ...]
     stage: int = 0
     """Pipeline stage."""
@@ -135,7 +134,7 @@ class Turn:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """In the order of the table."""
+        """All tensors of the bucket, in the order of the table."""
         return tuple(spec for portion in self.portions for spec in portion.specs)
 
     @property

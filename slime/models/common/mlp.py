@@ -121,7 +121,7 @@ class GatedSharedExperts(SharedExpertMLP, GatedMLP):
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """For all experts on this rank: only reorders rows."""
+    """Only reorders rows, because all experts are on this rank."""
 
     _plan: RowPlan
     _shape: torch.Size
@@ -289,7 +289,7 @@ class WideRouter(ExactRouter):
     """A router with a float32 weight whatever the training dtype, as in engines. Its row is `wide`."""
 
     def reset_parameters(self) -> None:
-        """As Megatron's, without its rounding to the training dtype."""
+        """Megatron's own would round the weight to the training dtype."""
         if self.config.perform_initialization:
             self.config.init_method(self.weight)
         self.weight.sequence_parallel = self.config.sequence_parallel

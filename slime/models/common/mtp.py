@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
-from slime.models.common.rows import Rows, copy, norm, prefixed
-from slime.models.common.table import DRAFT, Row
+from slime.models.common.rows import Rows, copy, decoder_table, norm, prefixed
+from slime.models.common.table import DRAFT, FamilyTable, ModelSizes, Row, Spread
 
 _KEY = "_trains_mtp"
 PREFIX = "mtp.layers.0."
@@ -96,6 +96,22 @@ def carried_mtp(hf_config: HfConfig) -> tuple[str, ...]:
     """Patterns of such files' tensors for multi-token prediction, and of the engine's draft."""
     first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
     return (*(rf"model\.layers\.{first + i}\." for i in range(count)), *((CARRIED_DRAFT,) if count else ()))
+
+
+def table_with_mtp(
+    hf_config: HfConfig,
+    layer: Callable[[ModelSizes, int], Rows],
+    mtp: Callable[[ModelSizes], Rows] | None,
+    *,
+    spread: Spread,
+    carried: tuple[str, ...] = (),
+) -> FamilyTable:
+    """`decoder_table` for such files. `mtp`: the rows of the trained layer; None: its tensors are carried along."""
+    if mtp is None:
+        return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
+    sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
+    rows, duplicates = deepseek_rows(mtp(sizes), sizes.hidden_size, number), deepseek_duplicates(number)
+    return decoder_table(hf_config, layer, carried=carried, spread=spread, mtp=rows, duplicates=duplicates)
 
 
 def only_layer(hf_config: HfConfig) -> HfConfig | None:

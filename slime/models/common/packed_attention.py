@@ -1,4 +1,5 @@
-"""What Megatron lacks without Transformer Engine: packed attention, context parallelism, and norms of queries and keys.
+"""Packed attention, context parallelism, and norms of queries and keys, which Megatron has only with Transformer
+Engine.
 
 `PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
 queries are this rank's chunks and the keys those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section

@@ -106,7 +106,7 @@ class Rotary:
     frequencies: Tensor
     """[r / 2] float32 on the model's device."""
     factor: float
-    """Of cos and sin."""
+    """A factor for cos and sin."""
     axes: Tensor | None = None
     """[r / 2] int64: which of a token's three positions each frequency uses; None: a token has one position."""
 

@@ -301,7 +301,7 @@ class FamilyTable:
 
     @cached_property
     def runs(self) -> tuple[tuple[Entry, ...], ...]:
-        """The entries in export order: the experts of a row and layer in one tuple, each other entry alone."""
+        """The entries in export order, with the experts of a row and layer in one tuple."""
         out: list[list[Entry]] = []
         for e in self.entries:
             if e.expert:  # expert 0 starts a new run

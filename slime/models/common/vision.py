@@ -69,7 +69,7 @@ class RowImages:
     """[V, H] each: what the first layers add, set by `into`."""
 
     def into(self, embedded: Tensor, tower: VisionTower) -> Tensor:
-        """embedded [T, 1, H] -> the same with the tower's embeddings in place of the placeholders."""
+        """embedded [T, 1, H] -> the same with the tower's embeddings instead of placeholders."""
         seen, *deep = (x.index_select(0, self.features) for x in tower(self.pixels, self.grids))
         self.deep = [x.unsqueeze(1).to(embedded.dtype) for x in deep]
         result: Any = embedded.index_copy(0, self.rows, seen.unsqueeze(1).to(embedded.dtype))

@@ -10,12 +10,13 @@ parameters: the engine makes them from `kv_b_proj` after each update. Shared exp
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from slime.core.hf_config import HfConfig
 from slime.models.common.config import is_sparse
 from slime.models.common.flops import AttentionCost
-from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows
-from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
+from slime.models.common.mtp import table_with_mtp
+from slime.models.common.rows import Rows, column, copy, experts, mlp, norm, pre_norm, row
 from slime.models.common.table import FamilyTable, ModelSizes, Spread, Unit
 
 
@@ -88,16 +89,11 @@ def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) ->
     def layer(s: ModelSizes, number: int) -> Rows:
         return _layer(s, hf_config, number, indexer=bool(kinds) and kinds[number] == "full")
 
-    num_layers = int(hf_config["num_hidden_layers"])
     without = [number for number, kind in enumerate(kinds) if kind == "shared"]
     # Engines make an indexer for these layers too, and do not use it.
     carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
-    if mtp is not None:
-        sizes = ModelSizes.from_hf(hf_config)
-        rows = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, num_layers)
-        named = {"mtp": rows, "duplicates": deepseek_duplicates(num_layers)}
-        return decoder_table(hf_config, layer, carried=carried, spread=spread, **named)
-    return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
+    mtp_rows = None if mtp is None else functools.partial(_layer, config=mtp, number=0)
+    return table_with_mtp(hf_config, layer, mtp_rows, carried=carried, spread=spread)
 
 
 def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = False) -> Rows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.config import is_sparse, rotary_percent, sigmoid_experts
-from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows, only_layer, trains_mtp
-from slime.models.common.rows import Rows, attention, decoder_table, experts, mlp, pre_norm
+from slime.models.common.mtp import only_layer, table_with_mtp, trains_mtp
+from slime.models.common.rows import Rows, attention, experts, mlp, pre_norm
 from slime.models.common.table import FamilyTable, Head, ModelSizes, Spread
 from slime.models.family import Family
 
@@ -37,11 +38,8 @@ class Glm4Moe(Family):
         def layer(s: ModelSizes, number: int) -> Rows:
             return _layer(s, hf_config, number)
 
-        if mtp is None:
-            return decoder_table(hf_config, layer, carried=carried_mtp(hf_config), spread=self.spread(hf_config))
-        sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
-        rows, duplicates = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, number), deepseek_duplicates(number)
-        return decoder_table(hf_config, layer, spread=self.spread(hf_config), mtp=rows, duplicates=duplicates)
+        mtp_rows = None if mtp is None else functools.partial(_layer, config=mtp, number=0)
+        return table_with_mtp(hf_config, layer, mtp_rows, spread=self.spread(hf_config))
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
         return only_layer(hf_config)

@@ -28,7 +28,7 @@ Row = Mapping[str, float]
 
 
 class RunKind(str, Enum):
-    """What a run did, as the report names it."""
+    """The kind of a run, as the report names it."""
 
     SYNC = "synchronous RL"
     ASYNC = "asynchronous RL"
@@ -46,7 +46,7 @@ class Start:
     step: int | None
     """The first step that it logged; None if it logged none."""
     facts: Mapping[str, Any]
-    """Of `run.json`: time, command, versions, commit, host."""
+    """The entry in `run.json`: time, command, versions, commit, host."""
 
 
 @dataclass(frozen=True, slots=True)

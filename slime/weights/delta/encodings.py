@@ -92,11 +92,11 @@ def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) ->
 # --- positions: which elements changed
 
 MORE = 255
-"""In the rest of a skip: 255 more, and the next byte counts on."""
+"""This byte in the rest of a skip means 255 more; the next byte is added."""
 LOW_BITS = (0, 4, 8, 12)
-"""Possible numbers of low bits that are written apart."""
+"""How many low bits of a skip may be written separately."""
 BITMAP = 255
-"""In place of the number of low bits: a bitmap instead of skips."""
+"""The form of positions that are a bitmap instead of skips."""
 BITMAP_FROM = 0.15
 """Share of changed elements."""
 LOOKED_AT = 1 << 16
@@ -173,7 +173,7 @@ def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> ND
 
 PLANES, RANKS = 0, 1
 RARE = 255
-"""In place of a rank: a symbol without one, which is written apart."""
+"""The rank of symbols that are not in the table; they are written separately."""
 Symbols = NDArray[np.unsignedinteger]
 
 
@@ -243,7 +243,7 @@ ENCODINGS: Mapping[str, Encoding] = {
     "xor": Encoding(symbols=np.bitwise_xor, values=np.bitwise_xor),
     "overwrite": Encoding(symbols=lambda old, new: new, values=lambda old, written: written),
 }
-"""By the name in `--update-weight-delta-encoding` and in manifests."""
+"""Name in `--update-weight-delta-encoding` and in manifests -> encoding."""
 
 
 def elements(data: Bytes, width: int) -> Elements:

@@ -41,20 +41,20 @@ class Entry:
     name: str
     """Hugging Face name."""
     dtype: str
-    """As safetensors writes it: "BF16", "F32", ..."""
+    """The safetensors name: "BF16", "F32", ..."""
     shape: tuple[int, ...]
     num_bytes: int
-    """Of the tensor."""
+    """Size of the tensor."""
     encoding: str
     """One of `delta.encodings`, or `RAW`."""
     file: str
     offset: int
-    """Of the patch in the file, in bytes."""
+    """Byte offset of the patch in the file."""
     size: int
-    """Of the patch, in bytes."""
+    """Size of the patch in bytes."""
     patch_checksum: str
     tensor_checksum: str
-    """Of the whole tensor in this version."""
+    """Checksum of the whole tensor in this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Report:
 
     entries: tuple[Entry, ...]
     num_elements: int
-    """Of all tensors that it sends."""
+    """Elements of all tensors of this sender."""
     num_changed: int
     """Elements that differ from the previous version; all elements in a full version."""
 
@@ -78,7 +78,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one version consists of: the JSON file `MANIFEST` beside its files."""
+    """The content of a version; the JSON file `MANIFEST` beside its files."""
 
     version: int
     base: Base | None
@@ -88,7 +88,7 @@ class Manifest:
     whole: str
     """`whole_checksum` of all tensors of the model in this version, changed or not."""
     entries: tuple[Entry, ...]
-    """By name: all tensors of a full version, the changed ones of a delta."""
+    """All tensors of a full version, or the changed ones of a delta, sorted by name."""
 
     @property
     def digest(self) -> str:
@@ -219,7 +219,7 @@ def missing(name: str) -> str | None:
 
 
 WIDTHS = {"64": 8, "32": 4, "16": 2, "8_": 1, "8": 1, "OL": 1}
-"""What follows the letters of a safetensors dtype -> bytes of an element."""
+"""End of the name of a safetensors dtype -> bytes of an element."""
 _HEAD = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 * 1024**2
 
@@ -231,7 +231,7 @@ class Place:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """From the start of the file, in bytes."""
+    """Byte offset in the file."""
     num_bytes: int
 
 
@@ -330,6 +330,6 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
 
 
 def prunable(folders: Iterable[str], *, newest_full: int) -> list[str]:
-    """The folders of versions that nobody needs, since every engine has confirmed `newest_full`."""
+    """The folders of versions older than `newest_full`, which every engine has confirmed."""
     found = {name: version for name in folders if (version := version_of(name)) is not None}
     return sorted(name for name, version in found.items() if version < newest_full)

@@ -62,11 +62,11 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the local checkpoint holds."""
+    """The version in the local checkpoint."""
 
     version: int
     digest: str
-    """Of the version's manifest."""
+    """The digest of the version's manifest."""
     tensors: Mapping[str, str]
     """Name -> checksum."""
 
@@ -80,7 +80,7 @@ class Done:
     deltas: int
     """Number of deltas applied."""
     num_bytes: int
-    """Of the patches read."""
+    """Size of the patches read."""
 
 
 class _Damaged(WeightSyncError):

@@ -68,7 +68,7 @@ class VersionWriter:
                 self._add_changes(tensors)
 
     def report(self) -> Report:
-        """What was written. It is on disk when this returns."""
+        """The report of this sender. Its files are on disk when this returns."""
         if self._file is not None:
             with full_disk_named(self._folder.parent):
                 self._file.flush()

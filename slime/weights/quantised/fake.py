@@ -1,7 +1,7 @@
 """Fake quantisation of a trainer's shard: the weights that engines get after quantising and dequantising it.
 
-Law: fake-quantised weights do not depend on the partition. Each rank quantises its part of a weight alone, so a part
-must begin and end at whole blocks; `check` refuses other layouts.
+Law: fake-quantised weights do not depend on the partition. Each rank quantises its own part of a weight, so a
+part must begin and end at whole blocks; `check` refuses other layouts.
 """
 
 from __future__ import annotations

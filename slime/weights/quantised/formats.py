@@ -2,8 +2,8 @@
 weights and back, and the weight table of an engine that serves them. `format_of` finds the format of a checkpoint.
 
 Invariants
-1. Codes and scales of a weight depend only on that weight: whoever has the whole tensor makes the same bits, whatever
-   the layout of trainer or engine.
+1. Codes and scales of a weight depend only on that weight. So every rank with the whole tensor makes the same bits, in
+   any layout of trainer or engine.
 2. The entries of a `block` share a scale. So a part of a weight that begins and ends at whole blocks is quantised as it
    is within the whole weight.
 """
@@ -27,7 +27,7 @@ from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
 
 WHOLE = 0
-"""In place of a number of rows or columns: all of them."""
+"""Number of rows or columns that means all of them."""
 
 
 def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
@@ -63,7 +63,7 @@ class QuantisedFormat(ABC):
     @property
     @abstractmethod
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the parts, in the order of `parts_of`."""
+        """The type of each part, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
         """A further tensor of the files, which repeats a fact about the weight (its shape)."""
@@ -93,9 +93,9 @@ class QuantisedFormat(ABC):
         def name(weight: str) -> str:
             return self.parts_of(weight)[part]
 
-        names = {"hf": tuple(map(name, row.hf)), "engine": name(row.engine), "engines": tuple(map(name, row.engines))}
+        hf, engines = tuple(map(name, row.hf)), tuple(map(name, row.engines))
         megatron = row.megatron + name("weight").removeprefix("weight")
-        return dataclasses.replace(row, megatron=megatron, **names, **changes)
+        return dataclasses.replace(row, megatron=megatron, hf=hf, engine=name(row.engine), engines=engines, **changes)
 
     def require_linear(self, row: Row) -> None:
         """Raises `ConfigError` for a row that engines do not hold quantised."""
@@ -384,7 +384,7 @@ class ChannelFp8(QuantisedFormat):
 
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-"""Names in the files, in place of `weight`."""
+"""Names in the files, instead of `weight`."""
 PER_WORD = 8
 """Codes in an int32."""
 BITS = 4

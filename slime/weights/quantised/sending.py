@@ -26,7 +26,7 @@ TIMES = 6.5
 def quantised_stream(
     named_tensors: Iterable[tuple[str, Tensor]], quantised: QuantisedFormat, run_bytes: int = RUN_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream with codes and scales in place of the weights that `quantised` names, in order.
+    """The stream with codes and scales instead of the weights that `quantised` names, in order.
 
     A single expert would cost a dozen small kernels, so neighbours of one shape are quantised together, in runs of
     `run_bytes`. Each tensor is copied before the next one is asked for.
@@ -122,7 +122,7 @@ class QuantisedOutgoing:
         return spec.name in self._quantised.names
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """On the sender, the parts of a turn. As collective as for the plain weights."""
+        """On the sender, the parts of a turn. Collective, as for the plain weights."""
         broken: list[Exception] = []
 
         def watched() -> Iterator[tuple[str, Tensor]]:

@@ -67,7 +67,7 @@ class TransportContext:
 
     peers: Peers
     device: str
-    """Of the trainer's tensors: "cpu" or "cuda"."""
+    """The device of the trainer's tensors: "cpu" or "cuda"."""
     gpu_id: str | None
     """This rank's GPU, named as in `Receiver.gpu_ids`; None on a CPU."""
     training_gpus: frozenset[str] = frozenset()
@@ -141,10 +141,10 @@ class Transport(ABC):
     """One way of sending weights, and its settings."""
 
     name: ClassVar[str]
-    """As in `--update-weight-transport`; `TRANSPORTS.register` sets it."""
+    """The value of `--update-weight-transport`; `TRANSPORTS.register` sets it."""
     groups_engines: ClassVar[bool] = False
-    """Whether engines share a process group with their sender. An engine that comes back then waits for the next weight
-    sync: to serve it at once would need a group for it alone, and later another one for all."""
+    """Whether engines share a process group with their sender. A restarted engine then waits for the next weight sync:
+    to serve it at once would need one more group just for it, and later another one for all engines."""
 
     def check(self, args: Args) -> str | None:
         """Why the transport cannot work on this device or placement, as an error message; None if it can. Asked at the

@@ -6,7 +6,7 @@ store on a free port of its own address and invites the engines. The group is ma
 
 A group cannot gain or lose a member, and every member takes part in each broadcast. So an engine that comes back is
 served by the next weight sync (`Transport.groups_engines`), which makes one group for all. To serve it at once would
-cost an extra group for it alone, or a broadcast for which all engines stop sampling, or a second copy of all weights.
+need an extra group for this engine, or a broadcast for which all engines stop sampling, or sending all weights twice.
 
 Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
 to join, to receive and to answer, each with the limit of the weight sync; calls to engines run in their own threads.
