@@ -328,4 +328,4 @@ def test_a_broken_record_ends_a_command_with_a_sentence(
     command = {"metrics.jsonl": "report", "samples.jsonl": "samples"}.get(file, "rerun")
     assert main([command, str(run)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"slime {command}: got ") and said.count("\n") == 1
+    assert said.startswith(f"slime {command}: ") and str(run) in said and said.count("\n") == 1

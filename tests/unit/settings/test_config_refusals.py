@@ -56,7 +56,7 @@ REFUSALS = [
     ("--save-hf {step}", "may only hold {rollout_id}"),
     ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "apply the KL twice"),
     ("--calculate-per-token-loss --loss-aggregation sequence_sum", "give one of them"),
-    ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "tis_clip_low 0.6 and tis_clip 0.5"),
+    ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 and --tis-clip 0.5"),
     ("--advantage-estimator ppo --observation-returns reset", "skip or through"),
     ("--advantage-estimator ppo --lambd 1.5", "--lambd: got 1.5"),
     ("--use-opd", "without --opd-type"),
