@@ -86,7 +86,7 @@ SEED = Range(ge=0, le=2**32 - 1)
 WHOLE = Range(ge=0, le=2**31 - 1)
 """The default range of an engine's whole number."""
 WHOLE_OR_OFF = Range(ge=-1, le=2**31 - 1)
-"""Like `WHOLE`, but -1 is allowed and means off or automatic."""
+"""Like `WHOLE`, but -1 is allowed too and has a special meaning, such as off."""
 REAL = Range(ge=0, le=1e12)
 
 _MEGATRON: Mapping[str, Range] = {

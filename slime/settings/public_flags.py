@@ -1,7 +1,7 @@
 """Flags of the public slime that have another meaning here, and advice for flags of other programs.
 
 `slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them. A
-flag that is in no table means the same in both.
+flag that is in no table should mean the same in both.
 """
 
 from __future__ import annotations

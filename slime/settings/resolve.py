@@ -1,12 +1,13 @@
-"""From given values to `Args`: defaults, derivations, the checkpoint's architecture, settings without effect, checks.
+"""Resolves given values to `Args`: adds defaults, derived values and the checkpoint's architecture, then checks them.
 
 Invariants
-1. Each setting is computed once, when it is first read, so derivations need no order. Its origin is noted then.
-2. Settings that derive from each other in a circle are an error that names the circle, never a recursion.
-3. A setting that acts on nothing is listed when the run starts (refused with --strict) and resolved as if it had not
+1. Each setting is computed when it is first read, and only then, so derivations need no order. Its origin is recorded
+   at the same time.
+2. Settings that derive from each other in a circle raise an error that names the circle, instead of recursing.
+3. A setting without effect is listed when the run starts (refused with --strict). It is then resolved as if it had not
    been given, so it has no effect wherever it is read.
-4. The checkpoint says the architecture. A flag that says the same in other words is accepted. A flag that says
-   something else is refused, unless it does nothing in a model of this kind: then it is listed as without effect.
+4. The checkpoint defines the architecture. A flag that agrees with it, in any notation, is accepted. A flag that
+   contradicts it is refused, unless the flag does nothing in this kind of model: then it is listed as without effect.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from slime.settings.schema import architecture_of, contradictions, flags_of_owne
 
 
 class Resolver:
-    """The settings of one run while they are resolved.
+    """The settings of one run during resolution.
 
-    `s.name` is slime's or an entry's setting, else Megatron's; `s.megatron["name"]` and `s.sglang["name"]` are the
-    engines'. A value is what the user gave, else what the field derives, else its default; `adjust` may replace it.
+    `s.name` is a setting of slime or of a registry entry, else Megatron's. `s.megatron["name"]` and
+    `s.sglang["name"]` are settings of the engines. A value is the given one, else the derived one, else the default;
+    a field's `adjust` may then replace it.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Resolver:
         megatron: Mapping[str, tuple[Any, str]],
         passed: Mapping[tuple[str, str], Passed],
     ) -> None:
-        """`given`: values by name, engines' as `owner.name`; `origins`: where each was given; `megatron`: default and
-        its origin by name; `passed`: what slime computes for Megatron and SGLang.
+        """Stores the inputs; computes nothing yet.
+
+        `given`: values by name, or by `owner.name` for engines. `origins`: where each value was given. `megatron`:
+        Megatron's defaults and their origins by name. `passed`: settings that slime computes for Megatron and SGLang.
         """
         self.components = components
         self.origins: dict[str, str] = {}
@@ -68,20 +72,20 @@ class Resolver:
         raise AttributeError(f"there is no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """An engine's setting is named `owner.name`."""
+        """Whether the user gave this setting. Engine settings are `owner.name`."""
         return name in self._given
 
     def given(self, name: str) -> Any:
-        """The value as the user gave it; None without one."""
+        """Returns the value that the user gave, or None."""
         return self._given.get(name)
 
     def fix(self, owner: str, name: str, value: Any, origin: str) -> None:
-        """Sets an engine's setting, whatever was given."""
+        """Sets an engine's setting, overriding a given value."""
         self._values[f"{owner}.{name}"] = value
         self.origins[f"{owner}.{name}"] = origin
 
     def names(self, owner: str) -> list[str]:
-        """The settings of an engine that have a value or may get one."""
+        """Returns the names of an engine's settings that have a value or may get one."""
         known = dict.fromkeys(self._defaults) if owner == "megatron" else {}
         known |= dict.fromkeys(name for of, name in self._passed if of == owner)
         spelled = (*self._given, *self._values)
@@ -89,7 +93,7 @@ class Resolver:
         return list(known)
 
     def engine(self, owner: str, name: str) -> Any:
-        """An engine's setting; `UNSET` if it is not set."""
+        """Returns the value of an engine's setting; `UNSET` if it has none."""
         return self._once(f"{owner}.{name}", lambda: self._of_engine(owner, name))
 
     def _own(self, name: str) -> Any:
@@ -122,7 +126,7 @@ class Resolver:
         value = None if compute is None else compute(self)
         if value is None:
             return default, origin
-        self._values[name] = value  # the reason may name it
+        self._values[name] = value  # `why` may read this setting
         return value, f"derived: {why if isinstance(why, str) else why(self)}"
 
     def _once(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -141,7 +145,7 @@ class Resolver:
 
 
 class _Owner(Mapping[str, Any]):
-    """An engine's settings, each computed when it is read."""
+    """A mapping of one engine's settings. Reading a setting computes it."""
 
     def __init__(self, resolver: Resolver, owner: str) -> None:
         self._resolver, self._owner = resolver, owner
@@ -161,14 +165,17 @@ class _Owner(Mapping[str, Any]):
 
 
 def _canonical(components: Components, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Given values in their canonical spelling."""
+    """Yields the given values, converted to their canonical spelling."""
     for name, value in given.items():
         says = declared(components.own[name]) if name in components.own else Declared()
         yield name, value if says.canonical is None else says.canonical(value)
 
 
 def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
-    """Setting -> its given value (a secret masked) and why it has no effect, for slime's own settings and entries'."""
+    """Returns the given settings of slime and registry entries that have no effect.
+
+    Maps each name to the given value (masked if secret) and the reason.
+    """
     out = {}
     for name in (*components.own, *components.of_entries()):
         says, value = declared(components.field_of(name, settings)), settings.given(name)
@@ -180,9 +187,10 @@ def own_settings_without_effect(settings: Resolver, components: Components) -> d
 
 
 def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
-    """Why a setting has no effect, as a clause ("which needs ..."); None if it acts.
+    """Returns why a setting has no effect, as a clause ("which needs ..."); None if it acts.
 
-    It acts if the conditions of its declaration hold and, for an entry's setting, such an entry is chosen.
+    A setting acts if the conditions of its declaration hold. An entry's setting also needs a chosen entry with that
+    setting.
     """
     needs = declared(components.field_of(name, settings)).conditions
     missing = _first_missing(needs, settings)
@@ -201,7 +209,10 @@ def _first_missing(needs: tuple[Need, ...], settings: Any) -> str | None:
 
 
 def _choices_with(name: str, components: Components) -> Iterator[str]:
-    """`setting a or b` for each setting that chooses entries with this field; with the entry's own switch."""
+    """Yields `SETTING a or b` for each setting that can choose entries with the field `name`.
+
+    If an entry has a switch of its own, it follows the entry's name in parentheses.
+    """
     by_chooser: dict[str, dict[str, None]] = {}
     for reader in components.readers(name):
         switch = getattr(reader.entry, "switch", "")
@@ -212,7 +223,10 @@ def _choices_with(name: str, components: Components) -> Iterator[str]:
 
 
 def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[str, str]:
-    """The same for Megatron's flags. A flag at its default, Megatron's or slime's, asks for nothing."""
+    """Like `own_settings_without_effect`, for Megatron's flags.
+
+    A flag with Megatron's or slime's default value requests nothing, so it is not reported.
+    """
     out = {}
     for flag in flags:
         need, value = need_of(flag.dest), args.megatron.get(flag.dest)
@@ -225,7 +239,7 @@ def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[st
 
 
 def check_required(settings: Any, components: Components) -> None:
-    """Raises `ConfigError` naming every required setting that is neither given nor derived."""
+    """Raises one `ConfigError` that names all required settings that are neither given nor derived."""
     wanted = {name: declared(field).required for name, field in components.own.items() if declared(field).required}
     missing = [text for name, text in wanted.items() if getattr(settings, name) in (None, "")]
     if missing:
@@ -233,7 +247,7 @@ def check_required(settings: Any, components: Components) -> None:
 
 
 def validate(args: Args, components: Components, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
-    """Raises one `ConfigError` with `problems` and everything else that cannot work."""
+    """Checks all rules. Raises one `ConfigError` with `problems` and everything that the rules report."""
     rules: list[Rule] = [rule for group in GROUPS for rule in group.rules]
     rules += [*RULES, *(SYNC_RULES if synchronous else ASYNC_RULES)]
     checks: list[Callable[[], Iterable[str | None]]] = [
@@ -247,21 +261,21 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
     for check in checks:
         try:
             messages = [message for message in check() if message is not None]
-        except ConfigError as error:  # several rules may read one wrong value, which is reported once
+        except ConfigError as error:  # several rules may raise the same error; `refuse` drops duplicates
             messages = [str(error)]
         found += messages
     refuse(found)
 
 
 def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
-    """The problems that the acting entries report."""
+    """Yields the problems that the chosen entries report, if the setting that chooses them acts."""
     for choice in components.chosen(args):
         if what_is_missing(choice.chooser.setting, args, components) is None:
             yield from choice.problems(args)
 
 
 def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Numbers given for entries' settings that are outside the range declared by the chosen entries."""
+    """Yields a message for each number given for an entry's setting that is outside the chosen entry's range."""
     for name in components.of_entries():
         if settings.was_given(name) and (problem := _problem_of(name, settings, components)) is not None:
             where = settings.origins[name]
@@ -270,7 +284,7 @@ def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
 
 
 def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Derived numbers that act and are outside their declared range, with what they were derived from."""
+    """Yields a message for each acting derived number outside its range, with the source of the derivation."""
     for name in (*components.own, *components.of_entries()):
         problem = None if settings.was_given(name) else _problem_of(name, settings, components)
         if problem is not None and what_is_missing(name, settings, components) is None:
@@ -285,7 +299,7 @@ def _problem_of(name: str, settings: Any, components: Components) -> str | None:
 
 
 def without_effect(args: Args) -> Iterator[str]:
-    """With --strict, a setting without effect is an error."""
+    """Yields an error message about settings without effect if --strict is on."""
     if args.strict and args.idle:
         told = "; ".join(f"{name} {text}" for name, text in args.idle.items())
         yield f"got {told}: with --strict nothing is ignored; drop it or change the other"
@@ -301,24 +315,24 @@ ARCHITECTURE_NEEDS: Mapping[str, Need] = {
         "a softmax router; this checkpoint has a sigmoid router",
     ),
 }
-"""Setting of Megatron that the checkpoint says -> when it acts; the condition gets the checkpoint's settings."""
+"""Megatron setting defined by the checkpoint -> when it acts. Conditions get the architecture, not the settings."""
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {"moe_router_dtype": ("fp32",)}
-"""Setting of Megatron with a default from the checkpoint -> other values a flag may choose: they change precision, not
-the model."""
+"""Megatron setting defined by the checkpoint -> other values that a flag may choose, because they change only the
+precision."""
 
 _PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,
     "linear_attention_freq": lambda frequency, layer: (layer + 1) % frequency != 0,
 }
-"""Settings with one entry per layer -> what a frequency means for a layer index."""
+"""Setting with one entry per layer -> function (frequency, layer index) -> whether the layer's entry is 1."""
 
 
 def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
-    """Fixes the settings that the checkpoint says. Returns (contradictions with flags, setting -> why it has no
-    effect).
+    """Fixes the settings that the checkpoint defines.
 
-    Raises `ConfigError` for a checkpoint that cannot be trained.
+    Returns (messages about flags that contradict the checkpoint, given setting -> why it has no effect). Raises
+    `ConfigError` for a checkpoint that cannot be trained.
     """
     architecture = architecture_of(resolver.hf_checkpoint, resolver.model_family)
     explicit, idle = {}, {}
@@ -340,7 +354,7 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
 
 
 def _says(name: str, value: Any, architecture: Mapping[str, Any]) -> Any:
-    """A comparable form of a value: a layer pattern, `[0]*3+[1]*75` or a frequency, as one entry per layer."""
+    """Converts a value for comparison. A layer pattern (`[0]*3+[1]*75`) or frequency becomes one entry per layer."""
     of_frequency = _PATTERNS.get(name)
     if of_frequency is None:
         return list(value) if isinstance(value, tuple) else value
@@ -355,7 +369,7 @@ def _says(name: str, value: Any, architecture: Mapping[str, Any]) -> Any:
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Evaluates lists of numbers, added and repeated. Raises ValueError for anything else."""
+    """Evaluates an expression of integer lists with `+` and `*`. Raises `ValueError` for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value <= _MOST:
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -370,7 +384,7 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 _MOST = 10_000
-"""Bounds the lists that are built; models have fewer layers."""
+"""Largest integer in a layer pattern, which bounds the evaluated list. Models have fewer layers."""
 
 
 def resolve(
@@ -381,16 +395,16 @@ def resolve(
     custom: Mapping[str, Any],
     synchronous: bool = True,
 ) -> Args:
-    """The settings of a run. Raises one `ConfigError` for everything that cannot work.
+    """Returns the settings of a run. Raises one `ConfigError` that lists all problems.
 
-    `given` and `origins`: values and where each was given, by (owner, dest); `custom`: the user's own settings;
-    `synchronous`: train.py's loop, not train_async.py's.
+    `given` and `origins` are the values and where each was given, by (owner, dest). `custom` holds the user's own
+    settings. `synchronous` selects the rules of train.py, otherwise those of train_async.py.
     """
     values = {_spelled(owner, dest): value for (owner, dest), value in given.items()}
     where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
     resolver = resolver_of(components, values, where)
     check_required(resolver, components)
-    list(components.chosen(resolver))  # an unknown name is an error, even if it would not act
+    list(components.chosen(resolver))  # raises for an unknown name, even of a setting that does not act
     too_many = a_step_is_finite(resolver)
     refuse([*given_out_of_range(resolver, components), *([too_many] if too_many else [])])
     args, idle, problems = _without_idle(components, values, where)
@@ -410,10 +424,10 @@ def resolve(
 def _without_idle(
     components: Components, values: Mapping[str, Any], where: Mapping[str, str]
 ) -> tuple[Args, dict[str, str], list[str]]:
-    """(settings, setting -> why it has no effect, contradictions with the checkpoint).
+    """Returns (settings, setting -> why it has no effect, contradictions with the checkpoint).
 
-    Leaves out settings that act on nothing, then those that thereby act on nothing (a reference without its KL), and so
-    on.
+    Drops the settings without effect and resolves again, until all remaining settings act: one setting may need
+    another that was dropped (a reference needs a KL).
     """
     idle: dict[str, str] = {}
     while True:
@@ -428,12 +442,12 @@ def _without_idle(
 
 
 def resolver_of(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
-    """Given values from command line and file; without the checkpoint's architecture yet."""
+    """Returns a resolver of the values from command line and file, still without the checkpoint's architecture."""
     return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=_passed())
 
 
 def megatron_defaults(components: Components) -> dict[str, tuple[Any, str]]:
-    """Megatron's settings that slime does not declare -> (default, whose it is)."""
+    """Returns (default, origin of the default) for each Megatron setting that slime does not declare itself."""
     out: dict[str, tuple[Any, str]] = {
         flag.dest: (flag.default, "default of Megatron")
         for flag in flags_of_owner("megatron")
@@ -454,7 +468,7 @@ def _passed() -> dict[tuple[str, str], Passed]:
 
 
 def args_of(resolver: Resolver) -> Args:
-    """Every setting resolved, unchecked."""
+    """Resolves every setting. Checks nothing."""
     components = resolver.components
     values: dict[str, Any] = {name: getattr(resolver, name) for name in components.own}
     of_entries = {name: getattr(resolver, name) for name in components.of_entries()}

@@ -1,15 +1,15 @@
-"""`--megatron-config-path`: settings of Megatron that only the policy or only the critic has.
+"""`--megatron-config-path`: Megatron settings for only one role, the policy or the critic.
 
-The file has a list of roles under `megatron`, at most one entry per role:
+The file has a list under `megatron`, with at most one entry per role:
 
     megatron:
       - name: value model
         role: critic
         overrides: {lr: 1.0e-5, lr_warmup_iters: 10}
 
-For its role, an override wins over the command line. Values are parsed like flags. The settings of each role are
-resolved and checked as those of a run, the critic's with its own learning rate as `lr`. The two roles share ranks,
-batches and model: settings of these may be repeated in the file but cannot differ.
+For its role, an override replaces the command line's value. Values are parsed like flags. Each role is resolved and
+checked like a whole run; the critic's learning rate becomes its `lr`. Both roles share ranks, batches and model. The
+file may repeat settings of these, but with the run's values.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ MAY_DIFFER = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("overlap_grad_reduce", "bucket_size"),
 )
-"""What a role may set for itself: optimizer, schedule, and how its passes save memory."""
+"""Settings that may differ between roles: optimizer, schedule, and how forward and backward passes save memory."""
 _OF_CRITIC = {"lr": "critic_lr", "load": "critic_load"}
-"""Name in the critic's entry -> the setting that also has a flag."""
+"""Name in the critic's entry -> the equivalent setting with a flag."""
 _PLACES = ("num_nodes", "num_gpus_per_node")
-"""Keys of the public format; both roles have the same ranks here anyway."""
+"""Keys of the public format that have no effect here, because both roles run on the same ranks."""
 _RATE, _FLOOR = ("megatron", "lr"), ("megatron", "min_lr")
 _LAYOUT = ("parallel", "pipeline", "context", "stage")
-"""Words in the names of settings that split a model over ranks."""
+"""Words that identify settings which split the model over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A line about a setting that both roles share."""
+    """A line of the file that repeats a setting of both roles."""
 
     key: tuple[str, str]
     """(owner, dest)"""
     value: Any
     otherwise: str
-    """The error if the run has another value."""
+    """The error message if the run has another value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,17 @@ class _Role:
 
     given: Given
     idle: Mapping[str, str]
-    """Setting -> its value, and why it has no effect."""
+    """Setting -> its value and why it has no effect."""
     shared: tuple[_Shared, ...] = ()
-    """Lines that may only repeat the run's values."""
 
 
 def resolve_roles(
     given: Given, *, table: FlagTable, origins: Mapping[tuple[str, str], str], resolve: Callable[..., Args]
 ) -> Args:
-    """The settings of a run, with those that the file of `--megatron-config-path` gives to one role.
+    """Returns the settings of a run, including the per-role settings of `--megatron-config-path`.
 
-    `given` and `origins`: values and where each was given; `resolve`: `slime.settings.resolve.resolve`. Raises
-    `ConfigError`.
+    `given` and `origins` are the values and where each was given; `resolve` is `slime.settings.resolve.resolve`.
+    Raises `ConfigError`.
     """
     path = given.get(("slime", "megatron_config_path"))
     if path is None:
@@ -116,8 +115,9 @@ def resolve_roles(
 def _at_its_rate(
     given: Given, origins: Mapping[tuple[str, str], str], *, floor_is_own: bool
 ) -> tuple[Given, Mapping[tuple[str, str], str]]:
-    """Values and origins of a run that trains at the critic's rate. A shared `min_lr` is lowered to that rate
-    (`critic_args`).
+    """Returns values and origins with `lr` set to the critic's learning rate, if given.
+
+    A `min_lr` that the critic shares with the policy is lowered to that rate, as in `critic_args`.
     """
     of_critic = ("slime", "critic_lr")
     if of_critic not in given:
@@ -130,21 +130,21 @@ def _at_its_rate(
 
 
 def _repeats(line: _Shared, args: Args, given: Given) -> bool:
-    """Whether the run has the value, as given or as resolved."""
+    """Whether the line has the same value as the run, given or resolved."""
     owner, dest = line.key
     has = getattr(args, owner).get(dest) if owner in ("megatron", "sglang", "router") else getattr(args, dest)
     return bool(line.value == has or (line.key in given and given[line.key] == line.value))
 
 
 def critic_args(args: Args) -> Args:
-    """The settings that a critic is built from: the run's, with its own in place."""
+    """Returns the run's settings with the critic's own values in place of the policy's."""
     rate = float(args.critic_lr)
     own = Passthrough("megatron", {**args.megatron, **args.critic, "lr": rate})
     return args.replace(megatron=own).replace(min_lr=min(float(own["min_lr"]), rate))
 
 
 def _with_critic(args: Args, critic: Args, entry: _Role | None) -> tuple[Args, dict[str, str]]:
-    """(the policy's settings plus what differs for the critic, the critic's own settings without effect)."""
+    """Returns (the policy's settings with `Args.critic` filled in, the critic's own settings without effect)."""
     apart = [n for n in MAY_DIFFER if n != "lr" and critic.megatron.get(n) != args.megatron.get(n)]
     origins = {f"critic.{n}": critic.origins.get(f"megatron.{n}", "default") for n in apart}
     shared = ("critic_lr", "critic_load")
@@ -160,7 +160,7 @@ def _with_critic(args: Args, critic: Args, entry: _Role | None) -> tuple[Args, d
 
 
 def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
-    """The entries by role. Raises one `ConfigError` with everything that is wrong."""
+    """Reads the entries by role. Raises one `ConfigError` that lists all problems."""
     content = read_yaml(path, _FLAG)
     entries = content.get("megatron")
     if set(content) != {"megatron"} or not isinstance(entries, list):
@@ -184,7 +184,7 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
 
 
 def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    """(role, its overrides). Raises `ConfigError`."""
+    """Returns the role and overrides of an entry. Raises `ConfigError` for a malformed entry."""
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
         got = entry.get("role") if isinstance(entry, dict) else entry
         raise ConfigError(f"{where}: got role {got!r}; an entry has a role, {' or '.join(_ROLES)}, and overrides")
@@ -198,7 +198,7 @@ def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, *, where: str) -> _Role:
-    """The parsed overrides of an entry. Raises one `ConfigError`."""
+    """Parses the overrides of an entry. Raises one `ConfigError` that lists all problems."""
     own: Given = {}
     idle: dict[str, str] = {}
     shared: list[_Shared] = []
@@ -227,7 +227,10 @@ def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, 
 def _setting(
     role: str, name: str, value: Any, table: FlagTable, given: Given, *, where: str
 ) -> tuple[tuple[str, str], Any] | _Shared:
-    """((owner, dest), value) of one override. Raises `ConfigError` for an unknown name."""
+    """Returns ((owner, dest), value) of one override, or `_Shared` for a setting that roles share.
+
+    Raises `ConfigError` for an unknown name or a wrong value.
+    """
     aliases = _OF_CRITIC if role == "critic" else {}
     found = table.by_name.get("--" + name.replace("_", "-"))
     dest = found[0].dest if found is not None else name

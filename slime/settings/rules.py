@@ -1,7 +1,7 @@
-"""Rules across groups of settings: combinations that cannot work, in both loops or in one; lengths beyond the model's
-context; free keys that nothing reads. Rules of one group are in its file.
+"""Rules that involve several groups of settings. The rules of a single group are in its file.
 
-These checks take microseconds: the only files opened are config.json and the first row of the data.
+They find combinations that cannot work in one or both loops, lengths beyond the model's context, and free keys that no
+code reads. They take microseconds: the only files they read are config.json and the first row of the data.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ ASYNC_RULES: tuple[Rule, ...] = (
 
 
 def free_keys_have_a_reader(args: Args) -> str | None:
-    """A free key that no user function could read is a misspelt setting."""
+    """A free key needs a user function that may read it; otherwise it is probably a misspelt setting."""
     found = {name.removeprefix(FREE): text for name, text in args.idle.items() if name.startswith(FREE)}
     if not found or runs_user_code(args):
         return None
@@ -148,12 +148,14 @@ def free_keys_have_a_reader(args: Args) -> str | None:
     )
 
 
-# --- Lengths beyond the model's context: engines would refuse every request
+# --- Lengths beyond the model's context, which would make engines refuse requests
 
 
 def engine_context(args: Args) -> int | None:
-    """Most tokens of prompt and response together that an engine serves; None if unknown, or if longer ones are
-    truncated."""
+    """Returns the most tokens of prompt plus response that an engine accepts.
+
+    Returns None if the limit is unknown, or if engines truncate longer requests.
+    """
     if args.sglang.get("allow_auto_truncate"):
         return None
     given: int | None = args.sglang.get("context_length")
@@ -161,7 +163,7 @@ def engine_context(args: Args) -> int | None:
 
 
 def own_lengths(args: Args) -> bool:
-    """Whether slime's own generate function sends the requests, with the lengths of the settings."""
+    """Whether slime's own generate function sends the requests, so that the length settings apply."""
     return args.rollout_function_path == DEFAULT_ROLLOUT and not args.custom_generate_function_path
 
 
@@ -185,8 +187,11 @@ def responses_fit_the_model(args: Args) -> str | None:
 
 
 def _too_long(kind: str, conversation: int | None, answer: int, of_what: str, context: int) -> str | None:
-    """`kind`: rollout or eval; `conversation`, `answer`: the limits in tokens."""
-    if conversation is not None:  # an answer ends there
+    """Reports a limit beyond `context`.
+
+    `kind` is rollout or eval. `conversation` limits prompt plus response, `answer` the response, both in tokens.
+    """
+    if conversation is not None:  # the response ends at this limit, whatever `answer` is
         name, value, wrong = f"{kind}_max_context_len", conversation, conversation > context
     else:
         name, value, wrong = f"{kind}_max_response_len", answer, answer >= context
@@ -211,7 +216,7 @@ def _leaves_executions(s: Any) -> bool:
 
 
 def a_step_is_finite(settings: Any) -> str | None:
-    """The product of two bounded settings is bounded too. Checked before anything is derived from it."""
+    """The number of executions per step is bounded. Checked before other settings are derived from it."""
     most = int(EXECUTIONS.le or 0)
     if _executions(settings) <= most:
         return None
@@ -224,14 +229,14 @@ def _product(s: Any) -> str:
 
 
 def _steps_contradict(s: Any) -> bool:
-    """`_leaves_executions` reports a size that does not divide."""
+    """Whether batch size and number of steps disagree. `_leaves_executions` covers sizes that do not divide."""
     if s.use_dynamic_global_batch_size or s.global_batch_size < 1 or _leaves_executions(s):
         return False
     return bool(s.global_batch_size * s.num_steps_per_rollout != _executions(s))
 
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
-    """A token's log-prob is that of the distribution it was sampled from; engines report the full one."""
+    """With top-p or top-k, the trainer's log-probs are of the truncated distribution, the engines' of the full one."""
     if fine_tunes(args) or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
         return None
     names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
@@ -246,7 +251,7 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
 
 
 def something_is_trained(args: Args) -> str | None:
-    """Without advantages the policy loss is zero; only a KL loss or an entropy bonus trains."""
+    """Without advantages the policy loss is zero, so only a KL loss or an entropy bonus can train."""
     trains = args.num_rollout != 0 and minimises_policy_loss(args) and not args.debug_rollout_only
     if not trains or args.compute_advantages_and_returns or args.entropy_coef:
         return None
@@ -275,7 +280,7 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
 
 
 def rewards_are_defined(args: Args) -> str | None:
-    """A policy learns from rewards or from a teacher; sampling without training keeps rewards too."""
+    """A policy needs rewards or a teacher. Sampling without training needs a grader too, because it stores rewards."""
     learns = minimises_policy_loss(args) or args.rollout_function_path == DEFAULT_ROLLOUT
     needs = learns and not args.debug_train_only and args.num_rollout != 0 and args.opd_teacher_url is None
     if args.rm_type == "remote_rm" and not args.rm_url:
@@ -305,7 +310,7 @@ def files_exist(args: Args) -> str | None:
 
 
 def held_out_files_exist(settings: Any) -> str | None:
-    """Held-out files must exist even if nothing evaluates them."""
+    """Held-out files must exist, even if the run never evaluates them."""
     try:
         return _missing(_held_out(settings))
     except ConfigError as error:
@@ -321,7 +326,7 @@ def _held_out(settings: Any) -> list[tuple[str, str, bool]]:
 
 
 def _missing(data: list[tuple[str, str, bool]]) -> str | None:
-    """`data`: (what it is, its name, whether it is held out)."""
+    """Reports the first data set that does not exist. `data`: (name for messages, spec, whether it is held out)."""
     for name, spec, held_out in data:
         try:
             check_data(spec, held_out=held_out)
@@ -332,7 +337,7 @@ def _missing(data: list[tuple[str, str, bool]]) -> str | None:
 
 
 def export_replaces_nothing_else(args: Args) -> str | None:
-    """An export replaces the whole folder of its name, so nothing else may live there."""
+    """An export replaces its whole folder, so nothing else may be in it."""
     if args.save_hf is None:
         return None
     try:
@@ -352,11 +357,14 @@ def export_replaces_nothing_else(args: Args) -> str | None:
 
 
 _ANY = "\ue000"
-"""Stands for the step number while a path is resolved; no folder has this name."""
+"""Placeholder for the step number while a path is resolved; no folder has this name."""
 
 
 def _export_folders(template: str) -> re.Pattern[str]:
-    """Matches the folders that exports may replace and everything below them. Raises ValueError for other braces."""
+    """Returns a pattern that matches the folders that exports replace, and all paths below them.
+
+    Raises `ValueError` if `template` has other braces than `{rollout_id}`.
+    """
     for _, name, width, conversion in string.Formatter().parse(template):
         if name is not None and (
             name != "rollout_id" or conversion or not re.fullmatch(r"(0?\d{1,2}d?)?", width or "")
@@ -367,7 +375,7 @@ def _export_folders(template: str) -> re.Pattern[str]:
 
 
 def _in_use(args: Args) -> list[tuple[str, str]]:
-    """(what it is, path) for everything that a run reads or writes."""
+    """Returns (name for messages, path) of every file and folder that a run reads or writes."""
     names = (
         *("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"),
         *("load", "save", "run_dir", "update_weight_disk_dir"),

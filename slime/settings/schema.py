@@ -1,8 +1,7 @@
-"""The flags of Megatron, SGLang and the router, from the JSON files that `slime.cli.schemas` writes; and questions
-about a checkpoint for `slime.models`.
+"""Loads the flags of Megatron, SGLang and the router from JSON files, and asks `slime.models` about a checkpoint.
 
-Imports no engine, so that a command line is parsed at once. `slime.models` is above this package, so it is named by its
-import path, only here.
+`slime.cli.schemas` writes the JSON files, so this module imports no engine and a command line is parsed at once. This
+package may not import `slime.models` directly, so this module loads it by its import path.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "oracle_password"
 
 @cache
 def load(owner: str) -> dict[str, Any]:
-    """The stored schema of megatron, sglang or router."""
+    """Returns the stored schema of megatron, sglang or router."""
     data: dict[str, Any] = json.loads((SCHEMA_DIR / f"{owner}.json").read_text())
     return data
 
 
 @cache
 def flags_of_owner(owner: str) -> tuple[Flag, ...]:
-    """All flags of one owner with their prefix, including those that slime sets itself."""
+    """Returns all flags of one owner, with prefixed spellings. Includes those that slime sets itself."""
 
     def spelled(names: list[str]) -> tuple[str, ...]:
         return tuple(PREFIX[owner] + name.replace("_", "-") for name in names)
@@ -102,7 +101,7 @@ def flags_of_owner(owner: str) -> tuple[Flag, ...]:
 
 
 def owned_spellings() -> dict[str, str]:
-    """Spelling -> what to use instead, for every setting that slime sets itself."""
+    """Returns spelling -> what to use instead, for every setting that slime sets itself."""
     out: dict[str, str] = {}
     for owner, fields in OWNED.items():
         for flag in flags_of_owner(owner):
@@ -112,7 +111,7 @@ def owned_spellings() -> dict[str, str]:
 
 
 MODELS = "slime.models"
-"""A module that does not import torch."""
+"""Import path of the models package, which does not import torch."""
 
 
 def _ask_models(question: str, hf_checkpoint: str, *more: Any) -> Any:
@@ -120,9 +119,10 @@ def _ask_models(question: str, hf_checkpoint: str, *more: Any) -> Any:
 
 
 def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict[str, Any]:
-    """Megatron settings by field name, from the checkpoint's config.json. `model_family`: as `--model-family`.
+    """Returns the Megatron settings, by field name, that the checkpoint's config.json implies.
 
-    Raises `ConfigError` for a checkpoint that cannot be read or trained.
+    `model_family` is the value of `--model-family`. Raises `ConfigError` for a checkpoint that cannot be read or
+    trained.
     """
     if model_family is not None:
         importlib.import_module(MODELS).load_family(model_family)
@@ -130,32 +130,32 @@ def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict
 
 
 def layout_problem_of(hf_checkpoint: str, layout: EngineLayout) -> str | None:
-    """Why an engine cannot hold the checkpoint in this layout, as half a sentence; None if it can."""
+    """Returns why an engine cannot hold the checkpoint in this layout, as half a sentence; None if it can."""
     return _ask_models("layout_problem", hf_checkpoint, layout)
 
 
 def mtp_problem_of(hf_checkpoint: str) -> str | None:
-    """Why the checkpoint has no multi-token-prediction layer to train, as half a sentence; None if it has one."""
+    """Returns why the checkpoint has no trainable multi-token-prediction layer, as half a sentence, or None."""
     return _ask_models("mtp_problem", hf_checkpoint)
 
 
 def has_output_norms(hf_checkpoint: str) -> bool:
-    """Whether attention and MLP end with a norm. Raises `ConfigError` for an unknown family."""
+    """Whether attention and MLP outputs are normalised. Raises `ConfigError` for an unknown family."""
     return bool(_ask_models("family_of", hf_checkpoint).output_norms)
 
 
 def prefix_problem_of(hf_checkpoint: str) -> str | None:
-    """Why samples cannot share a prefix in this model, as half a sentence; None if they can."""
+    """Returns why samples cannot share a prefix in this model, as half a sentence; None if they can."""
     return _ask_models("prefix_problem", hf_checkpoint)
 
 
 def images_problem_of(hf_checkpoint: str) -> str | None:
-    """Why this model cannot be trained on images, as half a sentence; None if it can."""
+    """Returns why this model cannot be trained on images, as half a sentence; None if it can."""
     return _ask_models("images_problem", hf_checkpoint)
 
 
 def model_type_of(hf_checkpoint: str) -> str | None:
-    """The checkpoint's `model_type`; None for a folder without config.json."""
+    """Returns the checkpoint's `model_type`; None for a folder without config.json."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         return None
@@ -165,13 +165,13 @@ def model_type_of(hf_checkpoint: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def _model_type(path: str, mtime_ns: int, num_bytes: int) -> str | None:
-    """Cached by the state of the file."""
+    """Reads `model_type`. The result is cached until the file's time or size changes."""
     model_type = read_hf_config(str(Path(path).parent)).get("model_type")
     return None if model_type is None else str(model_type)
 
 
 def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One message per Megatron flag that differs from the checkpoint. `given`: explicit settings by field name."""
+    """Returns one message per given Megatron setting that differs from the checkpoint."""
     out = []
     for name, value in given.items():
         if name in architecture and not _equal(value, architecture[name]):
@@ -183,7 +183,7 @@ def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _equal(given: Any, stored: Any) -> bool:
-    """Whether two values mean the same, up to a rounding to float32."""
+    """Whether two values are equal, up to rounding to float32."""
     if isinstance(given, float) and isinstance(stored, float):
         return math.isclose(given, stored, rel_tol=_FLOAT32_ROUNDING)
     return bool(given == stored)
@@ -194,6 +194,6 @@ _FLOAT32_ROUNDING = 2.0**-23
 
 
 def _spellings(name: str) -> str:
-    """All spellings of a Megatron setting's flag."""
+    """Returns all spellings of a Megatron setting's flag, joined by "or"."""
     flag = next((flag for flag in flags_of_owner("megatron") if flag.dest == name), None)
     return "--" + name.replace("_", "-") if flag is None else " or ".join((*flag.names, *flag.off_names))

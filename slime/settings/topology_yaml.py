@@ -1,4 +1,4 @@
-"""The topology of engines: from `--sglang-config`, or one group of engines; and the layout of one engine.
+"""Reads the topology of engines from `--sglang-config` or flags, and computes the layout of one engine.
 
     sglang:
       - name: policy                      # the trained model: its path is --hf-checkpoint
@@ -10,8 +10,8 @@
 
 Names and types are checked as strictly as flags.
 
-`--rollout-num-gpus-per-engine` counts all GPUs of an engine. `--sglang-pp-size` divides them into pipeline stages of
-equally many tensor-parallel ranks.
+`--rollout-num-gpus-per-engine` counts all GPUs of an engine. `--sglang-pp-size` divides them into pipeline stages with
+equal numbers of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _OF_ALL = {
     "admin_api_key": "weight syncs carry one key for all engines; use --sglang-admin-api-key",
     "dtype": "weights travel in the dtype of the run; use --sglang-dtype",
 }
-"""ServerArgs that no group can set -> why, and what to use."""
+"""ServerArgs that a group cannot override -> why, and what to use instead."""
 
 
 def topology_of(args: Args) -> Topology:
-    """Raises `ConfigError` for a wrong file."""
+    """Returns the topology that the settings ask for. Raises `ConfigError` for an invalid file."""
     if args.debug_train_only:
         return Topology(())
     path = str(args.hf_checkpoint)
-    if args.rollout_external_engine_addrs:  # they report their sizes when they are asked
+    if args.rollout_external_engine_addrs:  # their sizes are not known until they are asked
         return Topology((ServedModel(DEFAULT_NAME, path, ()),))
     if args.sglang_config is not None:
         return read_topology(
@@ -60,7 +60,7 @@ def topology_of(args: Args) -> Topology:
 
 
 def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:
-    """The groups of a run without a file."""
+    """Returns the groups of a run without `--sglang-config`."""
     width, num_prefill = args.rollout_num_gpus_per_engine, args.prefill_num_servers
     if num_prefill is None:
         return (EngineGroup(args.rollout_num_gpus, width),)
@@ -72,16 +72,17 @@ def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:
 
 
 def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
-    """The models of a file. `num_gpus_per_engine`: the default; `trains`: whether there is a trainer.
+    """Reads the models of a file.
 
-    Raises `ConfigError` with the place in the file.
+    `num_gpus_per_engine` is the default of groups; `trains` is whether the run has a trainer. Raises `ConfigError` that
+    names the place in the file.
     """
     return _meant(read_text(file, _FLAG, "YAML file"), file, hf_checkpoint, num_gpus_per_engine, trains)
 
 
 @lru_cache(maxsize=16)
 def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
-    """`read_topology` of a file with this `text`; cached."""
+    """`read_topology` for the content of the file, cached."""
     entries = _entries(text, file)
     models = tuple(
         _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries)
@@ -99,7 +100,7 @@ def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, t
 
 
 def first_path(file: str) -> str:
-    """The first checkpoint that a file names. Raises `ConfigError` without one."""
+    """Returns the first `model_path` in a file. Raises `ConfigError` if there is no such key."""
     entries = _entries(read_text(file, _FLAG, "YAML file"), file)
     paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
@@ -110,7 +111,7 @@ def first_path(file: str) -> str:
 
 
 def _entries(text: str, file: str) -> list[Any]:
-    """The models of a file, as parsed YAML."""
+    """Returns the list of models in a file, as parsed YAML."""
     top = _known(parse_yaml(text, f"{_FLAG} {file}"), {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
         raise ConfigError(f"{file}: got no list of models under `sglang`; give entries with name and server_groups")
@@ -165,7 +166,7 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
 
 
 def _overrides(given: Any, where: str) -> dict[str, Any]:
-    """ServerArgs by field name, each of its type."""
+    """Returns the given ServerArgs by field name, type-checked."""
     from slime.settings.schema import OWNED, flags_of_owner
 
     if not isinstance(given, Mapping):
@@ -228,14 +229,14 @@ def _positive(fields: Mapping[str, Any], key: str, where: str) -> int | None:
 
 
 STAGES_ENV = "SGLANG_PP_LAYER_PARTITION"
-"""Where SGLang reads the number of layers of each pipeline stage. In a run's environment it applies to the policy."""
+"""The variable from which SGLang reads the number of layers of each pipeline stage. A run applies it to the policy."""
 
 
 def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True) -> EngineLayout:
-    """The layout of an engine of `num_gpus`. `sglang`: ServerArgs by field name; `trained`: whether it serves the
-    policy.
+    """Returns the layout of an engine with `num_gpus` GPUs.
 
-    Raises `ConfigError` for sizes that do not divide each other.
+    `sglang` holds ServerArgs by field name; `trained` is whether the engine serves the policy. Raises `ConfigError` for
+    sizes that do not divide each other.
     """
     pp_size, dp_size = int(sglang.get("pp_size") or 1), int(sglang.get("dp_size") or 1)
     if num_gpus < 1 or pp_size < 1 or num_gpus % pp_size:
@@ -264,17 +265,17 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
 
 
 def layout_of_group(args: Args, model: ServedModel, group: EngineGroup) -> EngineLayout:
-    """The layout of a group's engines. Raises as `layout_of`."""
+    """Returns the layout of a group's engines. Raises the errors of `layout_of`."""
     return layout_of(group.num_gpus_per_engine, settings_of_group(args, group), trained=model.trained)
 
 
 def settings_of_group(args: Args, group: EngineGroup) -> dict[str, Any]:
-    """ServerArgs by field name: the run's, overridden by the group's."""
+    """Returns the run's ServerArgs by field name, with the group's overrides."""
     return {**args.sglang, **group.overrides}
 
 
 def server_settings(layout: EngineLayout) -> dict[str, Any]:
-    """ServerArgs by field name: `tp_size`, and what differs from purely tensor-parallel ranks."""
+    """Returns the ServerArgs of a layout by field name: `tp_size`, and all that differ from SGLang's defaults."""
     settings: dict[str, Any] = {"tp_size": layout.tp_size}
     if layout.pp_size > 1:
         settings["pp_size"] = layout.pp_size
@@ -289,9 +290,11 @@ def server_settings(layout: EngineLayout) -> dict[str, Any]:
 
 
 def contradictions(layout: EngineLayout, sglang: Mapping[str, Any]) -> list[str]:
-    """The given ServerArgs that contradict the layout, by field name."""
+    """Returns the names of given ServerArgs that contradict the layout."""
     own = {**_PLAIN, "moe_dense_tp_size": layout.tp_size, **server_settings(layout)}
-    idle = () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")  # SGLang ignores them then
+    idle = (
+        () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")
+    )  # SGLang ignores these if dp_size is 1
     given = {name: value for name, value in sglang.items() if name in own and value is not None}
     return sorted(name for name, value in given.items() if value != own[name] and name not in idle)
 
@@ -304,7 +307,7 @@ _PLAIN: Mapping[str, Any] = {
     "enable_dp_attention": False,
     "enable_dp_lm_head": False,
 }
-"""Layout setting -> SGLang's default."""
+"""ServerArgs of the layout -> SGLang's default."""
 LAYOUT_SETTINGS = frozenset({*_PLAIN, "moe_dense_tp_size"})
 
 
@@ -319,13 +322,13 @@ def _stages(given: str | None) -> tuple[int, ...]:
         ) from None
 
 
-# --- Addresses of engines that run already, given or in a file: one HOST:PORT per line, `#` starts a comment.
+# --- Addresses of external engines, given as flags or in a file: one HOST:PORT per line, `#` starts a comment
 
 FILE_MARK = "@"
 
 
 def address_file(given: Sequence[str]) -> Path | None:
-    """The file that `--rollout-external-engine-addrs @FILE` names. Raises `ConfigError` if more is named besides."""
+    """Returns FILE of `--rollout-external-engine-addrs @FILE`, or None. Raises `ConfigError` if other words follow."""
     files = [word for word in given if word.startswith(FILE_MARK)]
     if not files:
         return None
@@ -338,8 +341,10 @@ def address_file(given: Sequence[str]) -> Path | None:
 
 
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
-    """The addresses as they are now, each `http://host:port`. The file is read again, so it may change during a run.
-    Raises `ConfigError` with the place of a wrong address.
+    """Returns the current addresses, each as `http://host:port`.
+
+    Every call reads the file again, because it may change during a run. Raises `ConfigError` that names the place of a
+    wrong address.
     """
     file = address_file(given)
     if file is None:
