@@ -1,4 +1,4 @@
-"""The weights agent of an engine: a process beside it that `tend` restarts when it ends. For calls from any thread."""
+"""The weights agent of an engine: a process beside it that `tend` restarts when it ends. Thread-safe."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
     disk_dir: str
-    """The shared folder."""
+    """The folder shared with the trainer."""
     local_dir: str
-    """A folder of this host."""
+    """A folder on this host."""
     pre_read_hook: str | None
     """Import path of a user's function."""
     limit_s: float
-    """Limit of each answer of the engine."""
+    """Time limit for each answer of the engine."""
 
 
 class AgentProcess:
-    """`slime weights-agent` for the server at `url`."""
+    """A running `slime weights-agent` for the server at `url`."""
 
     def __init__(self, settings: AgentSettings, url: str, control_key: str | None, log_path: Path) -> None:
         self._settings, self._url, self._key, self._log_path = settings, url, control_key, log_path

@@ -1,23 +1,23 @@
-"""`ChildProcess`: one engine process and everything below it, from start to verified end.
+"""`ChildProcess`: one engine process and its descendants, from the start to the verified end.
 
 The owner's thread starts, polls and stops it; each wait has a limit. The only background thread (`_spawner`, one per
 owner process) starts children: Linux sends a child its parent-death signal when the *thread* that started it ends, and
-callers may be short-lived threads.
+the calling thread may be short-lived.
 
 `ProcessFamily` finds and ends processes, and `SharedMemoryFiles` removes the files in /dev/shm that they leave. Both
 use only the standard library, so that the guardian (`slime.cluster.guardian`) stays small and starts fast.
 
 Invariants
-1. The child leads its own session: a Ctrl-C in the owner's terminal does not reach it.
+1. The child leads its own session, so a Ctrl-C in the owner's terminal does not reach it.
 2. The child dies with its owner (`slime.serving.launch` requests the signal), and its children die with it.
-3. After `stop()` returns, no process of the child is alive and its files in shared memory are gone. Otherwise `stop`
-   raises an error that names them.
+3. After `stop()` returns, the child and its descendants are dead and their files in shared memory are gone. If one
+   survives, `stop` raises an error that names it.
 4. Output goes to a file, never to a pipe that might not be read.
-5. A pid is signalled only while its start time is the recorded one, so a recycled pid is safe.
+5. A pid is signalled only if its start time is the recorded one, so a recycled pid is never hit.
 6. The calling process and its ancestors are never members of a family.
-7. A file in /dev/shm is removed only if one of these libraries named it, a member of the family had it mapped or open
-   (or its name has a member's pid), it belongs to our user, and no living process uses it. A checkpoint in /dev/shm
-   stays: its readers map it too, but its name is different.
+7. A file in /dev/shm is removed only if its name has a library's prefix (`_MADE_UP`), a member of the family had it
+   mapped or open (or its name contains a member's pid), it belongs to our user, and no living process uses it. A
+   checkpoint in /dev/shm stays: members may have mapped it, but its name has no such prefix.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from slime.core.processes import OF_LIBRARIES, scratch_prefix, socket_room
 from slime.core.silence import Silence, processor_s
 
 KEEP_ENVIRON_ENV = "SPT_NOENV"
-"""Set, it keeps setproctitle from overwriting /proc/<pid>/environ."""
+"""If set, setproctitle does not overwrite /proc/<pid>/environ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +62,25 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """The fields of /proc/<pid>/stat that are used here."""
+    """A process, from /proc/<pid>/stat."""
 
     id: ProcessId
     name: str
     state: str
-    """`Z`: dead, waiting for its parent."""
+    """`Z`: a zombie, dead but not yet reaped by its parent."""
     parent: int
     group: int
     session: int
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """None if the process is gone."""
+    """Returns None if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    head, _, tail = text.rpartition(")")  # the name may hold spaces and parentheses
+    head, _, tail = text.rpartition(")")  # the name may contain spaces and parentheses
     fields = tail.split()
     return ProcessStat(
         id=ProcessId(pid, int(fields[19])),
@@ -93,13 +93,13 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def all_processes() -> dict[int, ProcessStat]:
-    """All visible processes, by pid."""
+    """Returns all visible processes by pid."""
     stats = (read_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
     return {s.id.pid: s for s in stats if s is not None}
 
 
 def has_mark(pid: int, mark: bytes) -> bool:
-    """Whether `pid` was executed with the environment entry `mark` (`NAME=value`)."""
+    """Whether `pid` was started with the environment entry `mark` (`NAME=value`)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
@@ -108,7 +108,7 @@ def has_mark(pid: int, mark: bytes) -> bool:
 
 
 def ancestors(pid: int) -> set[int]:
-    """`pid` and every process above it."""
+    """Returns `pid` and the pids of all its ancestors."""
     found: set[int] = set()
     while pid > 0 and pid not in found:
         found.add(pid)
@@ -118,11 +118,11 @@ def ancestors(pid: int) -> set[int]:
 
 
 class ProcessFamily:
-    """Processes that belong together: seeds, carriers of the mark `NAME=value` in their environment, descendants of
-    members, and all in a session or process group that a member leads.
+    """Processes that belong together: the seeds, all processes with the mark `NAME=value` in their environment, all
+    descendants of members, and all processes in a session or process group that a member leads.
 
-    Members are remembered by (pid, start time), because the signs can vanish: `setproctitle` overwrites the memory that
-    /proc/<pid>/environ shows (`SPT_NOENV=1` prevents that), and ancestry is lost when a parent dies.
+    Members are remembered by (pid, start time), because these signs can vanish: `setproctitle` overwrites the memory
+    that /proc/<pid>/environ shows (`SPT_NOENV=1` prevents that), and ancestry is lost when a parent dies.
     """
 
     def __init__(self, env_name: str, value: str, *, seeds: Iterable[int] = (), spare: Iterable[int] = ()) -> None:
@@ -141,7 +141,7 @@ class ProcessFamily:
         processes = all_processes()
         known = {m.id for m in self._members.values()}
         members = {pid: s for pid, s in processes.items() if s.id in known}
-        # The kernel does not reuse a dead leader's number while its session has processes; later it means nothing.
+        # The kernel does not reuse a dead leader's pid while its group or session has processes, but may do so later.
         in_use = {n for s in processes.values() for n in (s.group, s.session)}
         leaders = {pid for pid in self._leaders | self._members.keys() if pid in in_use and pid not in processes}
         members |= {pid: s for pid, s in processes.items() if pid not in self._spare and has_mark(pid, self._mark)}
@@ -158,7 +158,7 @@ class ProcessFamily:
         return [s for s in members.values() if s.state not in "ZX"]
 
     def signal(self, signum: int, members: Iterable[ProcessStat]) -> None:
-        """Sends `signum` to the members whose pid is still the same process."""
+        """Sends `signum` to each member, unless another process has its pid now."""
         for member in members:
             now = read_stat(member.id.pid)
             if now is not None and now.id == member.id:
@@ -172,8 +172,10 @@ class ProcessFamily:
         limit_s: float = 60.0,
         before_kill: Callable[[list[ProcessStat]], None] | None = None,
     ) -> list[ProcessStat]:
-        """SIGTERM to all, after `grace_s` SIGKILL to the rest. Returns the survivors after another `limit_s`, normally
-        none. `before_kill` sees the living members before each signal. Processes forked meanwhile are ended too.
+        """Sends SIGTERM to all members, and after `grace_s` SIGKILL to the rest. Returns the members that are alive
+        `limit_s` later, normally none.
+
+        Calls `before_kill` with the living members before each signal. Processes forked meanwhile are ended, too.
         """
         living = self.refresh()
         if before_kill:
@@ -196,13 +198,13 @@ SHM = "/dev/shm"
 _MAPPED = re.compile(rb" (\d+) +/dev/shm/[^\n]+$", re.MULTILINE)
 _MADE_UP = re.compile(r"^(torch_|psm_|sem\.mp-|sglang_loads_|sgl_shm_mq_|nccl-)")
 _NAMED_BY_PID = re.compile(r"^(?:torch_|sgl_shm_mq_)(\d+)_")
-"""torch's file_system sharing (`torch_<pid>_<random>_<n>`) and SGLang's queues between tensor-parallel ranks."""
+"""Files of torch's file_system sharing (`torch_<pid>_<random>_<n>`) and SGLang's queues between TP ranks."""
 
 
 def shm_inodes_of(pid: int) -> set[int]:
-    """Inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or another user's.
+    """Returns the inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or another user's.
 
-    Not paths: glibc creates a semaphore under another name and links it, so /proc shows the old name.
+    Paths would not do: glibc creates a semaphore under another name and links it, and /proc shows the old name.
     """
     inodes: set[int] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
@@ -216,7 +218,7 @@ def shm_inodes_of(pid: int) -> set[int]:
 
 
 def library_files() -> dict[str, int]:
-    """Name -> inode of our user's files in /dev/shm that these libraries named."""
+    """Returns name -> inode for our user's files in /dev/shm with a prefix in `_MADE_UP`."""
     files: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(SHM):
@@ -227,8 +229,10 @@ def library_files() -> dict[str, int]:
 
 
 class SharedMemoryFiles:
-    """Files of a process family in /dev/shm, to remove once the processes are gone. Killed processes leave them: SGLang
-    its load snapshot and semaphores, even after SIGTERM; torch's file_system sharing, Python's `SharedMemory`, NCCL.
+    """The files of a process family in /dev/shm, for removal once the processes are gone.
+
+    Killed processes leave files of torch's file_system sharing, Python's `SharedMemory` and NCCL. SGLang leaves its
+    load snapshot and semaphores even after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -236,14 +240,14 @@ class SharedMemoryFiles:
         self._pids: set[int] = set()
 
     def observe(self, members: Iterable[ProcessStat]) -> None:
-        """Notes the files of these living processes (milliseconds each). Call it before they are ended."""
+        """Notes the files of these living processes (milliseconds each). Call it before you end them."""
         pids = {member.id.pid for member in members}
         inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
         self._pids |= pids
         self._files |= {(name, inode) for name, inode in library_files().items() if inode in inodes}
 
     def remove_orphans(self) -> list[str]:
-        """Removes the noted files that no living process uses; returns their names."""
+        """Removes the noted files that no living process uses. Returns their names."""
         candidates = {
             name: inode
             for name, inode in library_files().items()
@@ -262,16 +266,16 @@ class SharedMemoryFiles:
 
 
 FAMILY_ENV = "SLIME_CHILD_ID"
-"""Marks a child and everything below it."""
+"""Environment variable that marks a child and its descendants."""
 OWNER_ENV = "SLIME_OWNER_PID"
-"""Pid of the owner, so that a child notices an owner that died before it started."""
+"""Environment variable with the owner's pid. With it a child notices that its owner died before the child started."""
 LOG_TAIL_BYTES = 4000
 OWN_NAMES = "sglang::"
-"""Prefix of SGLang's schedulers and detokenizer. Other children (compilers) come and go."""
+"""Prefix of the process names of SGLang's schedulers and detokenizer. Other children (compilers) come and go."""
 STOPPED = "tT"
-"""States in /proc of a stopped process."""
+"""States of a stopped process in /proc/<pid>/stat."""
 STOPPED_LIMIT_S = 4.0
-"""A debugger or profiler stops a process for less than a second."""
+"""How long a process may be stopped. A debugger or profiler needs less than a second."""
 LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
@@ -293,7 +297,7 @@ def _spawn_loop() -> None:
 
 
 def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Runs `job` in a thread that lives as long as the process."""
+    """Runs `job` in a thread that lives as long as this process."""
     global _spawner, _spawner_pid
     with _spawner_lock:
         if _spawner is None or _spawner_pid != os.getpid():  # threads do not survive a fork
@@ -306,12 +310,12 @@ def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes
 
 
 class ChildProcess:
-    """A subprocess `command` with its log, its scratch folder and its family."""
+    """The subprocess `command`, with its log, scratch folder and process family."""
 
     def __init__(
         self, name: str, command: Sequence[str], *, log_path: Path, env: Mapping[str, str | None] | None = None
     ) -> None:
-        """`name`: for errors; `env`: additions to this process's environment (None removes a variable)."""
+        """`name`: for error messages; `env`: additions to this process's environment (None removes a variable)."""
         self.name = name
         self.command = list(command)
         self.log_path = Path(log_path)
@@ -323,9 +327,9 @@ class ChildProcess:
         self._scratch: Path | None = None
         self._named: dict[int, str] = {}
         self._pids: list[int] = []
-        """The family when it was last seen."""
+        """Pids of the family at the last look."""
         self._stopped_at: float | None = None
-        """When one of its processes was first seen stopped."""
+        """Time since which some process has been stopped, on the monotonic clock."""
         self._shared = SharedMemoryFiles()
 
     @property
@@ -345,7 +349,7 @@ class ChildProcess:
         return None if self._popen is None else self._popen.poll()
 
     def problem(self) -> str | None:
-        """What is wrong: the first process or one of SGLang's own has ended or is stopped. None if all run."""
+        """Describes a failure: the first process, or one of SGLang's own, has ended or is stopped. None if all run."""
         if self._family is None or not self.alive:
             return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}
@@ -368,11 +372,11 @@ class ChildProcess:
         """Starts the process and returns at once."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # For the socket files of engines.
+        # Engines put their socket files here.
         prefix = scratch_prefix()
         self._scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=socket_room(f"{prefix}XXXXXXXX/{OF_LIBRARIES}")))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
-        # Only our user may read it: it may hold prompts and answers.
+        # Only our user may read the log, because it may contain prompts and answers.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(self.command)}\n".encode())
@@ -405,7 +409,7 @@ class ChildProcess:
         )
 
     def log_tail(self, limit_bytes: int = LOG_TAIL_BYTES) -> str:
-        """The end of the log, without what earlier starts wrote."""
+        """Returns the end of the log since the last start."""
         try:
             return tail_of(self.log_path, limit_bytes, start=self._log_start).strip()
         except OSError as error:
@@ -415,8 +419,8 @@ class ChildProcess:
         """Polls `ready` until it is true.
 
         Raises `EngineError` with the end of the log if the process dies first. Raises `DeadlineExceeded` with the last
-        log line if the process neither computes nor writes to its log for `timeout_s`, or works for much longer
-        (`slime.core.silence`).
+        log line if the process neither computes nor writes to its log for `timeout_s`, or if it works for much longer
+        than that (`slime.core.silence`).
         """
         silence = Silence(lambda: processor_s(self._pids), file=self.log_path)
         next_look = 0.0
@@ -443,16 +447,16 @@ class ChildProcess:
             time.sleep(_POLL_S)
 
     def _look(self) -> None:
-        """Remembers children and their shared memory, which are hard to recognise once they are killed."""
+        """Records children and their shared memory, which are hard to recognise once the children are killed."""
         if self._family is not None:
             members = self._family.refresh()
             self._pids = [member.id.pid for member in members]
             self._shared.observe(members)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, after `timeout_s` SIGKILL; returns when no process of the family is left. May be called again.
+        """Sends SIGTERM, and after `timeout_s` SIGKILL. Returns when no process of the family is left. Idempotent.
 
-        Raises `EngineError` that names the processes which survive SIGKILL.
+        If processes survive SIGKILL, raises an `EngineError` that names them.
         """
         if self._popen is None or self._family is None:
             return

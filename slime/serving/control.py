@@ -1,7 +1,7 @@
-"""`EngineControl` of one engine: over the HTTP routes of an SGLang 0.5.16 server, or through a shared folder.
+"""`EngineControl` for one engine, over the HTTP routes of an SGLang 0.5.16 server or through a shared folder.
 
-Several threads may call. A call waits in its thread for the answer, with a limit. Only flushing is retried, to wait for
-the engine to drain.
+All methods are thread-safe. A call blocks its thread until the answer comes or the time limit expires. Only
+`flush_cache` retries, to wait until the engine has drained.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.weights.delta.mailbox import call, mailbox
 
 DRAIN_POLL_S = 0.05
-"""Between tries to flush while requests are still ending."""
+"""Time between two attempts to flush while requests are still ending."""
 ERROR_CHARACTERS = 2000
-"""Of a server's answer in an error message."""
+"""How much of a server's answer an error message quotes."""
 
 
 class HttpEngineControl:
-    """Control plane of the server at `url`; `core.ports.EngineControl` documents the methods."""
+    """Controls the server at `url`. `core.ports.EngineControl` documents the methods."""
 
     def __init__(self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None) -> None:
-        """`timeout_s`: limit of each call; `api_key`: of the control routes."""
+        """`timeout_s`: time limit for each call; `api_key`: the key of the control routes."""
         self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # trust_env=False: no proxy may see control traffic
@@ -52,13 +52,13 @@ class HttpEngineControl:
         self._post("continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Waits until no request runs, not even of a client that hung up, and the cache is empty."""
+        """Waits until no request runs, not even one of a client that hung up, and the cache is empty."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             response = self._send("POST", "flush_cache", None)
             if response.is_success:
                 return
-            if response.status_code in (401, 403):  # waiting does not help
+            if response.status_code in (401, 403):  # retrying does not help
                 raise _refusal(self._url, "flush_cache", response)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded.waiting(
@@ -121,14 +121,15 @@ class HttpEngineControl:
         self._post("resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
     def start_profile(self, directory: str, name: str, *, num_passes: int, shapes: bool, stack: bool) -> None:
-        """Traces the next forward passes of every rank, each into DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's
-        host, which is written after the passes.
+        """Traces the next `num_passes` forward passes of every rank.
+
+        After them each rank writes DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's host.
         """
         body = {"output_dir": directory, "profile_id": name, "num_steps": num_passes}
         self._post("start_profile", {**body, "record_shapes": shapes, "with_stack": stack})
 
     def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
-        """Raises `EngineError` for a refusal. SGLang reports some as status 200 with `"success": false`."""
+        """Raises `EngineError` if refused. SGLang reports some refusals as status 200 with `"success": false`."""
         response = self._send("POST", route, body)
         refused = not response.is_success
         if not refused and response.headers.get("content-type", "").startswith("application/json"):
@@ -153,7 +154,10 @@ class HttpEngineControl:
 
 
 def _checksums(report: Mapping[str, Any]) -> RankChecksums:
-    """One rank's report of `/weights_checker`. With DP attention every DP group reports all ranks of its stage."""
+    """Converts one rank's report from `/weights_checker`.
+
+    With DP attention every DP group reports all ranks of its stage.
+    """
     info = report["parallelism_info"]
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
@@ -172,14 +176,14 @@ def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:
 
 
 class FolderEngineControl:
-    """Control plane of an engine that a trainer reaches only through a shared folder.
+    """Controls an engine that the trainer reaches only through a shared folder.
 
-    The agent beside the engine repeats each call there. Weights travel as versions; other ways to send them are
-    refused.
+    The agent beside the engine forwards each call to it. Weights travel as versions in the folder; other ways to send
+    them raise `EngineError`.
     """
 
     def __init__(self, folder: Path, url: str, layout: EngineLayout, timeout_s: float) -> None:
-        """`folder`: the shared one; `url`: the engine as the trainer knows it; `timeout_s`: limit of each call."""
+        """`url`: the engine's address as the trainer knows it; `timeout_s`: time limit for each call."""
         self._box, self._url, self._layout, self._timeout_s = mailbox(folder, url), url.rstrip("/"), layout, timeout_s
 
     @property
@@ -191,7 +195,7 @@ class FolderEngineControl:
         return self._layout
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because no connection is open."""
 
     def pause(self, mode: str = "abort") -> None:
         self._call("pause", mode=mode)

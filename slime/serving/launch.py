@@ -1,6 +1,5 @@
-"""The launcher: `python -m slime.serving.launch <SGLang arguments>`, and with `--router` first, sglang-router.
-
-`--token-versions`, as the first argument, makes answers give the weight version of each token.
+"""The launcher. `python -m slime.serving.launch <SGLang arguments>` runs a server, or sglang-router if `--router` comes
+first. With `--token-versions` as the first argument, answers give the weight version of each token.
 
 SGLang starts its schedulers and its detokenizer with multiprocessing's "spawn", which first imports the main module
 again, as `__mp_main__`. So `prepare_process` runs in the server and in every process below it. On a CPU the children
@@ -8,12 +7,12 @@ are forked instead (`slime.compat.sglang_cpu.forked_children`).
 
 Invariants
 1. Importing this module under its own name does nothing.
-2. Server, router and their children get SIGKILL when the slime process that started them ends. A server that somebody
-   started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
-3. Keys come from the environment, and are in no log, answer or child process. Every route but the health checks asks
-   for a key, and routes that change something for the admin key (`slime.compat.sglang_closed`).
-4. On a GPU machine only hooks of SGLang's plugin registry and classes registered with transformers
-   (`sglang_config_names`) change SGLang or torch.
+2. The server, the router and their children get SIGKILL when the slime process that started them ends. A server started
+   by hand (`--rollout-external-engine-addrs`) keeps running; its children end with it.
+3. Keys come from the environment and appear in no log, answer or child process. Every route except the health checks
+   requires a key, and routes that change something require the admin key (`slime.compat.sglang_closed`).
+4. On a GPU machine, SGLang and torch are changed only through hooks of SGLang's plugin registry and classes registered
+   with transformers (`sglang_config_names`).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from slime.core.text import HIDDEN
 
 
 class Secret(str):
-    """A key that shows in no `repr` and whose copies and pickles are random texts, which open nothing.
+    """A key that `repr` hides and that a copy or pickle replaces with a random text.
 
-    SGLang logs the `repr` of its arguments, passes them to its children, and lists them all in `/server_info`. So
-    whoever may generate could otherwise read the key to the weights.
+    SGLang logs the `repr` of its arguments, passes them to its children, and lists them all in `/server_info`. Without
+    this class, any client that may generate could read the key to the weights.
     """
 
     __slots__ = ()
@@ -56,15 +55,15 @@ def _nobodys_key() -> str:
 ROUTER_FLAG = "--router"
 TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
-"""Bearer token of a server or router. Everybody on the host can read a command line, but not an environment."""
+"""Bearer token of a server or router. Every user of the host can read a command line, but not an environment."""
 ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
-"""Bearer token of the routes that change or end something; without it they ask for the other one."""
+"""Bearer token of the routes that change or end something. Without it they require the token of `API_KEY_ENV`."""
 SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
-"""Further secret flags, as a JSON list."""
+"""A JSON list of further flags that are secret."""
 
 
 def value_of(arguments: list[str], flag: str, default: str) -> str:
-    """The value of a flag in SGLang's arguments."""
+    """Returns the value of `flag` in SGLang's arguments, or `default`."""
     for i, argument in enumerate(arguments):
         if argument.startswith(f"{flag}="):
             return argument.partition("=")[2]
@@ -74,7 +73,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
-    """Sets up the server or one of its children, before SGLang is imported."""
+    """Prepares this process, the server or one of its children. Call it before SGLang is imported."""
     from slime.compat import (
         register,
         sglang_closed,
@@ -130,7 +129,7 @@ def serve(arguments: list[str]) -> None:
     from slime.compat import sglang_closed
 
     load_plugins()
-    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs it
+    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs them
     if missing:
         raise EngineError(f"this SGLang lacks {sorted(missing)}, which slime hooks; install the pinned version")
     settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
@@ -145,8 +144,8 @@ def serve(arguments: list[str]) -> None:
 
 
 def route(arguments: list[str]) -> None:
-    """Runs sglang-router in this process until it ends. Its own launcher would import SGLang and torch for an unused
-    balancer.
+    """Runs sglang-router in this process until it ends. The router's own launcher would also import SGLang and torch
+    for a balancer that is not used.
     """
     import setproctitle
     from sglang_router.router import Router

@@ -1,15 +1,15 @@
-"""Leased ports, which no other run on the host gets until they are released; and `LeasedServer`, the common part of
-SGLang servers and routers.
+"""Port leases, which keep two runs on a host from using one port; and `LeasedServer`, the base of SGLang servers and
+routers.
 
-An engine binds its port many seconds after it was chosen, so looking for a free port would be a race. A lease is a name
-in the abstract Unix socket namespace, bound by this process: atomic, scoped to the network namespace as TCP ports are,
-released whenever the process ends, and without a file.
+An engine binds its port many seconds after it was chosen, so another run could take a port that was only found free. A
+lease is a name in the abstract Unix socket namespace that this process binds. Binding is atomic and, like TCP ports,
+scoped to the network namespace. The kernel releases the name when the process ends, and there is no file to remove.
 
 Invariants
 1. A port has at most one lease on a host (one network namespace), across processes.
-2. When it was leased, a port was bindable on loopback and on all interfaces, over IPv4 and IPv6. It is outside the
+2. A port is leased only if it can be bound on loopback and on all interfaces, over IPv4 and IPv6. It is outside the
    kernel's ephemeral range, so no outgoing connection and no bind to port 0 takes it.
-3. Programs without leases can still take the port; a server then starts again on another one.
+3. Programs that take no leases can still bind the port; the server then starts again on another port.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FIRST_PORT = 20000
 """Above Ray's default worker ports (10002 to 19999)."""
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PREFERRED_SPAN = 4000
-"""With fewer ports below the ephemeral range, those above it are used as well."""
+"""If fewer ports lie below the ephemeral range, the ports above it are used, too."""
 
 
 def candidate_ports() -> list[range]:
-    """Ranges to lease from: above Ray's ports and outside the kernel's ephemeral range."""
+    """Returns the ranges to lease from: above Ray's ports and outside the kernel's ephemeral range."""
     try:
         low, high = (int(x) for x in _EPHEMERAL_RANGE.read_text().split())
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def candidate_ports() -> list[range]:
 
 
 def is_bindable(port: int) -> bool:
-    """Whether nothing listens on `port`, on loopback or on any interface, over IPv4 or IPv6."""
+    """Whether `port` can be bound on loopback and on all interfaces, over IPv4 and IPv6."""
     for host in ("127.0.0.1", "0.0.0.0", "::1", "::"):
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -66,20 +66,20 @@ def is_bindable(port: int) -> bool:
 
 
 NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
-"""Errors of a host without IPv6, or without it on loopback."""
+"""Errors on a host without IPv6, or without IPv6 on loopback."""
 MEETING_OFFSETS = (*range(7), 13)
-"""Offsets of the ports that SGLang 0.5.16 derives from an engine's meeting point: with DP attention the next five, one
-for loads, and one for the handshake of the nodes (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
+"""Offsets of the meeting point's port (0) and the ports that SGLang 0.5.16 derives from it: with DP attention the next
+five, one for loads, and one for the handshake of the nodes (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
 DERIVED_OFFSETS = (13, *range(233, 240))
 """Offsets of the ports that DP attention derives from the port of a single-node server (`ZMQ_TCP_PORT_DELTA`)."""
 
 
 @dataclass(slots=True)
 class PortLease:
-    """The right to use `ports` on this host, until `release()`, the end of the `with` block or of the process."""
+    """The right to use `ports` on this host until `release()`, the end of the `with` block or of the process."""
 
     ports: tuple[int, ...]
-    """The requested ports, then those at offsets from the first one."""
+    """First the `count` requested ports, then the ports at offsets from the first one."""
     _names: list[socket.socket]
 
     @property
@@ -112,7 +112,7 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def lease_port(port: int) -> PortLease:
-    """Raises `EngineError` if a run or another program has the port."""
+    """Leases `port`. Raises `EngineError` if another run or program uses it."""
     name = _claim(port)
     if name is None:
         raise EngineError(f"got port {port}, which another program on this host uses; end it or choose another port")
@@ -120,14 +120,17 @@ def lease_port(port: int) -> PortLease:
 
 
 def lease_meeting_point() -> PortLease:
-    """Leases a port, on the host of an engine's first node, for its nodes to meet, with the ports SGLang derives."""
+    """Leases a port where an engine's nodes meet, with the ports that SGLang derives from it.
+
+    Call it on the host of the first node.
+    """
     return lease_ports(beside_first=MEETING_OFFSETS[1:])
 
 
 def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLease:
-    """Leases `count` free ports, and the ports at offsets `beside_first` from the first.
+    """Leases `count` free ports, and the ports at the offsets `beside_first` from the first one.
 
-    Raises `EngineError` if the host has none left.
+    Raises `EngineError` if it finds too few free ports.
     """
     chooser = random.SystemRandom()  # not the seeded global generator: runs with one seed would choose the same ports
     ranges = candidate_ports()
@@ -177,30 +180,31 @@ class LeasedServer:
 
     @property
     def url(self) -> str:
-        """Changes with a repeated start. Raises `EngineError` before `start`."""
+        """The server's address; a restart may change it. Raises `EngineError` before `start`."""
         return http_url(self.host, self.port)
 
     @property
     def pid(self) -> int:
-        """The first process, which leads the session. Raises `EngineError` before `start`."""
+        """Pid of the first process, which leads the session. Raises `EngineError` before `start`."""
         if self._process is None:
             raise EngineError(f"{self.what} has no process before start()")
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the first process runs; SGLang ends it when one of its children fails."""
+        """Whether the first process runs. SGLang ends it when one of its children fails."""
         return self._process is not None and self._process.alive
 
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the host's proxies
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores the host's proxy settings
 
 
 def request(
     method: str, url: str, body: Any = None, *, timeout_s: float = 5.0, api_key: str | None = None
 ) -> tuple[int, str]:
-    """(status, text) of one HTTP request; without an answer, status 0 and the reason. For start and stop of a server,
-    not for the data path.
+    """Sends one HTTP request and returns (status, text). Without an answer, returns status 0 and the reason.
+
+    Used to start and stop servers, not on the data path.
     """
     headers = {"Content-Type": "application/json"} if body is not None else {}
     if api_key:

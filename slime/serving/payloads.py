@@ -1,11 +1,11 @@
 """SGLang's payloads of `/update_weights_from_tensor` and its tensor digests, byte for byte.
 
-A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16): of `{"flattened_tensor", "metadata"}` for
-`load_format="flattened_bucket"`, of a list of (name, tensor) for a custom loader. It holds handles, not data: the name
-of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler is restricted, so only torch's rebuild functions
-and `SimpleNamespace` appear.
+A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains
+`{"flattened_tensor", "metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom
+loader. Tensors are handles, not data: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler
+accepts few names, so a payload uses only torch's rebuild functions and `SimpleNamespace`.
 
-This module does not import SGLang, which would take 10 s.
+This module does not import SGLang, because that takes 10 s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime.weights.hf_shards import byte_runs
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
 _born: dict[str, reductions.StorageWeakRef] = {}
-"""File in /dev/shm -> the buffer of this process that it backs."""
+"""File in /dev/shm -> the buffer of this process that lies in it."""
 
 
 def serialize_bucket(
@@ -43,11 +43,12 @@ def serialize_bucket(
     runs: Sequence[tuple[str, int]] | None = None,
     only: Container[str] | None = None,
 ) -> tuple[list[str], object]:
-    """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
+    """Returns one payload per receiver, and the owner of the memory. Keep the owner until every receiver has answered.
 
-    `named_tensors`: all on one device. Tensors that lie end to end in `shareable` memory are shared as they are, others
-    are copied there. Receivers count references, so each needs its own payload. `runs`: (name, number of tensors) for a
-    custom loader, which gets each run of several tensors as one flat tensor. `only`: names of the tensors to announce.
+    `named_tensors`: all on one device. Tensors that lie end to end in `shareable` memory are shared without a copy,
+    others are copied there. Receivers count references, so each needs its own payload. `runs`: (name, number of
+    tensors) for a custom loader, which gets each run of several tensors as one flat tensor. `only`: names of the
+    tensors to announce.
     """
     assert named_tensors, "empty bucket"
     flat, metadata = _flatten(named_tensors)
@@ -63,7 +64,7 @@ def serialize_bucket(
 
 
 def shareable(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8 that other processes of the host can map: shared memory on a CPU, any memory on a GPU."""
+    """Returns [num_bytes] uint8 that other processes on the host can map: on a CPU shared memory, on a GPU any."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # sharing an ordinary storage would copy it
@@ -84,7 +85,7 @@ def _views(
 
 
 def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """[bytes] uint8: all tensors end to end in `shareable` memory, and where each one lies."""
+    """Returns all tensors end to end in `shareable` memory ([bytes] uint8), and the metadata with their positions."""
     metadata, start = [], 0
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -99,16 +100,16 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[
         for run in runs:
             flat[filled : filled + len(run)].copy_(run)
             filled += len(run)
-    if flat.is_cuda:  # the receiver reads on a stream of its own
+    if flat.is_cuda:  # the receiver reads on its own stream
         torch.cuda.current_stream(flat.device).synchronize()
     return flat, metadata
 
 
 def _remove_abandoned() -> None:
-    """Removes files of freed buffers. Torch counts receivers in the file, and a killed receiver is never subtracted.
+    """Removes the files of freed buffers. Torch counts receivers in the file and keeps it if a receiver was killed.
 
-    Only after torch has freed a buffer: it aborts the process if the file is missing then. Threads of a sync call this
-    at the same time; whoever takes a name out of the table removes its file.
+    Torch must have freed the buffer first: it aborts the process if the file is already missing. Several threads of a
+    sync call this at the same time; the thread that takes a name out of the table removes the file.
     """
     for name, storage in list(_born.items()):
         if storage.expired() and _born.pop(name, None) is not None:
@@ -133,8 +134,8 @@ def _payload(content: Any) -> str:
 
 
 class _CudaHandle:
-    """Pickles as torch's IPC handle with the UUID of the device instead of its index: sender and receiver may number
-    the GPUs of the host differently (pytorch pull request 149248; SGLang's receiver understands both).
+    """Pickles a tensor as torch's IPC handle, with the device's UUID instead of its index, because sender and receiver
+    may number the host's GPUs differently (pytorch pull request 149248; SGLang's receiver understands both).
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -152,7 +153,7 @@ class _CudaHandle:
 class _Digest:
     """The digest that `/weights_checker` reports for a tensor: 16 hex digits. See `core.ports.Digest`.
 
-    On a CPU the first 8 bytes of the SHA-256 of its bytes, on CUDA `tensor_hash`.
+    On a CPU it is the first 8 bytes of the SHA-256 of the tensor's bytes, on a GPU `tensor_hash`.
     """
 
     def __call__(self, parts: Tensor | Sequence[Tensor]) -> str:
@@ -173,7 +174,7 @@ class _Digest:
 
 
 class _PartsHasher:
-    """Chooses by the device of the first part."""
+    """Uses SHA-256 or `TileHasher`, depending on the device of the first part."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -199,5 +200,5 @@ digest = _Digest()
 
 
 def warm_digest(device: torch.device) -> None:
-    """Compiles the digest kernel on a GPU, which takes seconds, once."""
+    """Compiles the digest kernel for a GPU, which takes seconds the first time."""
     digest(torch.zeros(4, dtype=torch.uint8, device=device))

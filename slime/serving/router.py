@@ -1,26 +1,28 @@
-"""sglang-router 0.3.2 in front of a run's servers: one router per model, each looked after by its own thread.
+"""sglang-router 0.3.2 in front of a run's servers: one router per model, each maintained by its own thread.
 
-The run's own requests go to engines directly. Routers serve everybody else: user code, clients of `slime serve`. A
-failing router never stops or delays a change of the engines.
+The run's own requests go directly to the engines. Routers serve all other clients: user code, clients of `slime serve`.
+A failing router never stops or delays a change of the engines.
 
-`Router` is one that the run starts; if it ends or hangs, its `KeptRouter` restarts it on the same port with the same
-servers, so clients see refused connections for a few seconds. `ExistingRouter` was started by somebody else: the run
-neither restarts nor ends it. While it does not answer, the log says so; when it answers again, it gets the servers it
-should have. At the end the run removes its servers from it.
+The run starts a `Router`. If it ends or hangs, its `KeptRouter` restarts it on the same port with the same servers, so
+clients see refused connections for a few seconds. Somebody else started an `ExistingRouter`: the run neither restarts
+nor ends it. The run logs when such a router stops answering, gives it the wanted servers when it answers again, and
+removes the run's servers from it at the end.
 
-Any thread produces changes (`Routers.admit`, `dismiss`) and returns at once. Each router's thread applies them; it is
-woken by a change, by `begin_to_close`, and every `LOOK_EVERY_S`. Every question to a router has a limit.
+Any thread may request changes (`Routers.admit`, `dismiss`); the calls return at once. Each router's thread applies the
+changes. A change or `begin_to_close` wakes the thread, and otherwise it looks every `LOOK_EVERY_S`. Every question to a
+router has a time limit.
 
 Invariants
-1. A router always has a key and answers nobody without it, except on its health checks. Otherwise any user of the host
-   could register a server, and would receive requests with the engines' key. The router's key is the engines', because
-   it forwards what a client sends. The key travels in the environment and is in no log.
-2. The metrics port is leased and on loopback: two runs would collide on the default one.
-3. The wanted servers are notes under a lock that nobody holds while a router is asked, so taking notes never waits.
-   They apply in the order of the calls.
-4. Servers are added one by one, without waiting. One that is missing at a later look is added again.
-5. Only servers that were admitted here are ever removed.
-6. A router that fails `MAX_FAILURES` restarts in a row, or refuses the run's key, stays dead; `require_alive` says so.
+1. A router always has a key and requires it on every route except the health checks. Otherwise any user of the host
+   could register a server and receive requests with the engines' key. By default the router's key is the engines' key,
+   because it forwards the client's key to the engine. The key travels in the environment and is in no log.
+2. The metrics port is leased and on loopback, because two runs would collide on the default port.
+3. A lock guards the wanted servers. No thread holds it while it asks a router, so `admit` and `dismiss` never wait.
+   Changes apply in the order of the calls.
+4. Servers are added one by one, without waiting. A server that is missing at a later look is added again.
+5. The run removes only servers that it admitted.
+6. A router that fails `MAX_FAILURES` restarts in a row, for example because it refuses the run's key, stays dead;
+   `require_alive` then raises its error.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRefused(EngineError):
-    """A router answers, but not to the run's key."""
+    """A router answers but refuses the run's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,12 @@ class RouterWorker:
 
 
 class RouterWorkers:
-    """The servers of a router, whoever started it. It adds and removes them some time after it was asked."""
+    """Access to the server list of a router. The router adds or removes a server some time after the request."""
 
     api_key: str
-    """Bearer token of every request."""
+    """Bearer token for every request to the router."""
     _worker_api_key: str | None
-    """The servers' key."""
+    """The key that the router uses for the servers."""
 
     @property
     def url(self) -> str:
@@ -78,7 +80,7 @@ class RouterWorkers:
         raise NotImplementedError
 
     def workers(self) -> list[RouterWorker]:
-        """The servers that the router knows. Raises `KeyRefused`, or `EngineError` if it does not answer."""
+        """Returns the servers that the router knows. Raises `KeyRefused`, or `EngineError` if it does not answer."""
         status, text = request("GET", f"{self.url}/workers", api_key=self.api_key)
         if status in (401, 403):
             raise KeyRefused(f"the router at {self.url} refuses the run's key with status {status}: {text[:500]}")
@@ -90,7 +92,10 @@ class RouterWorkers:
         ]
 
     def ask_to_add(self, url: str, timeout_s: float, kind: Worker) -> None:
-        """The router will add the server once that answers. Raises `EngineError` if it refuses or does not answer."""
+        """Asks the router to add a server. It does so once the server answers.
+
+        Raises `EngineError` if the router refuses or does not answer.
+        """
         body: dict[str, Any] = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
         if kind is not Worker.REGULAR:
             body["worker_type"] = kind.value
@@ -101,7 +106,7 @@ class RouterWorkers:
             raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")
 
     def ask_to_remove(self, worker: RouterWorker, timeout_s: float) -> None:
-        """Raises `EngineError` if the router refuses or does not answer."""
+        """Asks the router to remove a server. Raises `EngineError` if it refuses or does not answer."""
         address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
         status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300 and status != 404:
@@ -118,7 +123,7 @@ class ExistingRouter(RouterWorkers):
 
     @property
     def alive(self) -> bool:
-        return True  # asking shows whether it answers
+        return True  # unknown until it is asked
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -126,18 +131,18 @@ DEFAULTS: Mapping[str, Any] = {
     "shutdown_grace_period_secs": 1,
     "health_check_interval_secs": 10,
     "log_level": "warn",
-    # A request that is sent twice is sampled twice; the rollout client decides about retries and counts them.
+    # A repeated request is sampled twice; the rollout client decides about retries and counts them.
     "disable_retries": True,
-    # A server that pauses for a weight sync is slow, not broken; the supervisor watches whether it lives.
+    # A server that pauses for a weight sync is slow, not broken; the supervisor watches whether it is alive.
     "disable_circuit_breaker": True,
 }
 _OWNED = frozenset({"host", "port", "prometheus_port", "prometheus_host", "worker_urls"})
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Wildcard address -> an address to connect to."""
+"""Wildcard address -> the address to connect to."""
 NO_PROXIES = {
     name: None for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 }
-"""Removed from the router's environment: it talks only to engines of the run, also on other hosts."""
+"""Variables to remove from the router's environment. It talks only to the run's engines, on this and other hosts."""
 
 
 class Router(LeasedServer, RouterWorkers):
@@ -155,9 +160,9 @@ class Router(LeasedServer, RouterWorkers):
         worker_api_key: str | None = None,
         pairs: bool = False,
     ) -> None:
-        """`port`: None takes a free one. `extra_args`: router arguments by field name (`args.router`). The router asks
-        for their `api_key`, else for `worker_api_key`, the servers' key, else for a random key. `pairs`: each request
-        goes to a prefill and a decode server.
+        """`port`: None takes a free port. `extra_args`: router arguments by field name (`args.router`). The key is
+        `api_key` in `extra_args`, else `worker_api_key` (the servers' key), else a random key. `pairs`: whether each
+        request goes to a prefill and a decode server.
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
@@ -171,7 +176,7 @@ class Router(LeasedServer, RouterWorkers):
 
     @property
     def url(self) -> str:
-        """Raises `EngineError` before `start`."""
+        """The address to connect to. Raises `EngineError` before `start`."""
         return http_url(_EVERYWHERE.get(self.host, self.host), self.port)
 
     def start(self) -> None:
@@ -192,12 +197,14 @@ class Router(LeasedServer, RouterWorkers):
         self._process.start()
 
     def keep_port(self) -> None:
-        """Later starts take the port of this one."""
+        """Makes restarts use the current port."""
         self._fixed_port = self.port
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Waits until the router answers. Raises `DeadlineExceeded`, or `EngineError` if it dies (with its log) or
-        refuses the run's key.
+        """Waits until the router answers.
+
+        Raises `DeadlineExceeded`, or `EngineError` if the router dies (with the end of its log) or refuses the run's
+        key.
         """
         process = self._process  # another thread may end it meanwhile
         if process is None:
@@ -217,7 +224,7 @@ class Router(LeasedServer, RouterWorkers):
             pass  # `KeptRouter` asks again
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """May be called again. Raises `EngineError` if the router survives SIGKILL."""
+        """Idempotent. Raises `EngineError` if the router survives SIGKILL."""
         if self._process is not None:
             self._process.stop(timeout_s)
             self._process = None
@@ -231,41 +238,41 @@ AnyRouter = Router | ExistingRouter
 
 LOOK_EVERY_S = 1.0
 LOOK_SOON_S = 0.2
-"""While the router's servers differ from the wanted ones."""
+"""Time between two looks while the router's servers differ from the wanted ones."""
 SILENCE_LIMIT_S, QUESTION_LIMIT_S = 7.5, 4.0
-"""Limits of all unanswered questions together, and of one. A router does nothing but answer."""
+"""Limits of all unanswered questions together, and of one. They are short, because a router only forwards."""
 CHANGE_LIMIT_S = 5.0
-"""For the router to accept a new or removed server."""
+"""Time limit for the router to accept a request to add or remove a server."""
 ASK_AGAIN_S = 10.0
-"""How long a server may be missing from the list before it is added again."""
+"""How long a server may be missing from the router's list before it is added again."""
 START_LIMIT_S = 60.0
 MAX_FAILURES = 3
-"""Failed restarts in a row."""
+"""Number of failed restarts in a row after which a router stays dead."""
 LEAVE_LIMIT_S = 10.0
-"""For an existing router to remove the run's servers at the end."""
+"""Time limit for an existing router to remove the run's servers at the end."""
 
 
 class KeptRouter:
-    """A running router and the thread that keeps it alive and up to date. End it with `begin_to_close`, `close`."""
+    """A running router and the thread that keeps it alive and its server list current. End it with `close`."""
 
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
         self.problem: SlimeError | None = None
-        """Why it stays dead."""
+        """Why the router stays dead."""
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
-        """Guards the next five; notified when one of them changes."""
+        """Guards `_wanted` to `_closing`, and is notified when one of them changes."""
         self._wanted: dict[str, Worker] = {}
         self._dismissed: set[str] = set()
-        """Servers to remove, even if they are wanted again: another engine may have come up at that address."""
+        """Servers to remove, even if they are wanted again, because another engine may have started at the address."""
         self._news, self._is_settled, self._closing = False, True, False
         self._asked: dict[str, float] = {}
-        """Server -> when the router was asked to add it; minus infinity if it has forgotten since."""
+        """Server -> time at which the router was asked to add it; minus infinity if the router may have lost it."""
         self._missing: set[str] = set()
-        """Servers that were logged as missing."""
+        """Servers that the log has reported as missing."""
         self._failures, self._silent = 0, False
         self._life = threading.Lock()
-        """Held while the process starts or ends, so that `close` is the last to touch it."""
+        """Held while the process starts or stops, so that no restart follows `close`."""
         self._thread = threading.Thread(target=self._keep, name=f"router {model}", daemon=True)
         self._thread.start()
 
@@ -282,19 +289,19 @@ class KeptRouter:
             self._wake()
 
     def settled(self, limit_s: float) -> bool:
-        """Waits until the router has the wanted servers, or cannot get them. False if the limit runs out."""
+        """Waits until the router has the wanted servers or cannot get them. Returns False if the limit expires."""
         with self._notes:
             self._notes.wait_for(lambda: self._is_settled or not self._can_settle(), limit_s)
             return self._is_settled or not self._can_settle()
 
     def begin_to_close(self) -> None:
-        """No more restarts. Returns at once."""
+        """Prevents further restarts. Returns at once."""
         with self._notes:
             self._closing = True
             self._notes.notify_all()
 
     def close(self) -> None:
-        """Ends the router if the run started it, which also answers the thread's last question."""
+        """Ends the thread, and the router if the run started it. That also ends a question in flight."""
         self.begin_to_close()
         if isinstance(self.router, Router):
             with self._life:
@@ -312,7 +319,7 @@ class KeptRouter:
         while not self._closing and self.problem is None:
             try:
                 self._look()
-            except Exception as error:  # whatever it answers, it stays watched
+            except Exception as error:  # keeps watching after unexpected answers
                 if not self._closing:
                     logger.warning("%s could not be checked: %s", self._name, error, exc_info=True)
             with self._notes:
@@ -333,7 +340,7 @@ class KeptRouter:
             self._follow()
 
     def _note(self, trouble: str | None) -> None:
-        """Logs when an existing router stops answering, and when it answers again."""
+        """Logs when an existing router stops answering and when it answers again."""
         if trouble and not self._silent:
             logger.warning("%s %s; the run's own requests do not need it", self._name, trouble)
         if self._silent and not trouble:
@@ -342,7 +349,7 @@ class KeptRouter:
         self._silent = trouble is not None
 
     def _start_again(self, router: Router, trouble: str) -> str | None:
-        """Returns what is still wrong; None if the router answers again."""
+        """Restarts the router. Returns what is still wrong, or None if it answers again."""
         logger.warning("%s %s; it is started again", self._name, trouble)
         try:
             with self._life:
@@ -367,7 +374,7 @@ class KeptRouter:
         return None
 
     def _wait_ready(self, router: Router) -> None:
-        """In short waits, because the run may end meanwhile."""
+        """Waits in short intervals, because the run may end meanwhile."""
         silence = Silence()
         while True:
             try:
@@ -377,11 +384,11 @@ class KeptRouter:
                     raise
 
     def _forget_asking(self) -> None:
-        """A router that was away may have lost its servers."""
+        """Makes `_ask_for` ask for all servers at once, because a restarted router may have lost them."""
         self._asked = dict.fromkeys(self._asked, float("-inf"))
 
     def _follow(self) -> None:
-        """Adds and removes servers where the router's differ from the wanted ones."""
+        """Adds and removes servers until the router's list matches the wanted servers."""
         try:
             listed = self.router.workers()
         except SlimeError as error:
@@ -422,7 +429,7 @@ class KeptRouter:
             logger.warning("%s did not add a server: %s", self._name, error)
 
     def _leave(self, router: ExistingRouter) -> None:
-        """Removes all servers that were admitted here."""
+        """Removes the run's servers from the router."""
         deadline = time.monotonic() + LEAVE_LIMIT_S
         try:
             while left := [worker for worker in router.workers() if worker.url in self._asked]:
@@ -437,7 +444,7 @@ class KeptRouter:
 
 
 def _trouble(router: AnyRouter) -> str | None:
-    """What is wrong with a router; None if it answers."""
+    """Returns what is wrong with a router, or None if it answers."""
     if not router.alive:
         return "has ended"
     silence = Silence()
@@ -455,10 +462,10 @@ def _trouble(router: AnyRouter) -> str | None:
 
 
 class Routers:
-    """The routers of a run, by model. `close` at the end."""
+    """The routers of a run, by model. Call `close` at the end."""
 
     def __init__(self, make: Mapping[str, Callable[[], AnyRouter]]) -> None:
-        """Starts those that do not run yet. Raises `EngineError` or `DeadlineExceeded`."""
+        """Starts the run's own routers and waits until they answer. Raises `EngineError` or `DeadlineExceeded`."""
         routers = {model: made() for model, made in make.items()}
         ours = [router for router in routers.values() if isinstance(router, Router)]
         try:
@@ -481,7 +488,7 @@ class Routers:
         return self._kept[model].router
 
     def url(self, model: str) -> str:
-        """Also known while the router restarts."""
+        """The router's address, which is known even while it restarts."""
         return self._kept[model].url
 
     @property
@@ -489,15 +496,15 @@ class Routers:
         return sum(kept.restarts for kept in self._kept.values())
 
     def admit(self, model: str, urls: Iterable[str], kind: Worker = Worker.REGULAR) -> None:
-        """The model's router soon sends to these servers too."""
+        """Adds servers to the model's router, which soon sends requests to them."""
         self._kept[model].admit(urls, kind)
 
     def dismiss(self, model: str, urls: Iterable[str]) -> None:
-        """The model's router soon sends nothing to these servers any more. Unknown ones are ignored."""
+        """Removes servers from the model's router, which soon stops sending requests to them. Ignores unknown ones."""
         self._kept[model].dismiss(urls)
 
     def settled(self, limit_s: float) -> bool:
-        """Waits until each router has exactly the wanted servers. False if the limit runs out.
+        """Waits until each router has exactly the wanted servers. Returns False if the limit expires.
 
         Does not wait for a router that stays dead, or for an existing one that does not answer.
         """
@@ -506,16 +513,16 @@ class Routers:
 
     @property
     def problem(self) -> SlimeError | None:
-        """Why a router stays dead; None if none does."""
+        """The error of a router that stays dead, if any."""
         return next((kept.problem for kept in self._kept.values() if kept.problem is not None), None)
 
     def require_alive(self) -> None:
-        """Raises `EngineError` if a router stays dead."""
+        """Raises the error of a router that stays dead, if any."""
         if self.problem is not None:
             raise self.problem
 
     def close(self) -> None:
-        """Ends the run's routers; existing ones lose the run's servers. May be called again."""
+        """Ends the run's own routers and removes the run's servers from existing ones. Idempotent."""
         for kept in self._kept.values():
             kept.begin_to_close()
         for kept in self._kept.values():
@@ -523,7 +530,7 @@ class Routers:
 
 
 def _require_ready(router: ExistingRouter) -> None:
-    """Raises `EngineError` if it does not answer or refuses the key."""
+    """Raises `EngineError` if the router does not answer or refuses the key."""
     try:
         router.workers()
     except EngineError as error:

@@ -1,22 +1,22 @@
 """One SGLang server: its specification (`ServerSpec`), its command line, and its processes (`SGLangServer`).
 
-The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`. The server's processes end with the owner,
-whatever happens to it (`slime.serving.child_process`).
+The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`. However the owner ends, the server's processes
+end with it (`slime.serving.child_process`).
 
 An engine that spans hosts has one server (node) per host. The nodes meet at `dist_init_addr`, an address of the first
 node. Only that node answers requests; the others answer only `/health`.
 
-Engines of a prefill-decode pair move keys and values with one of SGLang's transfer backends
-(`--sglang-disaggregation-transfer-backend`). SGLang loads the backend's package when the engine starts;
-`pair_problem` says before that what is missing and what to install.
+The engines of a prefill-decode pair move keys and values with one of SGLang's transfer backends
+(`--sglang-disaggregation-transfer-backend`). SGLang loads the backend's package when the engine starts; `pair_problem`
+reports earlier what is missing and what to install.
 
 Invariants
-1. The server listens on `host` only (loopback unless set otherwise). Exception: Mooncake's two ports listen on every
-   interface, whatever its settings say (docs/topologies.md).
-2. Its ports are leased for as long as it may run.
+1. The server listens on `host` only, by default loopback. Exception: Mooncake's two ports listen on every interface
+   and no setting changes that (docs/topologies.md).
+2. The server's ports stay leased as long as it may run.
 3. `dtype` is always passed: SGLang's "auto" serves a float32 checkpoint as float16.
-4. The user's `--sglang-...` settings win over every default here.
-5. Only `layout` says how ranks divide the model; contradicting settings are refused.
+4. The user's `--sglang-...` settings override every default in this file.
+5. Only `layout` defines how ranks divide the model; settings that contradict it raise `ConfigError`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from slime.settings.topology_yaml import LAYOUT_SETTINGS, STAGES_ENV, contradict
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 LEAVE_OUT_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
-"""Model files that a scheduler does not import. By default it imports all two hundred to find the class that
-`config.json` names; some of them import other frameworks, such as Megatron-core."""
+"""Variable that lists model files which a scheduler does not import. By default it imports all two hundred to find the
+class that `config.json` names; some of them import other frameworks, such as Megatron-core."""
 ALWAYS_WANTED = frozenset({"transformers"})
-"""SGLang's fallback for classes that no other file defines."""
+"""The file with SGLang's fallback for classes that no other file defines."""
 CHOOSE_ANOTHER_CLASS = ("speculative", "model_impl", "json_model_override_args", "quantization", "model_config_parser")
-"""Prefixes of settings with which SGLang may look for a class that `config.json` does not name."""
+"""Prefixes of settings that may make SGLang look for a class other than the one in `config.json`."""
 
 
 def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
-    """Model files that a server of `model_path` need not import; empty where that is not certain.
+    """Returns the model files that a server of `model_path` need not import; empty if that is uncertain.
 
     `settings`: the user's ServerArgs by field name.
     """
@@ -73,7 +73,7 @@ def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def left_out(wanted: Collection[str], folder: Path) -> list[str]:
-    """Files in `folder` that define none of the `wanted` classes; empty if a wanted class is in no file."""
+    """Returns the files in `folder` that define none of the `wanted` classes; empty if no file defines one of them."""
     classes = {
         path.stem: set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)) for path in folder.glob("*.py")
     }
@@ -91,11 +91,11 @@ PHASES = (
     (WAITING, "waiting for the trainer to lend the GPU"),
     ("server_args=", IMPORTING + " in its scheduler"),
 )
-"""(line in the log of SGLang 0.5.16, phase after it), the last one first."""
+"""(line in the log of SGLang 0.5.16, phase that follows it), the last phase first."""
 
 
 def engine_phase(log: str) -> str:
-    """What a starting engine that wrote `log` is doing."""
+    """Returns what a starting engine is doing, judged by its `log`."""
     return next((phase for sign, phase in PHASES if sign in log), IMPORTING)
 
 
@@ -105,27 +105,27 @@ MODULES: Mapping[str, str] = {
     "nixl": "nixl._api",
     "mori": "mori",
 }
-"""Transfer backend -> the module that SGLang 0.5.16 imports for it. Others are not checked."""
+"""Transfer backend -> the module that SGLang 0.5.16 imports for it. Other backends are not checked."""
 DEFAULT = "mooncake"
 SYSTEM_LIBRARIES = "libibverbs1 libnuma1 libcurl4"
-"""Debian and Ubuntu packages with the libraries that Mooncake loads."""
+"""The Debian and Ubuntu packages with the libraries that Mooncake loads."""
 PATIENT: Mapping[str, str] = dict.fromkeys(
     ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), "86400"
 )
-"""Seconds until SGLang gives up a request that waits for room in the other engine of its pair. Its default of 300 is
-too short for answers of many thousand tokens; the client has its own limit (`--request-timeout-s`)."""
+"""Seconds until SGLang gives up a request that waits for room in the pair's other engine. Its default, 300, is too
+short for answers of many thousand tokens; the client has its own limit (`--request-timeout-s`)."""
 ON_A_CPU: Mapping[str, str] = {
     "MOONCAKE_PROTOCOL": "tcp",
     # Early sending waits with a CUDA event. Without a GPU the scheduler dies at the second prompt with a cached prefix
     # (seen with 0.5.16).
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
-"""Environment of a paired engine on a CPU."""
+"""Environment variables of a paired engine on a CPU."""
 IMPORT_LIMIT_S = 600.0
 
 
 def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
-    """Additions to the environment of a paired engine that listens on `host`; the user's variables stay."""
+    """Returns variables to add to a paired engine's environment. Variables that the user has set stay."""
     if worker not in PAIRED:
         return {}
     wanted = {"SGLANG_HOST_IP": host, **PATIENT, **(ON_A_CPU if device == "cpu" else {})}
@@ -133,7 +133,7 @@ def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
 
 
 def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
-    """Why SGLang cannot load a transfer backend on this host, and what to do; None if it can. Takes under a second."""
+    """Returns why SGLang cannot load a transfer backend here and what to do; None if it can. Takes under a second."""
     module = MODULES.get(backend)
     if module is None:
         return None
@@ -156,7 +156,7 @@ def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> 
 
 
 def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
-    """Why a paired engine with these ServerArgs could not start on this host; None if it could, or is not paired."""
+    """Returns why a paired engine with these ServerArgs cannot start on this host; None if it can or is not paired."""
     if worker not in PAIRED:
         return None
     backend = str(extra.get("disaggregation_transfer_backend") or DEFAULT)
@@ -176,50 +176,51 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "max_running_requests": 64,
     "watchdog_timeout": 3600.0,
 }
-"""ServerArgs of a CPU server. SGLang's watchdog would end a server whose batch takes five minutes, which happens beside
-other work; `ServerWatch` judges better. Tokens bound the pool, because `mem_fraction_static` is of the memory free at
-start, and small fractions fail on a busy machine. Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
+"""ServerArgs of a CPU server. By default SGLang's watchdog ends a server when a batch takes five minutes, which happens
+on a busy machine; `ServerWatch` judges better. `max_total_tokens` bounds the pool, because `mem_fraction_static` is a
+fraction of the memory that is free at the start, and small fractions fail on a busy machine. Without `sleep_on_idle` an
+idle scheduler keeps a core at 75 %."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
-_OWNED |= {"api_key", "admin_api_key"}  # of the spec; they travel in the environment
+_OWNED |= {"api_key", "admin_api_key"}  # fields of the spec; they travel in the environment
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
 _START_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What one SGLang server serves, and on which hardware."""
+    """The model, hardware and settings of one SGLang server."""
 
     model_path: str
     """A Hugging Face checkpoint folder."""
     dtype: str
-    """"bfloat16", "float16" or "float32": of served and synced weights."""
+    """Dtype of served and synced weights: "bfloat16", "float16" or "float32"."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
     layout: EngineLayout = ONE_RANK
     num_nodes: int = 1
-    """Servers of the engine, one per host."""
+    """Number of servers of the engine, one per host."""
     node_rank: int = 0
     dist_init_addr: str | None = None
-    """HOST:PORT on the first node where the nodes meet (`lease_meeting_point`); None with one node."""
+    """HOST:PORT on the first node, where the nodes meet (`lease_meeting_point`); None with one node."""
     gpu_ids: tuple[str, ...] | None = None
-    """[ranks of this node] GPU of each, stage by stage, as CUDA_VISIBLE_DEVICES names it: a number or a UUID; None: the
-    first visible GPUs."""
+    """[ranks of this node] The GPU of each rank, stage by stage, as CUDA_VISIBLE_DEVICES names it: a number or a UUID.
+    None: the first visible GPUs."""
     random_seed: int | None = None
     """Seed of the sampler. No effect on a CPU, where stock SGLang cannot sample by seed."""
     memory_saver: bool = False
-    """Weights and cache can be released and taken again (`--offload-rollout`); GPUs only."""
+    """Whether the memory of weights and cache can be released and resumed (`--offload-rollout`); GPUs only."""
     num_threads: int = 1
-    """CPU threads per rank; CPU only."""
+    """Threads per rank; CPU only."""
     api_key: str | None = None
-    """Bearer token for every route but the health checks; None: no token."""
+    """Bearer token for every route except the health checks; None: no token."""
     admin_key: str | None = None
     """Bearer token for routes that change or end something; None: `api_key`."""
     gated: bool = False
-    """Takes no device memory before `SGLangServer.open_gate`."""
+    """Whether the server takes no device memory before `SGLangServer.open_gate`."""
     token_versions: bool = False
-    """Answers give the weight version of each token."""
+    """Whether answers give the weight version of each token."""
     worker: Worker = Worker.REGULAR
-    """Regular, or one half of a prefill-decode pair."""
+    """Regular, or the prefill or decode half of a pair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The user's further ServerArgs, by field name (`args.sglang`)."""
 
@@ -254,7 +255,7 @@ class ServerSpec:
 
     @property
     def answers_requests(self) -> bool:
-        """Only the first node does."""
+        """Whether this is the first node, the only one that answers requests."""
         return self.node_rank == 0
 
     @classmethod
@@ -272,19 +273,19 @@ class ServerSpec:
         shares: bool = True,
         worker: Worker = Worker.REGULAR,
     ) -> ServerSpec:
-        """The spec of engine `index` of a run. Raises `ConfigError` on contradictions.
+        """Returns the spec of engine `index` of a run. Raises `ConfigError` on contradictions.
 
-        `keys`: of the run; --sglang-api-key and --sglang-admin-api-key win over them. `model_path`: instead of
-        --hf-checkpoint. `overrides`: ServerArgs by field name that win over --sglang-.... `layout`: instead of the one
-        from these and --rollout-num-gpus-per-engine. `shares`: whether the engine shares GPUs of training ranks, if any
-        engine does. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray narrows them). Engines
-        get different seeds: with one seed, equal prompts would get equal continuations.
+        `keys`: the run's keys, which --sglang-api-key and --sglang-admin-api-key override. `model_path`: replaces
+        --hf-checkpoint. `overrides`: ServerArgs by field name, which override --sglang-.... `layout`: replaces the one
+        derived from these and --rollout-num-gpus-per-engine. `shares`: in a colocated run, whether this engine
+        shares GPUs with training ranks. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray
+        narrows them). Each engine gets its own seed, because with one seed equal prompts get equal continuations.
         """
         extra = {**args.sglang, **(overrides or {})}
         dtype = extra.pop("dtype", None) or "bfloat16"
         if layout is None:
             layout = layout_of(int(args.rollout_num_gpus_per_engine), extra)
-        else:  # layout settings that were given for other engines do not apply
+        else:  # the run's layout settings are for other engines
             mine = overrides or {}
             extra = {name: value for name, value in extra.items() if name in mine or name not in LAYOUT_SETTINGS}
         return cls(
@@ -305,10 +306,10 @@ class ServerSpec:
         )
 
     def server_args(self, *, host: str, port: int, nccl_port: int) -> dict[str, Any]:
-        """All explicit ServerArgs by field name: slime's defaults, overridden by the user's."""
+        """Returns all explicit ServerArgs by field name: slime's defaults, overridden by the user's settings."""
         args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
         args["skip_server_warmup"] = True  # the first verified weight sync exercises the server instead
-        args["weight_version"] = "0"  # of the checkpoint on disk; the first sync makes it 1
+        args["weight_version"] = "0"  # version of the checkpoint on disk; the first sync makes it 1
         if self.random_seed is not None:
             args["random_seed"] = self.random_seed
         if self.memory_saver and self.device == "cuda":
@@ -336,35 +337,35 @@ class ServerSpec:
         return args
 
     def environment(self) -> dict[str, str | None]:
-        """Additions to the environment of the server's processes; None removes a variable."""
+        """Returns variables to add to the environment of the server's processes. None removes a variable."""
         env: dict[str, str | None] = {
             API_KEY_ENV: self.api_key,
             ADMIN_KEY_ENV: self.admin_key,
-            # By default /health samples a token. A router asks it every few seconds; an engine that has lent its memory
-            # to the trainer would compute on nothing and die (seen with 0.5.16 on one GPU, colocated).
+            # By default /health samples a token, and a router asks for it every few seconds. An engine that lent its
+            # memory to the trainer would compute without weights and die (seen with 0.5.16 on one GPU, colocated).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            # Law 1: with images, the ids that come in are the ids that are read, which is SGLang's default.
+            # Law 1: removed, because by default SGLang reads exactly the ids that it gets, also with images.
             "SGLANG_MM_AVOID_RETOKENIZE": None,
         }
-        # The user's own list stays.
+        # A list that the user has set stays.
         files = [] if LEAVE_OUT_ENV in os.environ else files_left_out(self.model_path, self.extra)
-        if self.layout.pp_size > 1:  # the stages that the trainer verifies, whatever this host's environment says
+        if self.layout.pp_size > 1:  # the stages that the trainer verifies; overrides this host's environment
             env[STAGES_ENV] = ",".join(map(str, self.layout.stage_layers)) or None
         env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpu_ids)}
         env |= {**thread_variables(self.num_threads, os.environ), **ONE_THREAD}
         # SGLang compiles the choice of experts with a C++ compiler, which takes half a minute and gains nothing on a
-        # CPU. A server that dies meanwhile can leave an empty library in the user's cache, and later ones fail on it.
+        # CPU. A server that dies meanwhile can leave an empty library in the user's cache that breaks later servers.
         env["TORCHDYNAMO_DISABLE"] = "1"
-        if self.layout.tp_size > 1:  # without cores per rank, SGLang refuses more ranks than NUMA nodes
+        if self.layout.tp_size > 1:  # unless cores are assigned to ranks, SGLang refuses more ranks than NUMA nodes
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.layout.tp_size)))
         return env
 
 
 def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
-    """Flags for settings by field name: True is a bare flag, None and False are left out, a list becomes several
-    values, a dict JSON.
+    """Returns the flags for settings by field name. True gives a bare flag, None and False give none, a list gives
+    several values, a dict JSON.
     """
     flags: list[str] = []
     for name, value in fields.items():
@@ -383,7 +384,7 @@ def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
 
 
 def without_secrets(fields: Mapping[str, Any]) -> tuple[list[str], dict[str, str | None]]:
-    """The flags of these settings, and the environment that carries the secret ones."""
+    """Returns the flags of these settings without secrets, and the environment variable that carries the secrets."""
     secret = command_line_flags({name: value for name, value in fields.items() if name in SECRETS})
     others = command_line_flags({name: value for name, value in fields.items() if name not in SECRETS})
     return others, {SECRET_FLAGS_ENV: json.dumps(secret)} if secret else {}
@@ -402,7 +403,7 @@ class SGLangServer(LeasedServer):
         return self.spec.model_path
 
     def start(self) -> None:
-        """Starts the server process and returns at once; `wait_ready` waits for it.
+        """Starts the server process and returns at once. `wait_ready` waits until it is ready.
 
         Raises `ConfigError` if this host lacks what a paired engine needs.
         """
@@ -414,7 +415,7 @@ class SGLangServer(LeasedServer):
         self._lease = lease_ports(2, beside_first=offsets)
         port, nccl_port = self._lease.ports[:2]
         flags, secret = without_secrets(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
-        # A server on loopback has no peers on other hosts, so gloo must not listen elsewhere.
+        # A server on loopback has no peers on other hosts, so gloo must listen on loopback only.
         interface = interface_variables(self.host, {} if is_loopback(self.host) else os.environ)
         gate = {GATE_ENV: str(self._gate)} if self.spec.gated else {}
         self._set_gate()
@@ -429,15 +430,15 @@ class SGLangServer(LeasedServer):
         self._process.start()
 
     def open_gate(self) -> None:
-        """Lets a gated server take its memory. Until then it has everything imported, but is not ready."""
+        """Lets a gated server take its memory. Until then the server has imported everything but is not ready."""
         self._opened = True
         self._set_gate()
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
-        """Waits until the server answers `/health`; starts it again on other ports if another program took its port.
+        """Waits until the server answers `/health`. Starts it again on other ports if another program took its port.
 
-        Raises `EngineError` with the end of the log if it dies, `DeadlineExceeded` after `timeout_s` without a sign of
-        life.
+        Raises `EngineError` with the end of the log if the server dies, and `DeadlineExceeded` after `timeout_s`
+        without a sign of life.
         """
         for attempt in range(_START_TRIES):
             process = self._process
@@ -446,7 +447,7 @@ class SGLangServer(LeasedServer):
             try:
                 process.wait_until(self.healthy, what="it was ready", timeout_s=timeout_s)
                 if self.spec.device == "cpu" and self.spec.answers_requests:
-                    # A cache flush collects garbage: 0.3 s, unless the loaded objects are frozen.
+                    # A cache flush collects garbage, which takes 0.3 s unless the loaded objects are frozen.
                     request("POST", f"{self.url}/freeze_gc", timeout_s=timeout_s, api_key=self.spec.keys.control)
                 return
             except EngineError as error:
@@ -461,16 +462,16 @@ class SGLangServer(LeasedServer):
         return status == 200 and self.alive
 
     def problem(self) -> str | None:
-        """What is wrong with the processes, in one line; None if they run."""
+        """Returns in one line what is wrong with the processes, or None if they run."""
         return "it was not started" if self._process is None else self._process.problem()
 
     def processor_s(self) -> float:
         return 0.0 if self._process is None else self._process.processor_s()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
-        """Asks for the state of the scheduler, which answers between two batches, even after it lent its memory.
+        """Asks the scheduler for its state. It answers between two batches, even after it lent its memory.
 
-        Other nodes than the first cannot be asked; for them only the process is checked.
+        Only the first node can be asked. On other nodes, returns whether the process runs.
         """
         if not self.spec.answers_requests:
             return self.alive
@@ -478,7 +479,7 @@ class SGLangServer(LeasedServer):
         return status == 200
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """SIGTERM to the server and everything below it, after `timeout_s` SIGKILL. May be called again.
+        """Sends SIGTERM to the server and its descendants, and after `timeout_s` SIGKILL. Idempotent.
 
         Raises `EngineError` if a process survives SIGKILL.
         """
@@ -491,7 +492,7 @@ class SGLangServer(LeasedServer):
             self._lease = None
 
     def _set_gate(self) -> None:
-        """Creates or removes the gate file, also for a restarted server and after a killed one."""
+        """Creates or removes the gate file, which a killed server may have left. A restarted server needs it again."""
         if not self._opened:
             self._gate.unlink(missing_ok=True)
         elif self.spec.gated:

@@ -1,11 +1,11 @@
 """SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), for tensors that come in parts.
 
-The formula takes 32-bit words (the last one padded with zero bytes) in tiles of 8192. It mixes each word with its place
-in the whole tensor in two ways, sums each way over the tile, and mixes both sums with the number of bytes into one
-64-bit number. The numbers of all tiles are summed and mixed once more. Sums have no order, so a part only needs to know
-where it begins, and leaves two words per tile.
+The formula divides the tensor into 32-bit words (the last one padded with zero bytes) and these into tiles of 8192
+words. It mixes each word with its position in the whole tensor in two ways, sums each mix over the tile, and mixes both
+sums with the number of bytes into one 64-bit number. The numbers of all tiles are summed and mixed once more. Sums do
+not depend on order, so hashing a part needs only the position where it begins, and produces two words per tile.
 
-Invariant: parts of any lengths give the digest of the whole tensor.
+Invariant: however a tensor is split into parts, its digest is the same.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class TileHasher:
         self._pending: list[Tensor] = []
         self._num_words = 0
         self._sums: list[Tensor] = []
-        """[tiles, 2] int32 for each hashed part. A part that begins within a tile repeats the tile before."""
+        """[tiles, 2] int32 for each hashed part. A part that begins within a tile has sums for that tile, too."""
         self._begins: list[int] = []
-        """First tile of each part."""
+        """The first tile of each part."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Keeps parts, without a copy, until `flush` hashes them together: one kernel per expert would be too slow."""
+        """Keeps parts without copying until `flush` hashes them together, because one kernel per expert is too slow."""
         self._pending += parts
 
     def flush(self) -> None:
-        """Hashes the kept parts. Up to three bytes wait for the next part as a copy."""
+        """Hashes the kept parts. Copies and keeps up to three last bytes that do not fill a word."""
         self._read(last=False)
 
     def _read(self, *, last: bool) -> None:
@@ -67,14 +67,14 @@ class TileHasher:
         return finish_all([self])[0]
 
     def rest(self) -> tuple[list[Tensor], list[int], int]:
-        """Hashes the remaining bytes. Returns the sums of all parts, the first tile of each, the number of words."""
+        """Hashes the remaining bytes. Returns the sums and the first tile of each part, and the number of words."""
         if self._pending:
             self._read(last=True)
         return self._sums, self._begins, self._num_words
 
 
 def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
-    """16 hex digits for each hasher, with a dozen kernels and one synchronisation for all together."""
+    """Returns 16 hex digits for each hasher. A dozen kernels and one synchronisation serve all hashers."""
     parts = [hasher.rest() for hasher in hashers]
     num_tiles = [-(-num_words // TILE_WORDS) for _, _, num_words in parts]
     firsts = [0, *itertools.accumulate(num_tiles)]
@@ -95,7 +95,7 @@ def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
 
 
 def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """The ranges [begin, begin + length), end to end."""
+    """Concatenates the ranges [begin, begin + length)."""
     counts = torch.tensor(lengths)
     starts = counts.cumsum(0) - counts
     shifts = (torch.tensor(begins) - starts).repeat_interleave(counts)
@@ -103,7 +103,10 @@ def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device)
 
 
 def tile_sums(words: Tensor, begin: int) -> Tensor:
-    """[tiles, 2] int32: both sums of each tile that `words` touches. `words` [n] int32: from word number `begin` on."""
+    """Returns both sums of each tile that `words` touches: [tiles, 2] int32.
+
+    `words`: [n] int32; `begin`: position of its first word in the tensor.
+    """
     num_tiles = (begin % TILE_WORDS + words.numel() - 1) // TILE_WORDS + 1
     if not words.is_cuda:
         return _tile_sums_in_torch(words, begin, num_tiles)
@@ -127,7 +130,7 @@ def _kernel() -> Any:
 
 
 def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
-    """`tile_sums` in 64-bit integers, for comparison and for CPUs."""
+    """Computes `tile_sums` in 64-bit integers: the reference for the kernel, and the version for CPUs."""
     place = torch.arange(begin, begin + words.numel(), device=words.device) & _WORD
     tile = place.new_tensor(range(num_tiles)).repeat_interleave(TILE_WORDS)[begin % TILE_WORDS :][: words.numel()]
     sums = torch.zeros(num_tiles, 2, dtype=torch.int64, device=words.device)
@@ -156,7 +159,7 @@ def _mixed_64(x: int) -> int:
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """The bytes of all parts, aligned for words."""
+    """Returns the bytes of all parts in one tensor, aligned for 32-bit words."""
     runs = byte_runs(parts)
     if not runs:
         return torch.empty(0, dtype=torch.uint8)

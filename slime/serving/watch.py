@@ -1,14 +1,15 @@
-"""What is wrong with a running server (`ServerWatch`), and what an external server says about itself (`ServerFacts`).
+"""Detects trouble of a running server (`ServerWatch`) and asks an external server about itself (`facts_of_server`).
 
-`ServerWatch.trouble` checks the processes at each call, so one that ended or was stopped (SIGSTOP) shows at once. A
-thread asks the server for its state at intervals (`/server_info`, which the scheduler answers between two batches, even
-after it lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.silence` tells them
-apart, also by the tokens that clients get (`heard`). Silence counts only while `expects_answers` is true: loading
-weights from disk may take a scheduler minutes.
+`ServerWatch.trouble` checks the processes at each call, so it reports a process that ended or was stopped (SIGSTOP) at
+once. A thread asks the server for its state at intervals (`/server_info`, which the scheduler answers between two
+batches, even after it lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.silence`
+tells them apart; tokens that clients get also count as signs of life (`heard`). Silence counts only while
+`expects_answers` is true, because a scheduler may take minutes to load weights from disk.
 
-`facts_of_server` takes a second or two, each answer with a limit: settings (`/server_info`), model (`/model_info`),
-names and digests of tensors (`/weights_checker`), and a few tokens (`/generate`), which show how streams come and which
-hooks the server runs with. A server that an earlier run left paused is resumed first, or the tokens would never come.
+`facts_of_server` takes a second or two. It asks for the settings (`/server_info`), the model (`/model_info`), the names
+and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which show the format of streams and
+the hooks that the server runs with. Each answer has a time limit. It first resumes a server that an earlier run left
+paused, which would never send tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from slime.serving.leased_ports import request
 
 
 class ServerWatch:
-    """Watches one server that answers, until `close`."""
+    """Watches one server that is ready, until `close`."""
 
     def __init__(
         self,
@@ -42,10 +43,11 @@ class ServerWatch:
         used_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`processes`: what is wrong with them, if anything. `answers`: asks once, with a limit in seconds.
+        """`processes`: returns the problem of the server's processes, or None. `answers`: asks the server once, with a
+        time limit in seconds, and returns whether it answered.
 
-        `interval_s`: between two questions; `timeout_s`: how long the server may be silent; `first_wait_s`: before the
-        first question; `used_s`: processor time of its schedulers, where using it is a sign of life.
+        `interval_s`: time between two questions; `timeout_s`: how long the server may be silent; `first_wait_s`: time
+        before the first question; `used_s`: processor time of its schedulers, if using it counts as a sign of life.
         """
         self._processes, self._answers = processes, answers
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
@@ -55,7 +57,7 @@ class ServerWatch:
         self._thread.start()
 
     def trouble(self, *, expects_answers: bool = True) -> str | None:
-        """What is wrong now, in one line; None if nothing is known to be wrong."""
+        """Returns the current problem in one line, or None if there is no known problem."""
         if problem := self._processes():
             return problem
         if not expects_answers:
@@ -66,11 +68,11 @@ class ServerWatch:
         return None
 
     def heard(self) -> None:
-        """The server has answered, or a client has seen it work."""
+        """Records that the server has answered or that a client has seen it work."""
         self._silence.heard()
 
     def close(self) -> None:
-        """Ends the questions; a question under way ends by its own limit."""
+        """Stops asking. A question in flight ends by its own time limit."""
         self._closed.set()
 
     def _ask(self) -> None:
@@ -84,22 +86,22 @@ class ServerWatch:
 
 
 NUM_PROBED = 4
-"""Tokens of the probe: enough for several events of a stream."""
+"""Number of tokens that the probe asks for: enough for several events of a stream."""
 NOT_YET = (0, 502, 503, 504)
-"""Statuses of a server that is starting, or of a proxy before it; 0: no answer."""
+"""Statuses from a server that is starting or a proxy in front of it. 0 means no answer."""
 KEYS = ("api_key", "admin_api_key")
 HIDDEN = (*KEYS, "internal_states")
-"""Parts of an answer that are dropped."""
+"""Fields of `/server_info` that are dropped."""
 SAID = 300
 
 
 class NotAnswering(EngineError):
-    """Nobody answers at an address, or not yet."""
+    """No server answers at the address, or it is still starting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What an answer of a few tokens showed."""
+    """Properties of a server, found by asking it for a few tokens."""
 
     repeats: bool
     """Each event of a stream repeats the earlier ones."""
@@ -113,30 +115,35 @@ class Probe:
 class ServerFacts:
     url: str
     info: Mapping[str, Any]
-    """ServerArgs by name, and SGLang's `version`."""
+    """The ServerArgs by name, and SGLang's `version`."""
     model: Mapping[str, Any]
     """`model_type`, `architectures`, `is_generation`, `weight_version`, `model_path`."""
     resident: frozenset[str] = frozenset()
-    """Names of the tensors that its ranks hold."""
+    """Names of the tensors that the server's ranks hold."""
     probe: Probe | None = None
-    """None if it sampled nothing; `problem` says why."""
+    """None if the server sampled nothing; `problem` then says why."""
     problem: str = field(default="", compare=False)
     asks_for_key: bool = True
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """The settings of a server, from its scheduler. Raises `EngineError`."""
+    """Asks a server's scheduler for the settings. Raises `EngineError` if it does not answer."""
     info = _object("GET", url, "server_info", None, api_key, timeout_s)
     return {name: value for name, value in info.items() if name not in HIDDEN}
 
 
 def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
-    """Of the weights that a server serves. Its front end answers, even if its scheduler hangs. Raises `EngineError`."""
+    """Returns the version of the weights that a server serves. Raises `EngineError` if the server does not answer.
+
+    The front end answers this, even if the scheduler hangs.
+    """
     return str(_object("GET", url, "model_info", None, api_key, timeout_s).get("weight_version"))
 
 
 def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
-    """All facts about a server. `digests_s`: limit of the digests, `timeout_s`: of each other answer; `experts`: ask
+    """Asks a server for all facts about it.
+
+    `digests_s`: time limit for the digests; `timeout_s`: time limit for each other answer; `experts`: whether to ask
     for routed experts, too.
 
     Raises `EngineError` if the server cannot be reached, refuses the key, or is not an SGLang server.

@@ -1,14 +1,14 @@
 """The agent beside an engine: keeps this host's checkpoint at the trainer's version and makes the engine load it.
 
-The engine is a stock server; the agent calls its control routes as a trainer would. It listens on no port. Calls come
-one at a time through the shared folder (`slime.weights.delta.mailbox`), which it polls every `POLL_S`. Each answer of
-the engine has a limit.
+The engine is a stock server; the agent calls its control routes as a trainer would. The agent listens on no port. Calls
+come one at a time through the shared folder (`slime.weights.delta.mailbox`), which it polls every `POLL_S`. Each answer
+of the engine has a time limit.
 
 Invariants
-1. The engine loads only a copy that was compared with the call's manifest: every tensor that was copied or changed for
-   this version, or all tensors if there was none.
-2. `apply` pauses the engine before it loads, whatever its state, because the call may come from a trainer that is gone.
-   The engine serves again only after a separate `resume`, from a caller who has compared its digests.
+1. The engine loads only a checkpoint that was compared with the call's manifest: every tensor that was copied or
+   changed for this version, or all tensors if none was.
+2. `apply` always pauses the engine before it loads, because the trainer that paused it earlier may be gone. The engine
+   serves again only after a separate `resume` from a caller that has compared its digests.
 3. Calls name versions, never paths or code.
 """
 
@@ -33,9 +33,9 @@ from slime.weights.delta.mailbox import POLL_S, Answering, mailbox
 logger = logging.getLogger(__name__)
 
 KEEP_REQUESTS = "in_place"
-"""Mode of the agent's own pause: it keeps the requests that the trainer's pause has left."""
+"""Mode of the agent's own pause, which keeps the requests that the trainer's pause left running."""
 PreRead = Callable[[str, int], object]
-"""(folder of the version, its number): called before the version is read."""
+"""A hook that is called with (folder of the version, version number) before the version is read."""
 
 
 class WeightsAgent:
@@ -49,8 +49,8 @@ class WeightsAgent:
         pre_read: PreRead | None = None,
         on_note: Callable[[str], object] = lambda doing: None,
     ) -> None:
-        """`folder`: the shared one; `name`: the engine's address as the trainer knows it; `local`: a folder of this
-        host; `on_note`: called with each activity before it starts.
+        """`folder`: the shared folder; `name`: the engine's address as the trainer knows it; `local`: a folder on this
+        host; `on_note`: called with the name of each activity before it starts.
         """
         self._folder, self._control, self._pre_read = folder, control, pre_read
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "engine": control.url}
@@ -74,7 +74,7 @@ class WeightsAgent:
             self._box.close()
 
     def answer_one(self) -> bool:
-        """Answers the newest call if it is unanswered; returns whether there was one."""
+        """Answers the newest call if it is unanswered. Returns whether it answered one."""
         pending = self._box.pending()
         if pending is None:
             return False
