@@ -1,4 +1,4 @@
-"""`MegatronBackend`: one rank of the trainer. All ranks call a method that says "collective", in the same order.
+"""`MegatronBackend`: one rank of the trainer. All ranks call the methods marked "Collective" in the same order.
 
 Invariants
 1. Every rank gets the whole batch; no result depends on how it is split.
@@ -155,7 +155,7 @@ class MegatronBackend:
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         if prepared.shared is not None:
             metrics["train/shared_tokens"] = prepared.shared_fraction
-        # The policy goes first, even if only the critic is trained: where its checks refuse, the critic is unchanged.
+        # The policy's checks run first, even if only the critic is trained: if one fails, the critic is unchanged.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
             objective = trained_objective(self.args, self._algorithm)
             with self._profiles.part("train_actor", batch.rollout_id):
@@ -172,12 +172,12 @@ class MegatronBackend:
         return metrics
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
-        """TFLOP/s per rank of training the policy on a batch in `time_s`."""
+        """Returns the TFLOP/s per rank of training the policy on a batch in `time_s`."""
         flops = sum(self._flops.forward(s.num_tokens, num_logits=s.response_length) for s in batch.samples)
         return tflops_per_gpu(flops, time_s=time_s, num_gpus=self.parallel_info.world_size)
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
-        """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
+        """Compares this trainer's log-probs with the engines' on samples of the current version, without training.
 
         Returns the metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError`
         over the limit. Collective.
@@ -187,10 +187,10 @@ class MegatronBackend:
         return measure_mismatch(self._context, evaluation, self._trainable.ddps, prepared, version=self.weight_version)
 
     def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
-        """`loss`, the mean negative log-prob of the trained tokens, and `num_tokens`, their number; trains nothing.
+        """Returns `loss`, the mean negative log-prob of the trained tokens, and `num_tokens`, without training.
 
-        The same on every rank and in every layout; gradients, optimizer and random numbers are not touched. Raises
-        `NumericsError` for a log-prob that is not finite. Collective.
+        The result is the same on every rank and in every layout. Gradients, optimizer and random numbers do not change.
+        Raises `NumericsError` for a log-prob that is not finite. Collective.
         """
         self._require_awake("measure_loss")
         prepared = self._prepare(batch, one_step=True, sampled=False)
@@ -232,7 +232,7 @@ class MegatronBackend:
         return with_advantages(prepared, args, self._algorithm, log_probs, values)
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """The policy's log-probs before the update (see `LogProbs`); empty where the trained pass itself gives them."""
+        """Returns the policy's log-probs before the update (see `LogProbs`); empty if the training pass gives them."""
         if self.args.keep_old_actor:
             return self._others.old_log_probs(context, prepared)
         if needs_old_pass(self.args, self._algorithm, prepared):
@@ -242,18 +242,18 @@ class MegatronBackend:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) in table order, on every rank. Collective: exhaust it on all ranks.
+        """Yields (HF name, full tensor) in table order, on every rank. Collective: exhaust it on all ranks.
 
-        `dtype` converts; None keeps the training dtype. Adapters are merged, one tensor at a time. Tensors may alias
-        parameters: read only.
+        Tensors are converted to `dtype`; None keeps the training dtype. Adapters are merged, one tensor at a time.
+        Tensors may alias parameters, so do not write to them.
         """
         self.require_weights()
         return hf_weights.iter_hf_tensors(self.model, dtype=dtype, merged=True)
 
     def outgoing(self, dtype: torch.dtype | None = None) -> TrainerWeights:
-        """This rank's weights, read when they are sent, with adapters merged. Collective.
+        """Returns this rank's weights with adapters merged; they are read when they are sent. Collective.
 
-        `dtype` converts; None keeps the training dtype.
+        Tensors are converted to `dtype`; None keeps the training dtype.
         """
         return TrainerWeights(self.model, dtype)
 
@@ -265,11 +265,11 @@ class MegatronBackend:
         self._others.note_synced(self.weight_version)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
+        """Writes weights, config and tokenizer in Hugging Face format. Collective.
 
-        Ranks write files in turn to a folder that all of them see. Adapters are merged, and also written separately to
-        the subfolder `adapter`. Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything
-        else is there.
+        Ranks take turns to write files to a shared folder, which gets its name once it is complete. Adapters are
+        merged, and also written separately to the subfolder `adapter`. Replaces an earlier export. Raises
+        `CheckpointError`, and changes nothing, if `directory` holds anything else.
         """
         info, model, source = self.parallel_info, self.model, Path(self.args.hf_checkpoint)
 
@@ -280,7 +280,7 @@ class MegatronBackend:
                 write_peft(folder / "adapter", model.table, adapters, scale=scale, base=base)
             if info.rank == 0 and self.args.chat_template is not None:
                 shutil.copyfile(self.args.chat_template, folder / CHAT_TEMPLATE_FILE)
-            for _ in adapters:  # the rest of the collectives
+            for _ in adapters:  # run the remaining collectives
                 pass
 
         writers = Writers(info.rank, info.world_size, dist.barrier)
@@ -290,9 +290,9 @@ class MegatronBackend:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, on_host: bool = True) -> Snapshot:
-        """What this rank writes into a checkpoint, as of now. All ranks, no communication.
+        """Returns what this rank writes into a checkpoint. All ranks call it; they do not communicate.
 
-        `on_host`: a copy, so that training may go on; without it, write before anything changes.
+        With `on_host` it is a copy, so training may go on. Otherwise write it before the state changes.
         """
         self._require_awake("save")
         if self.device.type == "cuda":
@@ -309,7 +309,7 @@ class MegatronBackend:
         return self.snapshot(on_host=False).write(directory)
 
     def load(self, directory: Path) -> None:
-        """Restores what all ranks saved, under any layout. Raises `CheckpointError` if it does not fit this run."""
+        """Restores a checkpoint of any layout. All ranks. Raises `CheckpointError` if it does not fit this run."""
         self._require_awake("load")
         args = self.args
         for folder, kept in self._kept.items():
@@ -321,12 +321,12 @@ class MegatronBackend:
                 with_rng=not (args.finetune or args.no_load_rng),
             )
 
-    # --- memory and life ----------------------------------------------------------------------------------------------
+    # --- memory and shutdown ------------------------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """Measures what the largest micro-batch takes of the GPU, for `memory_plan`; see `slime.training.rehearsal`.
+        """Measures the GPU memory of the largest micro-batch, for `memory_plan`; see `slime.training.rehearsal`.
 
-        Collective; does nothing on a CPU. Raises `ConfigError`, with the number that fits, if it does not fit.
+        Collective; does nothing on a CPU. Raises `ConfigError` if it does not fit, with the number of tokens that does.
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
@@ -349,7 +349,7 @@ class MegatronBackend:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What the phases of a colocated step take of this rank's GPU, if it is shared with an engine."""
+        """GPU memory of this rank in each phase of a colocated step; None if the GPU is not shared with an engine."""
         return self._sleeper.plan
 
     def close(self) -> None:
@@ -358,7 +358,7 @@ class MegatronBackend:
             trainable.let_go()
         destroy_process_groups()
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------------
 
     @property
     def _context(self) -> StepContext:

@@ -34,7 +34,7 @@ class ParallelSizes:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
-        """From Megatron's settings. Raises `ConfigError` for impossible sizes."""
+        """Reads the sizes from Megatron's settings. Raises `ConfigError` for impossible sizes."""
 
         def size(name: str) -> int:
             return int(megatron.get(name) or 1)
@@ -56,7 +56,7 @@ class ParallelSizes:
         return out
 
     def dp(self, world_size: int) -> int:
-        """The data-parallel size. Raises `ConfigError` if the sizes do not divide the world."""
+        """Returns the data-parallel size. Raises `ConfigError` if the sizes do not divide the world."""
         model = self.tp * self.pp * self.cp
         if world_size % model:
             raise ConfigError(
@@ -90,7 +90,7 @@ class ParallelInfo:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports for its data-parallel share: one of the ranks that compute the same loss does."""
+        """Whether this rank reports its data-parallel share; one of the ranks that compute the same loss does."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
 
@@ -150,7 +150,7 @@ def init_process_groups(
 
 
 def seed_everything(seed: int, dp_rank: int) -> None:
-    """Seeds Python, NumPy, torch and Megatron's tracker. A training step draws no numbers, but hooks may."""
+    """Seeds Python, NumPy, torch and Megatron's tracker. A training step draws no random numbers, but hooks may."""
     random.seed(seed + dp_rank)
     np.random.seed((seed + dp_rank) % 2**32)
     torch.manual_seed(seed + dp_rank)

@@ -1,8 +1,8 @@
-"""A rehearsal before the run: passes over small micro-batches predict the memory of the largest one.
+"""Predicts the memory of the largest micro-batch from passes over small ones, before the run.
 
-The memory of a pass grows linearly with its tokens once a chunk of the log-probs is full, so two sizes give the line
-for a model under its settings (layout, recompute, kernels). A micro-batch that cannot fit is refused, with the number
-that fits, before a run has sampled anything. Kernels are compiled on the way.
+The memory of a pass grows linearly with its tokens once a chunk of the log-probs is full, so two sizes determine the
+line for a model under its settings (layout, recompute, kernels). A micro-batch that cannot fit raises an error with the
+number of tokens that fits, before a run has sampled anything. The passes also compile the kernels.
 
 Not predicted: attention without a kernel, whose masks grow with the square of a sequence; uneven experts under expert
 parallelism; the passes of a critic; samples longer than the settings say; copies of keys for shared prefixes.
@@ -41,12 +41,12 @@ from slime.training.step.train_step import StepContext, micro_batch_multiple, re
 logger = logging.getLogger(__name__)
 
 SMALL_PARTS = (8, 4)
-"""The sizes are these fractions of the largest micro-batch, but at least one and two chunks of log-probs."""
+"""The two sizes are 1/8 and 1/4 of the largest micro-batch, but at least one and two chunks of log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """GPU memory of forward and backward passes beside weights, gradients and optimizer, by tokens of a rank."""
+    """GPU memory of forward and backward passes by tokens of a rank, without weights, gradients and optimizer."""
 
     at: tuple[int, int]
     """Tokens of two micro-batches, the second not smaller."""
@@ -55,7 +55,7 @@ class Passes:
 
     @property
     def bytes_per_token(self) -> float:
-        """The slope of the line; of a line through the origin if both sizes are equal."""
+        """The slope of the line, which goes through the origin if both sizes are equal."""
         (small, large), (low, high) = self.at, self.num_bytes
         return max(0.0, (high - low) / (large - small)) if large > small else high / large
 
@@ -63,7 +63,7 @@ class Passes:
         return int(self.num_bytes[1] + self.bytes_per_token * (tokens - self.at[1]))
 
     def fitting(self, num_bytes: int) -> int:
-        """Most tokens whose passes fit in `num_bytes`; 0 if none do."""
+        """Returns the largest number of tokens that fits in `num_bytes`; 0 if none fits."""
         if self.bytes_per_token == 0.0:
             return self.at[1] if num_bytes >= self.num_bytes[1] else 0
         return max(0, self.at[1] + math.floor((num_bytes - self.num_bytes[1]) / self.bytes_per_token))
@@ -80,8 +80,9 @@ class Largest:
 
     @classmethod
     def of(cls, args: Args, cp_size: int) -> Largest:
-        """A prompt without a limit counts as 0 tokens. A sample is never split, so one that is longer than
-        `--max-tokens-per-gpu` counts, too.
+        """Computes it from the settings. A prompt without a limit counts as 0 tokens.
+
+        A sample is never split, so a sample longer than `--max-tokens-per-gpu` counts in full.
         """
         if args.use_dynamic_batch_size:
             assert args.max_tokens_per_gpu is not None, "the settings derive max_tokens_per_gpu"
@@ -94,7 +95,7 @@ class Largest:
         return min(small, self.tokens), min(large, self.tokens)
 
     def remedy(self, fitting: int) -> str:
-        """What to do if only `fitting` tokens of a rank fit."""
+        """Says what to do if only `fitting` tokens of a rank fit."""
         less = "recompute activations (--recompute-granularity full), or split the model over more GPUs"
         if self.samples is None:
             limits = (
@@ -108,14 +109,14 @@ class Largest:
 def training_peak(
     context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo, later_bytes: int
 ) -> int:
-    """Peak memory of training the policy with the largest micro-batch on this rank's GPU. Rehearses; collective.
+    """Rehearses, and returns this rank's peak memory of training the policy with the largest micro-batch. Collective.
 
-    `later_bytes`: what the first optimizer step adds. Raises `ConfigError` on every rank, with the number of tokens
-    that fits, if the peak exceeds the memory of any.
+    `later_bytes`: memory that the first optimizer step adds. Raises `ConfigError` on every rank, with the number of
+    tokens that fits, if the peak exceeds the memory of any GPU.
     """
     passes, largest = rehearse(context, objective, trainable, info), Largest.of(context.args, info.sizes.cp)
     free_bytes, _ = torch.cuda.mem_get_info(context.device)
-    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # without the memory of contexts
+    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # without the memory of CUDA contexts
     kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes
     peak = kept_bytes + passes.peak(largest.tokens)
     verdict = torch.tensor(
@@ -133,9 +134,9 @@ def training_peak(
 
 
 def rehearse(context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo) -> Passes:
-    """Runs both sizes and measures them. On a GPU; collective. Raises `ConfigError` if even these do not fit.
+    """Measures passes of both sizes on a GPU. Collective. Raises `ConfigError` if even these do not fit.
 
-    The first pass is not measured: it includes what libraries allocate once.
+    The first pass is not measured, because libraries make their one-time allocations in it.
     """
     args, cp_size = context.args, info.sizes.cp
     vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
@@ -150,9 +151,9 @@ def rehearse(context: StepContext, objective: Objective, trainable: Trainable, i
 
 
 def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
-    """Micro-batches that fill the pipeline, rounded up to a multiple.
+    """Returns the number of micro-batches that fill the pipeline, rounded up to a multiple of `multiple`.
 
-    One more than Megatron's warm-up of the first stage, which counts passes of chunks where it interleaves.
+    It is one more than the first stage's warm-up in Megatron, which counts passes of chunks when it interleaves them.
     """
     if num_chunks == 1:
         return max(2, num_stages)
@@ -161,7 +162,7 @@ def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
 
 
 def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_size: int) -> PreparedBatch:
-    """One random sample of `tokens` tokens per micro-batch and data-parallel rank. The same on every rank."""
+    """Returns one random sample of `tokens` tokens per micro-batch and data-parallel rank, the same on every rank."""
     rng, response = np.random.default_rng(0), max(tokens - 1, 1)
     samples = tuple(
         TrainSample(
@@ -187,7 +188,7 @@ def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_siz
 
 
 def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, gpu_bytes: int) -> str:
-    """`kept_bytes`: on the GPU between two passes; `fitting`: the tokens that fit on every rank."""
+    """Returns the error message. `kept_bytes` stay on the GPU between passes; `fitting` tokens fit on every rank."""
     peak = passes.peak(largest.tokens)
     return (
         f"micro-batches of up to {largest.tokens:,} tokens do not fit the GPU: their passes take {peak / 1e9:.1f} GB "

@@ -1,15 +1,15 @@
-"""Pickles that run nothing: they may name a short list of harmless things, and classes are replaced by records.
+"""Reads pickles without running them: only a few harmless names are allowed, and classes are replaced by records.
 
 The loaders of torch and numpy let the file choose what to run, and take addresses from it, so they are not used.
-Archives are read as zip files, and tensors and arrays are made of plain bytes, whose number and type are checked.
+Archives are read as zip files. Tensors and arrays are built from plain bytes after a check of their number and type.
 
 Invariants
-1. No module is imported because a pickle names it, and no attribute of one is looked up but the dtypes of torch.
-2. An object of a class in `RECORDED` becomes a `Record`: its constructor's arguments and its state. The class is not
+1. A name in a pickle never imports a module. The only attributes looked up are the dtypes of torch.
+2. An object of a class in `RECORDED` becomes a `Record` of its constructor's arguments and its state. The class is not
    imported.
 3. Any other name is refused, unless it is in `_ALLOWED`: containers, and code of this module that a pickle cannot
    change.
-4. A tensor or an array is made of numbers alone, and of no more bytes than the file has for it.
+4. A tensor or an array holds only numbers, and takes no more bytes than the file has for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RECORDED = frozenset(
 
 
 class Record:
-    """Replaces an object: data only."""
+    """Replaces an object; holds only data."""
 
     def __init__(self, *given: Any) -> None:
         self.given, self.state = given, None
@@ -63,7 +63,7 @@ def record_class(module: str, name: str) -> type[Record]:
 
 
 def _nested(owner: Any, name: Any) -> type[Record]:
-    """Stands for `getattr`, with which older pickles name a nested class."""
+    """Replaces `getattr`, which older pickles use to name a nested class."""
     if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(name, str)):
         raise pickle.UnpicklingError("it asks for an attribute of something that is not a recorded class")
     return record_class(owner.__module__, f"{owner.__name__}.{name}")
@@ -90,7 +90,7 @@ _NUMBERS = re.compile(r"[<>=|]?([fiu][1248]|b1|\?)")
 
 
 class _Dtype:
-    """Stands for `numpy.dtype`, for plain numbers only."""
+    """Replaces `numpy.dtype`, for plain numbers only."""
 
     __slots__ = ("_code", "_order")
 
@@ -109,7 +109,7 @@ class _Dtype:
 
 
 class Array:
-    """Stands for `numpy.ndarray`, which would take its memory from the pickle."""
+    """Replaces `numpy.ndarray`, which would let the pickle choose its memory."""
 
     __slots__ = ("_array",)
 
@@ -131,7 +131,7 @@ def _numbers(dtype: Any, content: Any) -> Any:
 
 
 def _number(dtype: Any, content: Any) -> Any:
-    """Stands for `numpy.core.multiarray.scalar`."""
+    """Replaces `numpy.core.multiarray.scalar`."""
     return _numbers(dtype, content).reshape(()).tolist()
 
 
@@ -161,7 +161,7 @@ class _Storage:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    """Stands for `torch._utils._rebuild_tensor_v2`, and for `_v3`, which also gives the type."""
+    """Replaces `torch._utils._rebuild_tensor_v2`, and `_v3`, which also passes the dtype."""
     dtype = next((kind for kind in rest if isinstance(kind, torch.dtype)), None)
     if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
         raise pickle.UnpicklingError("it holds a malformed tensor")
@@ -191,11 +191,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): torch.uint8,
     ("torch.storage", "UntypedStorage"): torch.uint8,
 }
-"""(module, name) -> what stands for it."""
+"""(module, name) -> its replacement."""
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle as data. Raises `pickle.UnpicklingError` that says which name is refused."""
+    """Reads a pickle as data. Raises `pickle.UnpicklingError` with the name that is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -208,7 +208,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class _Archive(Unpickler):
-    """A file of `torch.save` since 1.6: a zip file with a pickle, and the bytes of each storage beside it."""
+    """Reads a file of `torch.save` since torch 1.6: a zip file with a pickle and the bytes of each storage."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(archive.read(f"{folder}/data.pkl")))
@@ -245,7 +245,7 @@ def load_archive(file: BinaryIO) -> Any:
 
 
 def tensor_of(content: bytes) -> torch.Tensor:
-    """The single tensor in a file of `torch.save`. Raises `pickle.UnpicklingError` for anything else."""
+    """Returns the only tensor in a file of `torch.save`. Raises `pickle.UnpicklingError` for any other content."""
     loaded = load_archive(io.BytesIO(content))
     if not isinstance(loaded, torch.Tensor):
         raise pickle.UnpicklingError(f"it holds a {type(loaded).__name__}, not a plain tensor")

@@ -1,7 +1,7 @@
-"""One `torch_dist` folder or one pickled rollout, opened as data (`inert`).
+"""Reads one `torch_dist` folder or one pickled rollout as data (`inert`).
 
-Whatever is wrong with a file raises `CheckpointError`, and so does a file that asks for more memory than its size
-explains. A file that is built to exhaust the C stack can end the process; it cannot do more.
+A damaged file raises `CheckpointError`, and so does a file that asks for more memory than its size justifies. A file
+built to exhaust the C stack can end the process, but do nothing else.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from slime.core.text import one_line
 from slime.training.foreign import inert
 
 SPARE_BYTES = 4 << 30
-"""Address space beside what the process has already, and what the file is."""
+"""Address space that reading may add, beside an amount proportional to the file."""
 _TENSORS, _OBJECTS = 4, 32
-"""Memory per byte of a file of tensors, or of one whose numbers become Python objects."""
+"""Memory allowed per byte of a file: for tensors, and for numbers that become Python objects."""
 MAX_DEPTH = 200
 VALUES_PER_BYTE, SPARE_VALUES = 4, 100_000
-"""Limit of the values of a sample. A pickle that names nothing twice has at most one per byte."""
+"""Limits the number of values in a sample. A pickle without repeated references has at most one per byte."""
 _METADATA, _CHUNKS_HELD = ".metadata", 2
 _Chunk: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], Any]"
-"""Offsets, sizes, and where it is stored."""
+"""(offsets, sizes, location in the files)."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def _limited(what: str, num_bytes: int) -> Iterator[None]:
 
 
 class Folder:
-    """A `torch_dist` folder: which tensors it stores, and where."""
+    """The index of a `torch_dist` folder, which reads one tensor at a time."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Name -> type and shape."""
@@ -73,7 +73,7 @@ class Folder:
             self._chunks[key] = [(start, size, infos.get((key, start))) for start, size in dict(places).items()]
 
     def tensor(self, key: str, at: tuple[int, ...] = ()) -> Tensor:
-        """A tensor, or the one of numbers `at` on its leading axes."""
+        """Returns the tensor `key`, or its slice at indices `at` of the leading axes."""
         kind, size = self.tensors[key]
         with _limited(f"{key} in {self._folder}", _TENSORS * self._largest_file()):
             axes = len(at)
@@ -99,7 +99,7 @@ class Folder:
         return max(file.stat().st_size for file in self._folder.iterdir())
 
     def _chunk(self, info: Any, kind: torch.dtype, size: tuple[int, ...]) -> Tensor:
-        """A stored part. The last few are kept, since one may hold several experts."""
+        """Reads one stored chunk. The last few stay in memory, because one chunk may hold several experts."""
         fields = info.fields
         name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if fields.get("transform_descriptors"):
@@ -135,7 +135,7 @@ class Rollout:
         self.rollout_id, self.num_samples = held.get("rollout_id"), len(self._samples)
 
     def sample(self, number: int) -> Any:
-        """The fields of a sample, in types that JSON has. Reading one again is an error: its memory is freed."""
+        """Returns the fields of a sample in JSON types. A sample can be read only once, because its memory is freed."""
         held, self._samples[number] = self._samples[number], None
         with self._limited():
             return _Plain(VALUES_PER_BYTE * self._num_bytes + SPARE_VALUES).of(held, f"sample {number}")
@@ -145,9 +145,9 @@ class Rollout:
 
 
 class _Plain:
-    """Converts a value to types that JSON has, at most `most` numbers and letters in all.
+    """Converts a value to JSON types, with at most `most` numbers and letters in total.
 
-    A small pickle that names one list many times would be huge in full. Raises `ValueError` that says where.
+    The limit stops a small pickle that refers to one list many times. Raises `ValueError` with the place.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,9 +1,9 @@
-"""A Megatron-core `torch_dist` folder as Hugging Face tensors, through the family's own weight table.
+"""Reads a Megatron-core `torch_dist` folder as Hugging Face tensors, with the family's own weight table.
 
-A checkpoint's names are not those of a model's parameters. A layer or an expert has a tensor of its own
-(`decoder.layers.3.`, `experts.experts.5.`), or all of them share one with a leading axis. Where Transformer Engine
-fuses a norm into the linear layer behind it, the norm has a name in that layer. Gate and up of an MLP are one tensor or
-two.
+Names in a checkpoint differ from the names of a model's parameters. Layers and experts have separate tensors
+(`decoder.layers.3.`, `experts.experts.5.`), or are stacked in one tensor along a leading axis. If Transformer Engine
+fuses a norm into the linear layer after it, the norm's name is inside that layer. Gate and up of an MLP are one tensor
+or two.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _NOT_WEIGHTS = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a checkpoint, or one of those stacked in it."""
+    """A tensor of a checkpoint, or a slice of a stacked tensor."""
 
     key: str
     at: tuple[int, ...] = ()
-    """Its indices on the leading axes: layer, expert."""
+    """Indices on the leading axes: layer, expert."""
 
 
 class Places:
-    """Where checkpoints keep the parameters of one model."""
+    """Maps the parameters of one model to their places in a checkpoint."""
 
     def __init__(self, table: FamilyTable) -> None:
         self._own = frozenset(table.megatron_names)
 
     def find(self, parameter: str, stored: Container[str]) -> tuple[Place, ...]:
-        """Where a checkpoint that stores these names keeps a parameter; empty if nowhere.
+        """Returns the places of `parameter` in a checkpoint that stores the names `stored`; empty if it is missing.
 
-        Several places are concatenated.
+        The tensors of several places are to be concatenated.
         """
         return next((form for form in self.forms(parameter) if all(place.key in stored for place in form)), ())
 
     def written(self, parameter: str) -> Place:
-        """Where slime writes it: layers separate, norms under Transformer Engine's names, experts stacked."""
+        """Returns the place to write to: layers separate, norms under Transformer Engine's names, experts stacked."""
         fused, linear = _fused(parameter)
         name = fused if linear in self._own else parameter
         *_, (key, at) = _unstacked(name, _EXPERT, _EXPERTS)
@@ -80,9 +80,9 @@ class Places:
 
 
 def _fused(parameter: str) -> tuple[str, str]:
-    """A norm's name in the linear layer behind it, and that layer's weight; for any other name, the name and "".
+    """Returns a norm's name inside the linear layer after it and that layer's weight; else the given name and "".
 
-    In Megatron's local layers, layers of experts have the fused name, too.
+    Megatron's local layers also use the fused name where a layer has experts.
     """
     for norm, linear in _FUSED.items():
         prefix, found, kind = parameter.rpartition(norm)
@@ -97,7 +97,7 @@ def is_weight(key: str) -> bool:
 
 
 def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields (name, index on the axis): the name itself, then its names in a stack of what `pattern` counts."""
+    """Yields (name, index on the axis): the name itself, then its names in stacks of the layers or experts."""
     found = pattern.search(name)
     yield name, ()
     if found is None:
@@ -109,12 +109,12 @@ def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tupl
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""Megatron's file that names the newest checkpoint by its number, or says `RELEASE` if no training made it."""
+"""Megatron's file with the number of the newest checkpoint, or `RELEASE` if it does not come from training."""
 METADATA = ".metadata"
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """The folder of the tensors: `folder` itself or the one its tracker names; None if it is not a `torch_dist`."""
+    """Returns the folder of the tensors: `folder` or the one that its tracker names. None without a `torch_dist`."""
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / TRACKER
@@ -132,13 +132,13 @@ def checkpoint_in(folder: Path) -> Path | None:
 
 
 class TorchDist:
-    """An opened folder that holds every parameter of the model in its shape, and no other weight.
+    """An open `torch_dist` folder that holds exactly the parameters of the model.
 
-    Raises `CheckpointError` otherwise, before a tensor is read.
+    Raises `CheckpointError` for a missing, unknown or misshapen weight, before a tensor is read.
     """
 
     table: FamilyTable
-    """With the layer of multi-token prediction if the folder has it."""
+    """Includes the layer of multi-token prediction if the folder has one."""
 
     def __init__(self, folder: Path, hf_config: HfConfig) -> None:
         self._path, self._folder = folder, Folder(folder)
@@ -152,11 +152,11 @@ class TorchDist:
             self._require_shape(entry)
 
     def iter_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) in table order, one at a time, in the stored types."""
+        """Yields (HF name, full tensor) in table order, one at a time, in the stored dtypes."""
         return iter_full(self.table, lambda entry: [self._parameter(entry)])
 
     def _parameter(self, entry: Entry) -> Tensor:
-        """The whole parameter; a vocabulary may be padded."""
+        """Returns the whole parameter. A vocabulary may be padded."""
         parts = [self._folder.tensor(place.key, place.at) for place in self._places[entry.megatron]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -198,7 +198,7 @@ class TorchDist:
         return math.prod(self._shape(key)[:axes])
 
     def _has(self, place: Place | None) -> bool:
-        """Whether it is stored, in a stack also at this index."""
+        """Whether the folder stores `place`, including its index in a stack."""
         if place is None:
             return False
         shape = self._shape(place.key)

@@ -1,8 +1,8 @@
 """Writes weights to a `torch_dist` folder with Megatron-core's own `dist_checkpointing`: one rank, no GPU, no model.
 
-Each layer is written separately (in Megatron's words, non-homogeneous layers), which the folder tells its loader
-(`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights at once, so all are in memory,
-or mapped.
+Each layer is written separately (in Megatron's words, non-homogeneous layers). The folder's metadata says so
+(`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights at once, so they must all be
+in memory or memory-mapped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime.weights.hf_shards import ReadHF, load_shard
 from slime.weights.rendezvous import keep_gloo_on
 
 CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
-"""What a loader must know: layers are separate, the experts of a layer are stacked."""
+"""Metadata for the loader: layers are separate, and the experts of a layer are stacked."""
 LIMIT = timedelta(minutes=10)
 
 
@@ -34,8 +34,8 @@ def write_torch_dist(
 ) -> None:
     """Writes all parameters of a model to the empty `folder`, as a release: `release/` and the tracker.
 
-    `read_hf`: HF name -> the full tensor, in the type to write; called once for each, in table order. `advance` is
-    called after each parameter.
+    `read_hf` returns the full tensor of an HF name in the dtype to write. It is called once per name, in table order.
+    `advance` is called after each parameter.
     """
     import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (before `activate` patches what is loaded)
     from megatron.core import dist_checkpointing
@@ -52,7 +52,7 @@ def write_torch_dist(
 
 
 def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -> dict[str, Any]:
-    """Parameter -> its tensor and place in the folder; and each linear layer's extra state, which a loader expects."""
+    """Maps each parameter to its tensor and place, and adds the extra state that a loader expects of linear layers."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -78,9 +78,9 @@ def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -
 
 
 def _modules_with_state(key: str) -> list[str]:
-    """Modules of Transformer Engine that have extra state (for FP8, empty here), by their weight.
+    """Returns the Transformer Engine modules with extra state (for FP8, empty here) that belong to the weight `key`.
 
-    A loader refuses a folder that does not name them.
+    A loader refuses a folder without them.
     """
     module, _, kind = key.rpartition(".")
     found = [module] if kind == "weight" and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) else []
@@ -89,7 +89,7 @@ def _modules_with_state(key: str) -> list[str]:
 
 
 def _arguments(table: FamilyTable) -> argparse.Namespace:
-    """What Megatron's training script compares with its own arguments, or reads of the run that wrote a folder."""
+    """Returns the arguments that Megatron's training script expects of the run that wrote a folder."""
     return argparse.Namespace(
         num_layers=table.sizes.num_layers,
         hidden_size=table.sizes.hidden_size,
@@ -104,8 +104,9 @@ def _arguments(table: FamilyTable) -> argparse.Namespace:
 
 @contextmanager
 def writers_ended() -> Iterator[None]:
-    """Ends the process that Megatron (core 0.16) starts for the results of its writers, and keeps until this process
-    exits: one that is killed would leave it behind.
+    """After the block, ends the process that Megatron (core 0.16) starts for the results of its writers.
+
+    Megatron keeps it until this process exits, so a killed process would leave it behind.
     """
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     try:

@@ -36,7 +36,7 @@ from slime.training.model.policy import PolicyModel
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
-    """One specification per layer: pre-norm, with the attention and the MLP or experts of the family."""
+    """Returns one specification per layer: pre-norm, with the attention and the MLP or experts of the family."""
 
     def layer(number: int) -> ModuleSpec:
         spec = _layer(family, config, hf_config, number)
@@ -49,9 +49,9 @@ def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig)
 
 
 def mtp_layer_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> ModuleSpec:
-    """The layer of multi-token prediction. Its router is not replayed: engines record no routing of their draft.
+    """Returns the multi-token prediction layer. Its router is not replayed: engines record no routing of drafts.
 
-    Raises `ConfigError` if the checkpoint has no such layer that can be trained.
+    Raises `ConfigError` if the checkpoint has no multi-token prediction layer that can be trained.
     """
     mtp = family.mtp_config(hf_config)
     if mtp is None:

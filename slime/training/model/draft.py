@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def embedded_tokens(chunk: PolicyModel, tokens: Tensor) -> Tensor:
-    """tokens [T], the same on all tensor-parallel ranks -> their embeddings [T, H], whole on each rank."""
+    """Returns the embeddings [T, H], whole on each rank. All tensor-parallel ranks pass the same `tokens` [T]."""
     weight, shard = _weight(chunk), chunk.shard
     local, held = shard.local(tokens)
     rows = weight.index_select(0, local).masked_fill_(~held.unsqueeze(1), 0)
@@ -45,10 +45,9 @@ def _weight(chunk: PolicyModel) -> Tensor:
 
 @contextmanager
 def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
-    """Lends the first stage's embedding to the last stage, where that has none, for a block. Collective over a
-    pipeline.
+    """Lends the first stage's embedding to a last stage without one, for the block. Collective over the pipeline.
 
-    `chunks`: this rank's, in Megatron's data-parallel wrapper.
+    `chunks` are the chunks of this rank, in Megatron's data-parallel wrapper.
     """
     models: list[PolicyModel] = [chunk.module for chunk in chunks]
     if not models[-1].borrows_embedding:

@@ -1,8 +1,8 @@
-"""Linear layers that compute with the weights that engines will have: quantised and dequantised in each pass.
+"""Makes linear layers compute with the weights that engines will have, quantised and dequantised in each pass.
 
 Invariants
-1. Parameters, their names, gradients and optimizer states do not change: only a layer's forward pass sees another
-   weight, whose gradient goes to the parameter unchanged.
+1. Parameters, their names, gradients and optimizer states do not change. Only a layer's forward pass uses the quantised
+   weight, and its gradient goes to the parameter unchanged.
 2. The quantised weight does not depend on the layout of the trainer (`slime.weights.quantised.fake`).
 """
 
@@ -23,7 +23,7 @@ from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 
 
 def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
-    """With `--trainer-weights fake-quantised`, makes this rank's layers compute with what engines quantise them to.
+    """With `--trainer-weights fake-quantised`, makes this rank's layers compute with the engines' quantised weights.
 
     Raises `ConfigError` if a block would span two ranks.
     """
@@ -48,7 +48,7 @@ class _Swap:
         self._kept: list[Any] = []
 
     def attach(self, module: Module) -> None:
-        if hasattr(module, "gradient_accumulation_fusion"):  # it needs a parameter's main_grad
+        if hasattr(module, "gradient_accumulation_fusion"):  # the fusion needs a parameter's main_grad
             vars(module)["gradient_accumulation_fusion"] = False
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens from hidden states, without a full-vocabulary matrix for the whole batch.
+"""Computes log-probs and entropy of given tokens from hidden states, without the logits of the whole batch at once.
 
 The logits of `chunk_tokens` rows exist at a time, in the dtype of the model. The backward pass computes them again and
 overwrites them with their own gradient, which the two matrix products then read. Between the products, float32 work
@@ -13,8 +13,8 @@ Invariants
 4. Float64 input is computed in float64. For any other dtype, products are in that dtype and everything else in float32.
 5. Under top-p or top-k the kept set is constant for the gradient, and contains the target. Entropy and `full_log_probs`
    are of the whole distribution.
-6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `placeholder`), and
-   nothing of its size is allocated in float32.
+6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `placeholder`), without
+   another float32 buffer of that size.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torch.utils._triton import has_triton
 
 from slime.ops.linear import add_fused, add_reference, product
 
-# Gradients added to Megatron's float32 sums where they are computed, not by the hook of autograd.
+# Gradients are added to Megatron's float32 sums where they are computed, not by the autograd hook.
 #
 # Megatron's data-parallel wrapper gives a trained parameter its sum (`main_grad`) and a mark
-# (`grad_added_to_main_grad`), which tells its hook not to add what autograd delivers. Where autograd delivers more than
-# one gradient of a parameter (an embedding that is tied to an output layer of the same chunk: `zero_out_wgrad`), the
-# hook adds it all the same.
+# (`grad_added_to_main_grad`), which tells its hook not to add the gradient from autograd. If autograd delivers more
+# than one gradient of a parameter (an embedding that is tied to an output layer of the same chunk: `zero_out_wgrad`),
+# the hook ignores the mark and adds it.
 
 
 def placeholder(parameter: Tensor) -> Tensor | None:
-    """What a backward pass returns for `parameter` after adding its gradient to `main_grad`; marks it.
+    """Marks `parameter` as added to `main_grad`, and returns the gradient that its backward pass gives to autograd.
 
-    Uninitialised and never read: with `--overlap-grad-reduce` the hook expects some gradient. None for a tied
-    embedding, whose own gradient autograd delivers.
+    That tensor is uninitialised and never read, but with `--overlap-grad-reduce` the hook expects a gradient. None for
+    a tied embedding, because autograd delivers the embedding's own gradient.
     """
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if vars(parameter).get("zero_out_wgrad") else torch.empty_like(parameter)
@@ -58,7 +58,7 @@ class VocabShard:
     start: int
     """Global id of the first local row; grows with the rank."""
     num_valid: int
-    """Local rows that are real tokens; the rest is padding."""
+    """Number of local rows that are real tokens; the rest is padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None when the vocabulary is whole."""
 
@@ -68,7 +68,7 @@ class VocabShard:
         return x
 
     def sum_of_lower_ranks(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks with smaller token ids. A collective."""
+        """Returns the sum of `x` over the ranks with smaller token ids. Collective."""
         if self.group is None or self.group.size() == 1:
             return torch.zeros_like(x)
         parts = x.new_zeros((self.group.size(), *x.shape))
@@ -76,7 +76,7 @@ class VocabShard:
         return self.all_reduce(parts)[: self.group.rank()].sum(dim=0).to(x.dtype)
 
     def local(self, target_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Local row of each global id [T] (0 where another rank holds it), and whether it is local, bool [T]."""
+        """Returns the local row of each global id [T] (0 if not on this rank), and whether it is local, bool [T]."""
         local = target_tokens - self.start
         held = (local >= 0) & (local < self.num_valid)
         return torch.where(held, local, torch.zeros_like(local)), held
@@ -104,11 +104,11 @@ def row_logits(
     *,
     chunk_tokens: int,
 ) -> RowLogits:
-    """hidden [T, H], the same on all tensor-parallel ranks; weight [V_local, H]; `target_tokens` [U] are predicted at
-    `positions` [U].
+    """Returns the logits of a packed row and the log-probs of `target_tokens` [U], predicted at `positions` [U].
 
-    A collective of these ranks. Every rank computes the same loss from the result, so each gets the gradient of its own
-    shard; the caller sums that of `hidden`.
+    hidden [T, H] is the same on all tensor-parallel ranks; weight [V_local, H]. Collective over these ranks. Every rank
+    computes the same loss from the result, so each gets the gradient of its own shard; the caller sums the gradient of
+    `hidden`.
     """
     logits = F.linear(hidden, weight[: shard.num_valid])
     if shard.group is not None:
@@ -123,7 +123,7 @@ def row_logits(
     return RowLogits(logits, torch.cat(parts))
 
 
-# The set of tokens that top-k and top-p leave to the sampler, found without sorting or gathering the vocabulary.
+# Finds the set of tokens that top-k and top-p keep, without sorting or gathering the vocabulary.
 #
 # As in SGLang's samplers ("joint" order): with tokens in descending order of probability, token i is kept if i < top_k
 # and the mass of the tokens before it, under the whole distribution, is <= top_p. So the first token whose cumulated
@@ -131,7 +131,7 @@ def row_logits(
 #
 # The mass above a value falls as the value grows, so bisection over the bit patterns of the logits' dtype finds the
 # least kept logit of a row: 16 rounds in half precision, 32 in float32, each with one reduction of [n] numbers over the
-# tensor-parallel group. Half-precision logits often tie; of the ties at the edge the lowest ids are kept, as in a
+# tensor-parallel group. Half-precision logits often tie; among ties at the edge the lowest ids are kept, as in a
 # stable sort (the engine's sort leaves their order open).
 #
 # Invariants
@@ -153,10 +153,10 @@ class TopPSet:
     edge: Tensor
     """[n] in the dtype of the logits: the least kept logit."""
     last_tie: Tensor
-    """[n] int64: last local column kept among those equal to `edge`; -1: none on this rank."""
+    """[n] int64: last local column kept among those equal to `edge`; -1 if this rank has none."""
 
     def kept(self, raw: Tensor, rows: slice) -> Tensor:
-        """bool [rows, V_local] for the same rows of logits `raw`."""
+        """Returns the mask of kept tokens, bool [rows, V_local], for the same rows of logits `raw`."""
         edge = self.edge[rows].unsqueeze(1)
         columns = torch.arange(raw.size(1), device=raw.device)
         return (raw > edge) | ((raw == edge) & (columns <= self.last_tie[rows].unsqueeze(1)))
@@ -165,16 +165,16 @@ class TopPSet:
 def find_top_p_set(
     raw: Tensor, exp: Tensor, total: Tensor, shard: VocabShard, *, top_p: float, top_k: int, slices: Sequence[slice]
 ) -> TopPSet:
-    """The kept set of each row. raw [n, V_local] logits; exp [n, V_local] their unnormalised probabilities; total [n]
-    the global sum of them.
+    """Returns the kept set of each row. Collective.
 
-    `top_p` >= 1 and `top_k` < 1 keep all. `slices` of the n rows bound temporaries. A collective.
+    raw [n, V_local]: logits. exp [n, V_local]: unnormalised probabilities. total [n]: the global sum of `exp`. `top_p`
+    >= 1 and `top_k` < 1 keep all tokens. `slices` divide the n rows to limit the size of temporaries.
     """
     limit = total * top_p if top_p < 1.0 else torch.full_like(total, float("inf"))
     most = top_k if top_k > 0 else 1 << 30
 
     def above(value: Tensor) -> tuple[Tensor, Tensor]:
-        """Mass and number of tokens with logits greater than `value` [n], over all ranks."""
+        """Returns mass and number of tokens with logits greater than `value` [n], over all ranks."""
         sums = total.new_zeros(2, raw.size(0))
         for rows in slices:
             mask = raw[rows] > value[rows].unsqueeze(1)
@@ -192,7 +192,7 @@ def find_top_p_set(
         high = torch.where(enough, middle, high)
         low = torch.where(enough, low, middle + 1)
     edge = _value(high, raw.dtype)
-    if raw.size(1):  # so far a bound; now the least logit that exists
+    if raw.size(1):  # `edge` is a lower bound; replace it by the least kept logit
         floors = [torch.where(raw[r] >= edge[r].unsqueeze(1), raw[r], float("inf")).amin(dim=1) for r in slices]
         edge = torch.cat(floors)
     edge = shard.all_reduce(edge.to(total.dtype), dist.ReduceOp.MIN).to(raw.dtype)
@@ -203,7 +203,7 @@ def find_top_p_set(
 def _last_ties(
     raw: Tensor, exp: Tensor, edge: Tensor, room: tuple[Tensor, Tensor], shard: VocabShard, slices: Sequence[slice]
 ) -> Tensor:
-    """int64 [n]: last local column kept among those equal to `edge`. room: mass and number that are left [n]."""
+    """Returns `TopPSet.last_tie`. room: mass [n] and number [n] of tokens that may still be kept."""
     ties, each = torch.zeros_like(room[0]), torch.zeros_like(room[0])
     for rows in slices if raw.size(1) else ():
         tie = raw[rows] == edge[rows].unsqueeze(1)
@@ -223,7 +223,7 @@ def _last_ties(
 
 
 def _bounds(raw: Tensor, wide: torch.dtype, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Keys [n] of the least and the greatest logit of each row, over all ranks."""
+    """Returns the keys [n] of the least and the greatest logit of each row, over all ranks."""
     if raw.size(1):
         ends = torch.stack([-raw.amin(dim=1), raw.amax(dim=1)]).to(wide)
     else:
@@ -233,7 +233,7 @@ def _bounds(raw: Tensor, wide: torch.dtype, shard: VocabShard) -> tuple[Tensor, 
 
 
 def _key(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """int64 keys in the order of the values: their bit pattern in `dtype`, with negatives reversed."""
+    """Returns int64 keys in the order of the values: their bit pattern in `dtype`, with negatives reversed."""
     integer, bits = _INTEGERS[dtype]
     pattern = value.to(dtype).view(integer).to(torch.int64)
     return torch.where(pattern < 0, pattern ^ ((1 << (bits - 1)) - 1), pattern)
@@ -250,8 +250,8 @@ def _value(key: Tensor, dtype: torch.dtype) -> Tensor:
 DEFAULT_CHUNK_TOKENS = 1024
 """Rows of logits at a time: 1024 x 152k x 2 bytes = 0.3 GB in bf16."""
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Device type -> bytes of a float32 work buffer; two are alive at a time. On a CPU it should fit a core's cache; on a
-GPU a large one costs few launches, and fused kernels need none."""
+"""Device type -> bytes of a float32 work buffer; two are alive at a time. On a CPU it should fit a core's cache. On a
+GPU a large buffer needs few launches, and fused kernels need no buffer."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -270,16 +270,16 @@ class TokenScores:
     log_probs: Tensor
     """[T] nats, under the distribution that tokens are sampled from: temperature, then top-k and top-p."""
     entropy: Tensor | None
-    """[T] nats, of the whole distribution at that temperature; None if not asked for."""
+    """[T] nats, of the whole distribution at that temperature; None if not requested."""
     full_log_probs: Tensor
     """[T] nats, of the whole distribution, no gradient; equals `log_probs` without top-p and top-k."""
     outside: Tensor
     """[T] bool: the target lay outside the kept set and was added to it."""
     draft_log_probs: Tensor | None = None
-    """[T] nats, by multi-token prediction, which sees one token less; None if not asked for."""
+    """[T] nats, by multi-token prediction, which sees one token less; None if not requested."""
 
     def at(self, answers: Tensor | None) -> TokenScores:
-        """The scores at indices `answers` [R] int64, which may repeat; None: all, in order."""
+        """Returns the scores at indices `answers` [R] int64, which may repeat; None selects all, in order."""
         if answers is None:
             return self
         entropy = None if self.entropy is None else self.entropy.index_select(0, answers)
@@ -321,8 +321,8 @@ def score_tokens(
     """Scores `target_tokens` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature) and top-k, top-p.
 
     hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` only with `entropy_grad`.
-    `chunk_tokens` 0: all rows at once. `into_main_grad`: the gradient of a weight that Megatron trains goes straight
-    into its sum. A collective of `shard.group`.
+    `chunk_tokens` 0 computes all rows at once. `into_main_grad` adds the gradient of a weight that Megatron trains
+    directly to its sum. Collective over `shard.group`.
     """
     rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
     entropy_grad = with_entropy and entropy_grad
@@ -336,7 +336,7 @@ def score_tokens(
 def token_log_probs(
     hidden: Tensor, weight: Tensor, target_tokens: Tensor, shard: VocabShard, **options: Unpack[ScoreOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`log_probs` and `entropy` of `score_tokens`."""
+    """Returns `log_probs` and `entropy` of `score_tokens`."""
     scores = score_tokens(hidden, weight, target_tokens, shard, **options)
     return scores.log_probs, scores.entropy
 
@@ -379,7 +379,7 @@ def _is_fused(x: Tensor) -> bool:
 
 
 def _sums(raw: Tensor, top: Tensor, inverse_temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """sum(exp(z)) and sum(exp(z) * z) [n] (zeros without entropy) of z = (raw - top) / temperature; raw [n, V]."""
+    """Returns sum(exp(z)) and sum(exp(z) * z) [n] (0 without entropy), z = (raw - top) / temperature; raw [n, V]."""
     z = torch.sub(raw, top.unsqueeze(1))  # promotes half precision
     if inverse_temperature != 1.0:
         z = z.mul_(inverse_temperature)
@@ -396,9 +396,9 @@ class _RowFactors:
 
     slope: Tensor
     curve: Tensor | None
-    """None: the entropy has no gradient."""
+    """None if the entropy has no gradient."""
     kept_slope: Tensor | None
-    """None: no token is excluded."""
+    """None if no token is excluded."""
     local: Tensor
     """int64: local row of the target."""
     own: Tensor
@@ -433,7 +433,7 @@ def _write_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Forward results of some rows, equal on every rank: [n] each, wide."""
+    """Forward results of some rows, equal on every rank; each [n], in float32 or float64."""
 
     top: Tensor
     """Largest logit, before temperature."""
@@ -487,7 +487,7 @@ def _forward_chunk(raw: Tensor, target_tokens: Tensor, settings: _Settings, wide
 
 
 class _TokenScores(torch.autograd.Function):
-    """-> log-probs, entropy, full log-probs [T] wide, outside [T] bool."""
+    """Returns log-probs, entropy and full log-probs [T] in float32 or float64, and `outside` [T] bool."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""From resolved settings to Megatron's configuration objects: model, data parallelism, optimizer.
+"""Converts resolved settings to Megatron's configuration objects: model, data parallelism, optimizer.
 
 `args.megatron` maps Megatron's field names to values, with defaults and derivations resolved.
-`slime.settings.megatron.FIXED` lists the values that this trainer cannot change; flags are checked against it, and it
-is read here.
+`slime.settings.megatron.FIXED` lists the values that this trainer cannot change. Flags are checked against this list,
+and this module sets its values.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _HELD = (
 
 
 def fixed(config: type) -> dict[str, Any]:
-    """The fields of a Megatron config class that the trainer fixes."""
+    """Returns the fields of a Megatron config class that the trainer fixes, with their values."""
     names = {field.name for field in dataclasses.fields(config)}
     return {name: value for name, (value, _) in FIXED.items() if name in names}
 
 
 def trained_config(args: Args) -> dict[str, Any]:
-    """The checkpoint's `config.json`, with the layer of multi-token prediction if that is trained."""
+    """Returns the checkpoint's `config.json`, with the multi-token prediction layer if it is trained."""
     hf_config = read_hf_config(args.hf_checkpoint)
     return dict(with_mtp(hf_config)) if args.enable_mtp_training else hf_config
 
@@ -52,7 +52,7 @@ def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
 
 
 def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, Any]) -> TransformerConfig:
-    """The model's configuration: `architecture` from its family, everything else from the settings."""
+    """Returns the model's configuration: `architecture` from its family, everything else from the settings."""
     sizes = ParallelSizes.of(megatron)
     dtype = training_dtype(megatron)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -96,7 +96,8 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Adam with decoupled weight decay, sharded over the data-parallel ranks; master weights and moments in float32.
 
     With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters
-    themselves, and `slime.training.step.held_adam` holds the rest, because Megatron's own way needs Transformer Engine.
+    themselves, and `slime.training.step.held_adam` holds master weights and moments, because Megatron's own optimizer
+    for this needs Transformer Engine.
     """
     dtype = training_dtype(megatron)
     values = config_kwargs(OptimizerConfig, megatron)
@@ -118,7 +119,7 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a Megatron config class from `args.megatron`, with dtypes and enums restored.
 
-    Settings equal to a default are left out, so that upstream still computes what it computes, and a field that two
+    Settings equal to a default are left out. Megatron then derives its own values from defaults, and a field that two
     classes share with different defaults keeps the default of each class.
     """
     hints = typing.get_type_hints(cls)

@@ -1,7 +1,7 @@
-"""Names of parameters in the whole model, from their names in one rank's chunk of it.
+"""Converts the names of parameters in one rank's chunk to their names in the whole model.
 
 A chunk counts its own layers and experts from zero; weight tables, checkpoints and gradients use names of the whole
-model. Experts that are stacked in one parameter have a name each; `Held` says where they are.
+model. Each expert in a stacked parameter has its own name; `Held` says where the expert is.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Held:
     """Index of the expert in its stack."""
 
     def of(self, like: Tensor) -> Tensor:
-        """Its part of a tensor with the layout of `parameter`, such as a gradient: a view."""
+        """Returns a view of its part of `like`, a tensor with the layout of `parameter`, such as a gradient."""
         return like if self.number is None else like.detach()[self.number]
 
     @property
     def start(self) -> int:
-        """Its offset in the flattened `parameter`."""
+        """Offset in the flattened `parameter`."""
         return 0 if self.number is None else self.number * self.parameter[0].numel()
 
 
 def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
-    """The global names in a chunk's parameter: one, or for a stack those of its experts in order."""
+    """Returns the global names of a chunk's parameter: one name, or one per expert of a stack, in order."""
     if not _STACK.search(local_name):
         return (global_name(chunk, local_name),)
     count = int(chunk.config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()
@@ -53,7 +53,7 @@ def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
-    """Its name in the whole model. The last stage's copy of a tied embedding has the embedding's name."""
+    """Returns the name in the whole model. The last stage's copy of a tied embedding has the embedding's name."""
     if local_name == OUTPUT and chunk.share_embeddings_and_output_weights:
         return EMBEDDING
     name = _LAYER.sub(lambda m: str(int(m[0]) + chunk.layer_offset), local_name)
@@ -65,12 +65,12 @@ def global_name(chunk: PolicyModel, local_name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether it belongs to a routed expert, which is whole on one expert-parallel rank."""
+    """Whether the parameter belongs to a routed expert, which is whole on one expert-parallel rank."""
     return _EXPERT.search(name) is not None
 
 
 def held_by(chunks: Sequence[PolicyModel]) -> dict[str, Held]:
-    """Global name -> where it is, for all chunks of this rank; includes the `BUFFERS`."""
+    """Maps each global name to its place, for all chunks of this rank and including the `BUFFERS`."""
     out: dict[str, Held] = {}
     for chunk in chunks:
         buffers = (pair for pair in chunk.named_buffers() if pair[0].endswith(BUFFERS))

@@ -1,4 +1,4 @@
-"""`PolicyModel`, Megatron's GPT model with log-probs of response tokens as output, and `ValueModel`, the critic.
+"""`PolicyModel`: Megatron's GPT model, with log-probs of response tokens as output. `ValueModel`: the critic.
 
 The output layer is applied in chunks (`log_probs`), and only to positions that predict a response token.
 """
@@ -40,9 +40,9 @@ class PolicyModel(GPTModel):
     layer_offset: int
     """Number of this chunk's first layer in the whole model."""
     rotary: Rotary | None = None
-    """For all layers; None where each makes its own."""
+    """Shared by all layers; None if each layer makes its own."""
     mtp: MultiTokenHead
-    """Only on the last chunk, and only where multi-token prediction is trained."""
+    """Only on the last chunk, and only if multi-token prediction is trained."""
     borrows_embedding: bool
     """Whether multi-token prediction is trained and the last stage has no embedding."""
     lent_embedding: Tensor | None
@@ -53,8 +53,8 @@ class PolicyModel(GPTModel):
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks parameters as Megatron's own method does, but exchanges no weights, which are loaded later.
 
-        The last stage has a copy of a tied embedding: its gradient is summed with the first stage's, and the norm
-        counts only one of them.
+        The last stage has a copy of a tied embedding. Its gradient is summed with the first stage's, and the gradient
+        norm counts the sum once.
         """
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def states(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """tokens, position_ids [T] -> the output of the chunk's last layer for this rank's tokens, [T_local, 1, H]."""
+        """Returns the output [T_local, 1, H] of the chunk's last layer for this rank's part of `tokens` [T]."""
         if self.rotary is not None and packed.rotary is None:
             positions = packed.positions if packed.images is None else packed.images.positions
             assert positions is not None, "a packed row has the positions of its tokens"
@@ -97,9 +97,9 @@ class PolicyModel(GPTModel):
         return out
 
     def gathered(self, states: Tensor) -> Tensor:
-        """states [T_local, 1, H] of the last chunk -> [T, H], the whole row also under sequence parallelism.
+        """Gathers `states` [T_local, 1, H] of the last chunk into the row [T, H], also under sequence parallelism.
 
-        Its backward pass sums the gradients of the tensor-parallel ranks.
+        The backward pass sums the gradients of the tensor-parallel ranks.
         """
         if self.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True)
@@ -108,10 +108,10 @@ class PolicyModel(GPTModel):
         return states.squeeze(1)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """tokens, position_ids [T] -> last hidden states [T, H] (whole row, also under sequence parallelism).
+        """Returns the last hidden states [T, H] of the whole row, also under sequence parallelism.
 
-        Under context parallelism only this rank's part, [T / cp, H]; `packed.shard` knows which. A chunk that is not
-        the last returns what goes to the next, [T_local, 1, H].
+        tokens, position_ids [T]. Under context parallelism it returns only this rank's part, [T / cp, H], which
+        `packed.shard` defines. A chunk that is not the last returns the input of the next one, [T_local, 1, H].
         """
         out = self.states(tokens, position_ids, packed)
         return self.gathered(out) if self.post_process else out
@@ -128,7 +128,7 @@ class PolicyModel(GPTModel):
         with_logits: bool = False,
         **options: Unpack[ScoreOptions],
     ) -> Tensor | TokenScores | RowLogits:
-        """Scores float32 [U] of `target_tokens` [U] predicted at `positions` [U] of a row; see `score_tokens`.
+        """Returns float32 scores [U] of `target_tokens` [U], predicted at `positions` [U] of a row; see `score_tokens`.
 
         `answers` [R] selects some of them. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the
         whole row instead. Each context-parallel rank evaluates its own positions, and all of them get all results. A
@@ -164,9 +164,9 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         options: ScoreOptions,
     ) -> Tensor:
-        """Log-probs [U] of `target_tokens` [U] by multi-token prediction, one token before `positions` [U].
+        """Returns log-probs [U] of `target_tokens` [U] by multi-token prediction, one token before `positions` [U].
 
-        states [T_local, 1, H]: the model's, detached. Undefined where a sequence has no token before that one.
+        states [T_local, 1, H]: the model's, detached. The result is undefined at the first position of a sequence.
         """
         next_tokens = following(tokens, packed.cu_seqlens_q)
         if packed.shard is not None:
@@ -186,7 +186,7 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         options: ScoreOptions,
     ) -> TokenScores:
-        """hidden [T, H], only this rank's part under context parallelism -> scores [U] of the whole row."""
+        """Returns scores [U] of the whole row. `hidden` [T, H] is only this rank's part under context parallelism."""
         shard, size = packed.shard, positions.size(0)
         which: Tensor | None = None
         if shard is not None:
@@ -233,9 +233,9 @@ class ValueModel(PolicyModel):
         positions: Tensor,
         answers: Tensor | None = None,
     ) -> Tensor:
-        """Values float32 [U] before the response tokens that are predicted at `positions` [U] of a row of T tokens.
+        """Returns float32 values [U] before the response tokens predicted at `positions` [U] of a row of T tokens.
 
-        `answers` [R] selects some of them. Context-parallel ranks and chunks that are not the last: as in
+        `answers` [R] selects some of them. Context-parallel ranks, and chunks that are not the last, behave as in
         `PolicyModel.forward`.
         """
         hidden = self.hidden(tokens, position_ids, packed)
@@ -252,7 +252,7 @@ class ValueModel(PolicyModel):
 
 
 def _picked(hidden: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:
-    """hidden [T, H] of this rank -> [U, H] at `positions` [U]."""
+    """Selects the hidden states [U, H] at `positions` [U] from this rank's `hidden` [T, H]."""
     if packed.asked is None:
         return hidden.index_select(0, positions)
     assert packed.asked.rows.numel() == positions.numel(), "a row with shared prefixes has its own positions"

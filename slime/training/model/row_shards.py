@@ -2,16 +2,16 @@
 
 Only `PolicyModel` and the attention see context parallelism: every rank gets the whole row, and every rank gets the
 results of all response tokens, so that all of them compute the same losses and metrics. Softmax attention gathers keys
-and values. A recurrence needs whole sequences, but its heads are independent: before it, the ranks exchange their
-tokens of all heads for all tokens of their heads, and after it back (as DeepSpeed Ulysses does for attention,
-arXiv:2309.14509).
+and values. A recurrence needs whole sequences, but its heads are independent. Before it, each rank exchanges its tokens
+of all heads for all tokens of its heads; after it, the ranks exchange them back (as DeepSpeed Ulysses does for
+attention, arXiv:2309.14509).
 
 Invariants
 1. A gradient that flows into a whole result is the gradient of the one loss that every rank computes: each rank takes
    the part that it owns, and nothing is summed twice.
 2. All ranks run the same collectives in the same order, even a rank that owns no response token.
-3. A parameter of heads gets the gradient of all tokens on the rank that computes them, and zero on the others: as for
-   other parameters, the sum over ranks is the gradient.
+3. A per-head parameter gets the gradient of all tokens on the rank that computes its heads, and zero on the others. As
+   for other parameters, the sum over ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ContextShard:
     positions: Tensor
     """[T / cp] int64 row positions of the tokens held here."""
     local_index: Tensor
-    """[T] int64, -1 for tokens held elsewhere."""
+    """[T] int64 index among this rank's tokens; -1 for tokens of other ranks."""
     keys: Repeats
     """[K] rows of the gathered keys, chunk by chunk."""
     order: Tensor
@@ -60,13 +60,14 @@ class ContextShard:
     """[N + 1] int32, where each whole sequence begins."""
     lengths: tuple[int, ...]
     responses: tuple[Tensor, Tensor, Tensor] | None = None
-    """Row positions [R] of each pass, and `owned` of them, computed on the host so that nothing waits for the
-    device."""
+    """Row positions [R] of each pass and the result of `owned` for them, computed on the host so that nothing waits for
+    the device."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk concatenated, [K, g, d].
+        """Returns the keys and values [K, g, d] that each local chunk attends to, concatenated.
 
-        The backward pass sums the gradients from the queries of all ranks, on the rank that holds the key.
+        key [T / cp, g, d_k]; value [T / cp, g, d_v]. The backward pass sums the gradients from the queries of all ranks
+        on the rank that holds the key.
         """
         both = torch.cat([key, value], dim=-1)
         gathered = gather_from_sequence_parallel_region(both.contiguous(), group=self.group)
@@ -75,24 +76,24 @@ class ContextShard:
         return keys, values
 
     def by_heads(self, part: Tensor) -> Tensor:
-        """part [T / cp, h, d] of this rank's tokens -> [T, h / cp, d], the whole row for this rank's share of heads.
+        """Exchanges `part` [T / cp, h, d], all heads of this rank's tokens, for its heads of the whole row.
 
-        The row is in order, so each sequence is whole. The group size must divide h.
+        Returns [T, h / cp, d] in row order, so each sequence is whole. The group size must divide h.
         """
         share: Tensor = _Exchange.apply(part, self, True)
         return share
 
     def by_tokens(self, share: Tensor) -> Tensor:
-        """share [T, h / cp, d] of this rank's heads -> [T / cp, h, d], this rank's tokens of all heads."""
+        """Exchanges `share` [T, h / cp, d] of this rank's heads for all heads of its tokens, [T / cp, h, d]."""
         part: Tensor = _Exchange.apply(share, self, False)
         return part
 
     def own_heads(self, parameter: Tensor) -> Tensor:
-        """[n, ...] with all heads along the first dimension -> [n / cp, ...], this rank's share."""
+        """Returns this rank's share [n / cp, ...] of `parameter` [n, ...], whose first dimension has all heads."""
         return parameter.chunk(self.group.size())[self.group.rank()]
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the row positions [R] this rank holds [R_own], and their index among its tokens [R_own]."""
+        """Returns which of the row positions [R] this rank holds [R_own], and their index among its tokens [R_own]."""
         if self.responses is not None and positions is self.responses[0]:
             return self.responses[1:]
         local = self.local_index.index_select(0, positions)
@@ -100,7 +101,7 @@ class ContextShard:
         return which, local.index_select(0, which)
 
     def whole(self, part: Tensor, which: Tensor, size: int) -> Tensor:
-        """This rank's results [R_own, ...] at `which` [R_own] -> those of all ranks [R, ...], R = `size`.
+        """Merges this rank's results [R_own, ...] at `which` [R_own] with those of all ranks into [R, ...], R = `size`.
 
         The gradient passes unchanged, because every rank computes the same whole loss.
         """
@@ -110,7 +111,7 @@ class ContextShard:
 
 
 class _Exchange(torch.autograd.Function):
-    """Between a split by tokens and one by heads. Numbers only move, and their gradients move the other way."""
+    """Converts between a split by tokens and a split by heads. The backward pass is the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
@@ -123,7 +124,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
-    """[T / cp, h, d] -> [T, h / cp, d] with `to_heads`, else the other way."""
+    """Converts [T / cp, h, d] to [T, h / cp, d] with `to_heads`, else the other way."""
     size = shard.group.size()
     if to_heads:
         sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # to each rank its heads
@@ -136,7 +137,7 @@ def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """A packed row on the host: what the device needs, and what stays."""
+    """A packed row on the host: arrays for the device, and data that stays on the host."""
 
     cu_seqlens: npt.NDArray[np.int32]
     """[N + 1], from 0 to T, of the whole row (also under context parallelism)."""
@@ -144,7 +145,7 @@ class RowPlan:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     arrays: dict[str, npt.NDArray[Any]]
-    """What the device needs, by name."""
+    """Arrays to move to the device, by name."""
     group: dist.ProcessGroup | None
     """Context-parallel group; None without context parallelism."""
 
@@ -157,7 +158,7 @@ class RowPlan:
         asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """This rank's plan. `asked`: positions [U] that results are for. `prefixes`: see `PackedBatch.prefixes`."""
+        """Returns this rank's plan. `asked`: positions [U] to compute. `prefixes`: see `PackedBatch.prefixes`."""
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
         before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
@@ -187,7 +188,7 @@ class RowPlan:
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
 
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
-        """`tensors` must hold `arrays` on the device; it may hold more."""
+        """Returns the row on the device. `tensors` must hold `arrays` on the device, and may hold more."""
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
             indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}

@@ -1,4 +1,4 @@
-"""What of a model is trained: its adapters (LoRA), or the parameters that the settings choose; all else is frozen.
+"""Chooses what to train: adapters (LoRA), or the parameters that the settings select. The rest is frozen.
 
 A parameter is frozen before Megatron wraps the model, so it has neither gradient nor optimizer state. The experts of a
 layer are one parameter, and are trained or frozen together.
@@ -10,8 +10,8 @@ experts are stacked as the experts are.
 
 Invariants of adapters
 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
-2. The low-rank activation crosses ranks where the layer itself communicates: gradients of split parts are complete, and
-   whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
+2. The low-rank activation crosses ranks where the layer itself communicates. So the gradients of split adapters are
+   complete, and whole adapters see all tokens, or a part of them over which Megatron sums (`sequence_parallel`).
 3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
 """
 
@@ -46,10 +46,10 @@ from slime.weights.hf_shards import load_shard
 
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
-    """Global names of the trained parameters of all ranks; `only` and `freeze` are not both given.
+    """Returns the global names of the trained parameters of all ranks. At most one of `only` and `freeze` is given.
 
-    Raises `ConfigError` for a pattern that matches no parameter or only some experts of a layer, and if nothing is
-    left.
+    Raises `ConfigError` for a pattern that matches no parameter or only some experts of a layer, and if no parameter
+    is left to train.
     """
     trainable = {e.megatron for e in table.entries if e.row.trained}
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
@@ -81,7 +81,7 @@ def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: st
 
 
 def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
-    """Leaves gradients only to the parameters that are trained."""
+    """Disables the gradients of all parameters that are not trained."""
     for own in model.own:
         own.here.parameter.requires_grad_(own.trained)
     for chunk in chunks:
@@ -96,12 +96,12 @@ def _with_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Te
 
 
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
-"""Weights of linear layers, by their Megatron name: no router, gate, embedding or output layer."""
+"""Matches the Megatron names of linear weights, but not of routers, gates, embeddings or output layers."""
 
 
 class Adapters:
     table: FamilyTable
-    """The model's rows and the adapters' rows, whose HF names are their Megatron names."""
+    """The rows of the model and of the adapters. The HF names of adapters are their Megatron names."""
 
     def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> None:
         """Adds adapters to layers of `chunks`. Raises `ConfigError` for a pattern that matches nothing."""
@@ -119,7 +119,7 @@ class Adapters:
                     self._attach(names, module, int(args.seed))
 
     def _attach(self, names: Sequence[str], layer: Module, seed: int) -> None:
-        """`names`: the layer's weight, or the weights that it stacks."""
+        """`names`: the name of the layer's weight, or the names of the experts' weights in a stack."""
         weight = layer.weight
         assert isinstance(weight, Parameter), f"{names[0]} is not a parameter"
         is_stack = isinstance(layer, StackedLinear)
@@ -164,11 +164,11 @@ class Adapters:
 
 
 def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
-    """Tells Megatron over which ranks it sums a gradient, and which gradients count once in the norm."""
+    """Tells Megatron over which ranks to sum a gradient, and which gradients the norm counts once."""
     parameter.allreduce = getattr(weight, "allreduce", True)
     split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
     held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
-    shared_out = isinstance(layer, StackedLinear)  # tensor-parallel ranks share out the optimizer of experts, too
+    shared_out = isinstance(layer, StackedLinear)  # tensor-parallel ranks also divide the optimizer of experts
     if shared_out or part == held:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     else:
@@ -176,7 +176,7 @@ def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
 
 
 def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
-    """float32 within 1 / sqrt(in), the start of `torch.nn.Linear` and of PEFT's adapters."""
+    """Draws float32 values within 1 / sqrt(in), as `torch.nn.Linear` and PEFT's adapters start."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
@@ -198,7 +198,7 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
 
 
 def choose_trained(chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> ShardedModel:
-    """Adds adapters, finds which rank holds what, and freezes the rest. Collective."""
+    """Adds adapters if set, finds which rank holds which parameter, and freezes the rest. Collective."""
     if args.lora_rank:
         adapters = Adapters(chunks, table, args)
         model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)
