@@ -1,4 +1,4 @@
-"""Slime's own settings in groups. A new group is a dataclass, a line below, and a base of `Args`."""
+"""slime's own settings, in groups. A new group is a dataclass, an entry of `GROUPS`, and a base class of `Args`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The learning algorithm: advantages, policy loss, KL, entropy, aggregation; critic, distillation, off-policy
-corrections, routing replay.
+"""Settings of the learning algorithm.
 
-Off-policy corrections: `--off-policy-corrections` is the list that acts. If it is not given, the switches make it; if
-it is given, it sets the switches. So the settings always agree with the run.
+They cover advantages, policy loss, KL, entropy, aggregation, critic, distillation, off-policy corrections and routing
+replay.
+
+The run applies the corrections listed in `--off-policy-corrections`. If the list is not given, it is derived from the
+switches; if it is given, the switches are derived from it. So the two always agree.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ _READS_IT = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings:
-    """From rewards to the gradient; formulas in docs/algorithms.md."""
+    """Advantages, loss and KL; docs/algorithms.md has the formulas."""
 
     advantage_estimator: str = opt("grpo", chosen_from=ESTIMATORS, needs=ADVANTAGES)
     """How rewards become advantages. A group is the samples of one prompt id. gspo, cispo and sapo are grpo with the
@@ -142,7 +144,7 @@ def _initial(s: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """The value model of ppo, on the training ranks: the policy's architecture and layout with a scalar head."""
+    """PPO's value model. It runs on the training ranks, with the policy's architecture and layout and a scalar head."""
 
     critic_load: str | None = derived(_initial, "the critic starts from the policy's weights", needs=_NEEDS)
     """Hugging Face folder of the critic's initial weights. Default: the policy's. The value head starts at zero."""
@@ -160,7 +162,7 @@ _SERVER = Need(lambda s: s.opd_teacher_url is not None, "--opd-teacher-url")
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
-    """The student samples, the teacher judges every token."""
+    """On-policy distillation: the student samples, and the teacher scores every token."""
 
     use_opd: bool = opt(False, needs=ADVANTAGES)
     """Subtract opd_kl_coef * (student - teacher log-prob) from every token's advantage."""
@@ -205,7 +207,7 @@ TEACHER_RULES: tuple[Rule, ...] = (distillation_has_a_teacher,)
 # --- Off-policy corrections
 
 Level = Literal["token", "sequence", "geometric"]
-"""Which ratio is compared: the token's, the product over its sequence, or the geometric mean of that."""
+"""The ratio that is compared with bounds: the token's, its sequence's product, or its sequence's geometric mean."""
 
 CORRECTIONS = "slime.algorithms.off_policy:CORRECTIONS"
 
@@ -220,7 +222,7 @@ _LIST = "off_policy_corrections"
 
 
 def asked_for(s: Any) -> tuple[str, ...]:
-    """The corrections that the switches ask for, in the order of their application."""
+    """Returns the names of the corrections that the switches ask for, in the order in which they are applied."""
     found = [(entry.place, name) for name, entry in load_object(CORRECTIONS) if entry.asked_for(s)]
     return tuple(name for _, name in sorted(found))
 
@@ -231,7 +233,7 @@ def _listed(s: Any) -> list[Any]:
 
 
 def _as_listed(switch: str) -> Callable[[Any], bool | None]:
-    """Whether a given list has the correction of a switch; None without a list."""
+    """Returns a derivation for `switch`: whether a given list contains its correction; None if no list is given."""
     return lambda s: any(e.asked_by == switch for e in _listed(s)) if s.was_given(_LIST) else None
 
 
@@ -251,7 +253,7 @@ _BY_LIST = "--off-policy-corrections"
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicySettings:
-    """Weights and masks by w = p(trainer, before the update) / p(engine)."""
+    """Weights and masks of the loss, based on the ratio w = p(trainer, before the update) / p(engine)."""
 
     use_rollout_logprobs: bool = opt(False, needs=ENGINE_LOG_PROBS)
     """Use the engine's log-probs as old policy, in place of a forward pass of the trainer."""
@@ -273,7 +275,7 @@ class OffPolicySettings:
 
 
 def switches_and_list_agree(args: Args) -> str | None:
-    """A given list names each correction once, all that the switches ask for, and none that is switched off."""
+    """A given list must name each correction at most once, and must not contradict any given switch."""
     listed, words = _listed(args), " ".join(args.off_policy_corrections)
     twice = [name for name, entry in zip(args.off_policy_corrections, listed, strict=True) if listed.count(entry) > 1]
     if twice:
@@ -304,14 +306,14 @@ def _flag(setting: str, off: str = "") -> str:
 
 OFF_POLICY_RULES: tuple[Rule, ...] = (switches_and_list_agree,)
 
-# --- Routing replay: experts are chosen once, by the engine or by the old policy's pass (arXiv:2510.11370)
+# --- Routing replay: training reuses the experts that the engine or the old policy's pass chose (arXiv:2510.11370)
 
 RECORD = "enable_return_routed_experts"
-"""SGLang's switch."""
+"""SGLang's switch for returning routed experts."""
 
 
 def _has_old_pass(s: Any) -> bool:
-    """Whether the trainer runs a pass of the policy before it trains on a batch (`MegatronBackend`)."""
+    """Whether the trainer runs a forward pass of the policy before it trains on a batch (`MegatronBackend`)."""
     hooks = s.custom_advantage_function_path or s.rollout_data_postprocess_path
     read = s.kl_coef or s.use_opd or hooks or estimator_of(s).reads_log_probs
     several = s.use_dynamic_global_batch_size or s.num_steps_per_rollout > 1
@@ -327,7 +329,7 @@ _OLD_PASS = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings:
-    """Routing of the trained policy's tokens to experts. Reference, teacher and critic always route by themselves."""
+    """Routing of tokens to experts in the policy. Reference, teacher and critic always use their own routers."""
 
     use_rollout_routing_replay: bool = False
     """In every pass of the trained policy, send each token to the experts that the engine chose; their weights are the

@@ -1,6 +1,4 @@
-"""Where things run (device, training and inference slots, sharing, run folder), and how failed engines and runs are
-restarted.
-"""
+"""Settings of placement (device, slots of training and inference, run folder), and of restarts after failures."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _JOINED = Need(lambda s: s.ray_address is not None, "a Ray cluster that the run 
 
 
 def _address(given: str | None) -> str | None:
-    """The Ray cluster of an address; None for one that the run starts."""
+    """Returns the address of a running Ray cluster; None if the run starts its own."""
     return None if given in (None, "", "local") else given
 
 
@@ -36,7 +34,7 @@ def has_gpu() -> bool:
 
 
 def gpus_here() -> int | None:
-    """NVIDIA devices that a run on this machine may use; None where /dev does not list them (WSL)."""
+    """Counts the NVIDIA devices that a run on this machine may use; None if /dev does not list them (WSL)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len(glob.glob("/dev/nvidia[0-9]*"))
     if not found and os.path.exists("/dev/dxg"):
@@ -135,7 +133,7 @@ class ClusterSettings:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; a host with colons is in brackets. Raises `ValueError` for anything else."""
+    """Splits HOST:PORT. An IPv6 host must be in brackets. Raises `ValueError` for anything else."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or "/" in host or not port.isdecimal() or PORT.problem(int(port)):
@@ -144,7 +142,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def ray_address_in_words(args: Args) -> str:
-    """The address, and where it was given."""
+    """Returns the address with the place where it was given, for messages."""
     given = args.was_given("ray_address")
     return f"ray_address {args.ray_address}" if given else f"RAY_ADDRESS={args.ray_address} in the environment"
 
@@ -199,7 +197,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
-    """How engines are watched, and what happens when an engine or the run fails."""
+    """How engines are watched, and how the run reacts to failures."""
 
     use_fault_tolerance: bool = True
     """If one engine ends, hangs or fails a weight sync, it is started again, gets the current weights, verified, and
@@ -222,7 +220,7 @@ class FleetSettings:
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:
-    """A restart runs the same command, so it must load what the previous start saved."""
+    """A restart runs the same command again, so that command must load what it saved."""
     if not args.max_restarts:
         return None
     said = f"got max_restarts {args.max_restarts}"

@@ -1,4 +1,4 @@
-"""The prompt data: file, columns, chat template, and the images of prompts."""
+"""Settings of the prompt data: file, columns, chat template, and images in prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RENDERS = Need(
 )
 
 _BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-"""The public slime's name of the source `prompt_data`."""
+"""The public slime's name for the data source `prompt_data`."""
 SOURCES = "slime.buffer.sources:SOURCES"
 
 
@@ -37,7 +37,7 @@ def reads_prompt_data(s: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The prompts, and how a row becomes one."""
+    """The prompt data, and how a row becomes a prompt."""
 
     prompt_data: str | None = None
     """A .jsonl or .parquet file, or a folder or quoted pattern of them, read in the order of their paths. Or a
@@ -74,7 +74,7 @@ class DataSettings:
 
 
 def chat_template_is_there(args: Args) -> str | None:
-    """Engines recognise a template by the ending of its file name."""
+    """The file must end in .jinja, because engines recognise a template by that suffix."""
     file = args.chat_template
     if file is None or (file.endswith(".jinja") and os.path.isfile(file) and os.path.getsize(file)):
         return None
@@ -98,9 +98,9 @@ RULES: tuple[Rule, ...] = (chat_template_is_there, tokenizer_is_no_code)
 # --- Images in prompts
 
 KIND = "image"
-"""The only kind of media that is trained on."""
+"""The only supported kind of media."""
 SLOW = "disable_fast_image_processor"
-"""SGLang's switch to the image processor that the trainer uses."""
+"""SGLang's switch that selects the image processor which the trainer uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def images_are_read(args: Args) -> str | None:
 
 
 def images_go_with_the_rest(args: Args) -> str | None:
-    """Features that do not support images, or were not verified with them."""
+    """Refuses features that do not support images, or were not verified with them."""
     if args.multimodal_keys is None:
         return None
     wrong = list(_apart(args))

@@ -1,15 +1,17 @@
-"""The engines: SGLang servers and router, which models they serve, speculative decoding, and the rules for every group
-of engines in the topology. Flags of SGLang and the router are --sglang-* and --router-*.
+"""Settings of the engines: servers, router, topology and speculative decoding, with rules for every group of engines.
 
-Prefix caches. A cached prefix belongs to the weights that read it (laws 1 and 2). With `--pause-generation-mode abort`
-each weight sync flushes it; with `retract` and `in_place` the cache is divided by weights
-(`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 escape both. Stores outside the engine's memory
-are keyed only by tokens, shared by engines and runs, and survive a flush: an engine with changing weights cannot have
-one. Other caches are flushed but not divided: the C++ tree ignores the key, streaming sessions keep what they read
-outside the tree, and nothing shows that the hierarchical cache in host memory respects the key.
+Flags of SGLang and the router are --sglang-* and --router-*.
 
-Drafts. An engine's draft is the checkpoint's own multi-token-prediction layer. If it is trained, every weight sync
-sends and verifies it. A draft from another folder would become stale unnoticed, so it is refused.
+Prefix caches. A cached prefix is valid only for the weights that computed it (laws 1 and 2). With
+`--pause-generation-mode abort` each weight sync flushes the cache. With `retract` and `in_place` the cache keys contain
+the weight version (`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 escape both. Stores outside
+the engine's memory are keyed only by tokens, are shared by engines and runs, and survive a flush, so an engine whose
+weights change cannot use one. Other caches are flushed but ignore the weight version in the key: the C++ tree, and
+streaming sessions, which keep prefixes outside the tree. The hierarchical cache in host memory is not known to respect
+it.
+
+Drafts. An engine's draft model is the checkpoint's own multi-token-prediction layer. If that layer is trained, every
+weight sync sends and verifies it. A draft from another folder would become stale unnoticed, so it is refused.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class ServingSettings:
 
 
 def strangers_need_a_key(args: Args) -> str | None:
-    """Who reaches a router without a key can use the engines, and add servers."""
+    """A router that listens beyond loopback needs a key. Without one, anybody could use the engines and add servers."""
     if args.debug_train_only or args.router.get("api_key") or is_loopback(args.router_host):
         return None
     return (
@@ -95,7 +97,7 @@ def an_existing_router_is_named_whole(args: Args) -> str | None:
 
 
 def one_key(args: Args) -> str | None:
-    """The router passes a request's key on to the engines."""
+    """Router and engines need the same key, because the router passes a request's key on to the engines."""
     keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
     if len(keys) < 2:
         return None
@@ -103,7 +105,7 @@ def one_key(args: Args) -> str | None:
 
 
 def keys_need_one_front_door(args: Args) -> str | None:
-    """SGLang 0.5.16 checks keys in only one process of a server, and does not start with both."""
+    """SGLang 0.5.16 cannot check keys in several tokenizer processes; a server with both settings does not start."""
     num_workers = args.sglang.get("tokenizer_worker_num") or 1
     if num_workers == 1 or args.debug_train_only:
         return None
@@ -120,8 +122,8 @@ RULES: tuple[Rule, ...] = (
     keys_need_one_front_door,
 )
 
-# --- Rules for every group of engines. Without `--sglang-config` there is one group, set by flags; with it messages
-# name the group's place in the file. Engines that already run report their own layout (`slime.fleet.fitting`).
+# --- Rules for every group of engines. Without `--sglang-config`, flags define one group. With it, messages name the
+# group's place in the file. External engines report their own layout (`slime.fleet.fitting`).
 
 UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "quantization": (None,),
@@ -129,31 +131,31 @@ UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "init_expert_location": (None, "trivial"),
     "ep_num_redundant_experts": (None, 0),
     "elastic_ep_backend": (None, "none"),
-    "moe_a2a_backend": (None, "none"),  # deepep keeps whole shared experts on each rank
+    "moe_a2a_backend": (None, "none"),  # with deepep, each rank holds the shared experts whole
     "moe_dp_size": (None, 1),
     "attn_cp_size": (None, 1),
     "enable_prefill_cp": (None, False),
     "enable_dp_attention_local_control_broadcast": (None, False),
 }
-"""Setting of SGLang -> values under which its ranks hold what `slime.weights.holding` says, and report it."""
+"""SGLang setting -> values with which its ranks hold and report the tensors that `slime.weights.holding` expects."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Engines:
-    """A group of engines that run, with its settings."""
+    """A group of running engines, with its settings."""
 
     model: ServedModel
     group: EngineGroup
     sglang: Mapping[str, Any]
-    """ServerArgs by field name: the run's and the group's."""
+    """ServerArgs by field name: the run's, with the group's overrides."""
 
     def told(self, problem: str) -> str:
-        """The problem, after its place in the file."""
+        """Returns the problem with its place in the file before it."""
         return f"{self.group.place}: {problem}" if self.group.place else problem
 
 
 def _engines(args: Args) -> Iterator[_Engines]:
-    """All groups that run. The range check refuses a size below 1."""
+    """Yields all groups that run. Skips sizes below 1, which the range check reports."""
     for model in topology_of(args).models:
         for group in model.groups:
             if group.runs and group.num_gpus_per_engine > 0:
@@ -161,12 +163,12 @@ def _engines(args: Args) -> Iterator[_Engines]:
 
 
 def synced_engines(args: Args) -> Iterator[_Engines]:
-    """The groups that get weights from the trainer."""
+    """Returns the groups that get weights from the trainer."""
     return (engines for engines in _engines(args) if engines.model.trained and not args.debug_rollout_only)
 
 
 def _laid_out(args: Args, all_engines: Iterator[_Engines]) -> Iterator[tuple[_Engines, EngineLayout]]:
-    """The groups with a layout; `engines_have_a_layout` reports the others."""
+    """Yields each group with its layout. Skips invalid layouts, which `engines_have_a_layout` reports."""
     for engines in all_engines:
         try:
             layout = layout_of_group(args, engines.model, engines.group)
@@ -185,7 +187,7 @@ def engines_have_a_layout(args: Args) -> str | None:
 
 
 def engines_divide_heads(args: Args) -> str | None:
-    """SGLang shards heads over the ranks that share attention; on a GPU, fewer KV heads than ranks are replicated."""
+    """SGLang shards heads over the ranks that share attention. On a GPU it replicates KV heads if there are too few."""
     for engines, layout in _laid_out(args, _engines(args)):
         ranks, (heads, kv_heads) = layout.attention_tp_size, _heads(args, engines.model)
         if heads % ranks:
@@ -202,7 +204,7 @@ def engines_divide_heads(args: Args) -> str | None:
 
 
 def _heads(args: Args, model: ServedModel) -> tuple[int, int]:
-    """Attention heads and KV heads of a model; 0 if its checkpoint does not say."""
+    """Returns the numbers of attention heads and KV heads; 0 if the checkpoint does not define them."""
     if model.path == args.hf_checkpoint:
         return int(args.megatron["num_attention_heads"]), int(args.megatron["num_query_groups"] or 0)
     if not (Path(model.path) / "config.json").is_file():  # `models_are_folders` reports it
@@ -230,7 +232,7 @@ def engines_serve_what_tables_say(args: Args) -> str | None:
 
 
 def engines_need_a_gpu(args: Args) -> str | None:
-    """On a CPU SGLang accepts expert parallelism and DP attention, and fails at the first request."""
+    """On a CPU, SGLang starts with expert parallelism or DP attention but fails at the first request."""
     for engines, layout in _laid_out(args, _engines(args)):
         if args.device == "cpu" and max(layout.ep_size, layout.dp_size) > 1:
             name = "ep_size" if layout.ep_size > 1 else "dp_size"
@@ -242,7 +244,7 @@ def engines_need_a_gpu(args: Args) -> str | None:
 
 
 def engines_pause(args: Args) -> str | None:
-    """If requests continue under new weights, each prompt is read in one go, and every stage pauses."""
+    """If requests continue under new weights, prefill must not be chunked and pipeline stages are not supported."""
     mode = args.pause_generation_mode
     if mode == "abort":
         return None
@@ -272,11 +274,11 @@ ENGINE_RULES: tuple[Rule, ...] = (
     engines_pause,
 )
 
-# --- Pairs of engines: a prefill engine reads prompts, a decode engine samples
+# --- Pairs of engines: a prefill engine processes prompts, a decode engine samples
 
 
 def prefill_engines_are_some_of_all(args: Args) -> str | None:
-    """Without a file, prefill engines are taken from the one group; some must be left to sample."""
+    """--prefill-num-servers takes engines from the single group, and must leave some for decoding."""
     if args.prefill_num_servers is None or args.debug_train_only:
         return None
     got = f"got --prefill-num-servers {args.prefill_num_servers}"
@@ -294,7 +296,7 @@ def prefill_engines_are_some_of_all(args: Args) -> str | None:
 
 
 def pairs_work(args: Args) -> str | None:
-    """Refuses what SGLang does only for single engines, and what is untested with pairs."""
+    """Refuses settings that SGLang does not support with pairs, or that are untested with them."""
     if args.debug_train_only or prefill_engines_are_some_of_all(args) is not None:
         return None
     for model in topology_of(args).models:
@@ -347,21 +349,21 @@ STORES: Mapping[str, str] = {
     "enable_flexkv": "what FlexKV stores",
     "radix_cache_backend": "what a cache of a plugin holds",
 }
-"""Setting of SGLang -> what it keeps beyond a flush."""
+"""SGLang setting -> the cache that it switches on, which survives a flush."""
 UNDIVIDED: Mapping[str, str] = {
     "enable_hierarchical_cache": "the cache in the host's memory",
     "enable_streaming_session": "what a streaming session has read",
 }
-"""Setting of SGLang -> what a flush empties but nothing divides by weights."""
+"""SGLang setting -> the cache that it switches on, which a flush empties but whose keys ignore the weight version."""
 CPP_TREE_ENV = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
-"""Chooses the C++ tree."""
+"""The environment variable that selects SGLang's C++ prefix tree."""
 _OFF = (None, False, "")
 
 
 def kept_prefixes(sglang: Mapping[str, Any], *, divided: bool) -> Iterator[str]:
-    """A message for each setting of an engine that keeps prefixes of old weights, without "got".
+    """Yields a message, without "got", for each engine setting that would keep prefixes of old weights.
 
-    `sglang`: ServerArgs by field name; `divided`: whether requests continue through weight syncs.
+    `sglang` holds ServerArgs by field name; `divided` is whether requests continue through weight syncs.
     """
     for name, what in STORES.items():
         if sglang.get(name) not in _OFF:
@@ -383,7 +385,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def engines_forget_old_weights(args: Args) -> str | None:
-    """A prefix read by old weights is never used under new ones."""
+    """A prefix that old weights computed must never be used under new ones."""
     divided = args.pause_generation_mode != "abort"
     for engines in synced_engines(args):
         for problem in kept_prefixes(engines.sglang, divided=divided):
@@ -444,7 +446,7 @@ def models_are_folders(args: Args) -> str | None:
 
 
 def external_engines_have_addresses(args: Args) -> str | None:
-    """Checks their form; nothing is sent to them while the command line is parsed."""
+    """Checks only the form of the addresses; parsing a command line contacts no engine."""
     try:
         read_addresses(args.rollout_external_engine_addrs)
     except ConfigError as error:
@@ -474,7 +476,7 @@ def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
 
 
 ENGINE_KEY_ENV, ADMIN_KEY_ENV = "SLIME_ENGINE_API_KEY", "SLIME_ENGINE_ADMIN_API_KEY"
-"""Variables with the engines' keys: other users of the host can read a command line, but not an environment."""
+"""Environment variables for the engines' keys. Unlike a command line, other users of the host cannot read them."""
 
 
 def _of_environment(name: str) -> Callable[[Any], str | None]:
@@ -515,12 +517,12 @@ PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_multi_layer_eagle": ((None, False), "several drafts are not synced; leave it out"),
     "enable_return_routed_experts": ((None, False), "experts under a draft are not verified; leave it out"),
 }
-"""Setting of SGLang -> its possible values with a draft, and why."""
+"""SGLang setting -> its allowed values with a draft, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationSettings:
-    """The layer of multi-token prediction. SGLang's own --sglang-speculative-... make engines use it as a draft."""
+    """Training of the multi-token-prediction layer. Flags --sglang-speculative-... make engines use it as a draft."""
 
     enable_mtp_training: bool = False
     """Also train the checkpoint's layer of multi-token prediction. It does not change the policy's gradients: hidden
@@ -542,7 +544,7 @@ def mtp_can_be_trained(args: Args) -> str | None:
 
 
 def drafts_are_synced(args: Args) -> str | None:
-    """A draft is part of what the trainer sends, and tokens are sampled from the policy."""
+    """A draft must be a layer that the trainer sends, and tokens must still be sampled from the policy."""
     for engines in synced_engines(args):
         if engines.sglang.get(ALGORITHM) is None:
             continue
@@ -571,7 +573,7 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _keeps_draft(s: Any) -> bool | None:
-    """SGLang forgets a draft whose memory is lent, and an untrained draft is not sent again."""
+    """Keeps an untrained draft in host memory: lending its memory would lose it, and no weight sync sends it again."""
     serves_one = s.given(f"sglang.{ALGORITHM}") is not None
     return True if serves_one and s.offload_rollout and not s.enable_mtp_training else None
 

@@ -1,7 +1,7 @@
-"""Evaluation on held-out data: when, on what, how it is sampled, and whether it measures answers or loss.
+"""Settings of evaluation on held-out data: when, on which data, with which sampling, and by answers or by loss.
 
-Fine-tuning learns from conversations as they are. If nothing could score a held-out dataset of such a run, the trainer
-measures the mean loss of its trained tokens; otherwise engines sample answers and graders score them.
+In a fine-tuning run, a held-out dataset without a grader is evaluated by the trainer, as the mean loss of its trained
+tokens. All other datasets are evaluated by sampling: engines answer and graders score the answers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def measures_loss(s: Any, dataset: EvalDatasetConfig) -> bool:
 
 
 def loss_datasets(s: Any) -> tuple[EvalDatasetConfig, ...]:
-    """The datasets evaluated by their loss. Raises as `eval_datasets`."""
+    """Returns the datasets that are evaluated by their loss. Raises the errors of `eval_datasets`."""
     return tuple(one for one in eval_datasets(s) if measures_loss(s, one))
 
 
 def samples_evaluations(s: Any) -> bool:
-    """Whether an evaluation needs engines. Raises as `eval_datasets`."""
+    """Whether an evaluation needs engines. Raises the errors of `eval_datasets`."""
     return s.eval_function_path is not None or not all(measures_loss(s, one) for one in eval_datasets(s))
 
 
@@ -51,7 +51,7 @@ _EVALUATES_LATER = Need(
 
 
 UNNAMED = "aime"
-"""The name of a single data set that is given without one."""
+"""The name of a single evaluation dataset that is given without a name."""
 
 
 def _pairs(data: Any) -> Any:
@@ -69,7 +69,7 @@ SAMPLED = Need(
     lambda s: s.rollout_function_path != SFT_ROLLOUT or not fine_tunes(s) or _samples(s),
     "a rollout or an evaluation that samples; fine-tuning reads conversations as they are",
 )
-"""For settings of sampling that an evaluation takes from the rollout."""
+"""The condition of sampling settings of the rollout, which an evaluation may inherit."""
 _SAMPLES = (
     _EVALUATES,
     Need(_samples, "an evaluation that samples; conversations that nothing scores are evaluated by their loss"),
@@ -82,7 +82,7 @@ def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Evaluation; a setting that is left out is the rollout's."""
+    """Evaluation. Settings that are left out take the rollout's values."""
 
     eval_interval: int | None = opt(None, within=STEPS)
     """Steps between evaluations. Default: no evaluation."""

@@ -1,4 +1,4 @@
-"""User code in the loop, by import path. Signatures are checked before anything starts."""
+"""Settings that name user code by import path. Its signatures are checked before the run starts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
-"""Samples step by step."""
+"""The rollout function that samples step by step."""
 SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
-"""Supervised fine-tuning: rows become samples, without engines."""
+"""The rollout function of supervised fine-tuning: rows become samples, without engines."""
 FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
-"""The public slime's name of `--fully-async`. Its worker outlives a step, so this is not a rollout function here."""
+"""The public slime's rollout function for `--fully-async`. Here a schedule with a lasting worker replaces it."""
 _PUBLIC_PATHS = {
     "slime.rollout.sglang_rollout.generate_rollout": DEFAULT_ROLLOUT,
     "slime.rollout.sft_rollout.generate_rollout": SFT_ROLLOUT,
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async": FULLY_ASYNC,
 }
-"""The public slime's names of the built-in functions."""
+"""The public slime's name -> slime's name of a built-in rollout function."""
 _DISTILS = "slime.rollout.on_policy_distillation.reward_func"
 _AFTER_DISTILS = "slime.rollout.on_policy_distillation.post_process_rewards"
-"""The public slime's names of distillation from a served teacher."""
+"""The public slime's functions for distillation from a served teacher."""
 TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"
-"""Sample hook that sends samples to `--opd-teacher-url`."""
+"""The sample hook that sends samples to `--opd-teacher-url`."""
 
 _SAMPLES = Need(
     lambda s: s.rollout_function_path != SFT_ROLLOUT,
@@ -60,7 +60,7 @@ def _with_teacher(paths: Any, s: Any) -> Adjusted | None:
 
 
 def teacher_of_reward(s: Any) -> str | None:
-    """The teacher's address for the public slime's reward function of distillation."""
+    """Returns the teacher's address if the run uses the public slime's reward function for distillation, else None."""
     url = s.given("rm_url")
     return None if url is None or s.given("custom_rm_path") != _DISTILS else str(url).removesuffix("/generate")
 

@@ -1,7 +1,7 @@
-"""Flags of public launch scripts that repeat the checkpoint, or what the trainer does anyway.
+"""Flags of public launch scripts that repeat facts of the checkpoint or the trainer's fixed behaviour.
 
-A flag that agrees with the checkpoint is accepted, one that contradicts it is refused. A flag that acts on nothing here
-is listed as without effect.
+A flag that agrees with the checkpoint is accepted; one that contradicts it is refused. A flag that does nothing here is
+listed as without effect.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 _SPECS = "slime_plugins.models."
-"""Package of the layer specs in public scripts."""
+"""The package of layer specs that public scripts name."""
 _SPEC_TYPES: Mapping[str, tuple[str, ...]] = {
     "glm5": ("glm_moe_dsa",),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text"),
     "qwen3_vl": ("qwen3_vl_text",),
 }
-"""Module of a spec -> `model_type` of its models, where the two differ."""
+"""Module of a layer spec -> `model_type`s of its models, for modules whose name is not the `model_type`."""
 
 _OWN_FUNCTION = Need(
     lambda s: s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC),
@@ -45,7 +45,7 @@ _UNREAD = _never("which nothing reads, in the public slime either")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchScriptSettings:
-    """Further flags of public launch scripts; see docs/migration.md."""
+    """Flags that only public launch scripts use; see docs/migration.md."""
 
     spec: tuple[str, ...] | None = None
     """Layer spec: module and function. Must be that of the checkpoint's family; for layers of your own use

@@ -1,4 +1,4 @@
-"""Logging, recorded rollouts and partial loops, profiles, and how settings are given and checked."""
+"""Settings of logging, recorded rollouts, runs without trainer or engines, profiles, and configuration files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAMPLES = Need(lambda s: s.log_samples > 0, "--log-samples")
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSettings:
-    """Samples to read, TensorBoard, Weights & Biases. Metrics, console and run folder are always written."""
+    """Logged samples, TensorBoard and Weights & Biases. The console and the run folder always get the metrics."""
 
     log_samples: int = opt(3, within=COUNT_OR_NONE)
     """Number of samples per step, and per dataset of an evaluation, in samples.jsonl: the best, the worst, others at
@@ -76,7 +76,7 @@ class LoggingSettings:
 # --- Recorded rollouts, and runs without trainer or engines
 
 _PICKLE, _RECORD = ".pt", ".jsonl.zst"
-"""Endings of recorded rollouts: the public slime's, and ours."""
+"""File name suffixes of recorded rollouts: the public slime's, and this slime's."""
 
 
 def _trains_only(s: Any) -> bool | None:
@@ -102,7 +102,10 @@ def _below_details(s: Any, kind: str, ending: str) -> str | None:
 
 
 def _as(ending: str) -> Callable[[Any, Any], Adjusted | None]:
-    """Pickles are neither written nor read: the path gets another ending."""
+    """Replaces the suffix .pt of a path by `ending`, because slime writes no pickles.
+
+    The path of an existing file is kept.
+    """
 
     def adjust(path: Any, s: Any) -> Adjusted | None:
         if not str(path).endswith(_PICKLE) or Path(path).is_file():
@@ -114,7 +117,7 @@ def _as(ending: str) -> Callable[[Any, Any], Adjusted | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DebugSettings:
-    """Debugging aids."""
+    """Recorded rollouts, and runs without trainer or engines."""
 
     debug_rollout_only: bool = False
     """Generate and grade, without a trainer. With --num-rollout 0 and nothing to evaluate, engines and router serve
@@ -150,7 +153,7 @@ def halves_are_compatible(args: Args) -> str | None:
 
 
 def losses_have_a_trainer(args: Args) -> str | None:
-    """The trainer measures the loss of held-out conversations."""
+    """Datasets that are evaluated by their loss need the trainer."""
     if not args.debug_rollout_only or not (names := [one.name for one in loss_datasets(args)]):
         return None
     return (
@@ -160,7 +163,7 @@ def losses_have_a_trainer(args: Args) -> str | None:
 
 
 def records_are_no_pickles(args: Args) -> str | None:
-    """Reading a record of the public slime runs code. It is named only if none of ours exists."""
+    """Refuses a pickle of the public slime, which could run code, unless the same record exists in slime's format."""
     path = args.load_debug_rollout_data
     if path is None or (not path.endswith(_PICKLE) and _there(path)):
         return None
@@ -175,7 +178,7 @@ def records_are_no_pickles(args: Args) -> str | None:
 
 
 def _there(template: str) -> list[str]:
-    """The files that a template with `{rollout_id}` names."""
+    """Returns the existing files that match a template with `{rollout_id}`."""
     return sorted(glob.glob(glob.escape(template).replace("{rollout_id}", "*")))
 
 
@@ -184,11 +187,11 @@ RULES: tuple[Rule, ...] = (records_are_no_pickles, halves_are_compatible, losses
 # --- Profiles: traces of steps, and the history of GPU memory
 
 ROLLOUT = "rollout"
-"""The only target outside the trainer."""
+"""The profile target for engines; all other targets are parts of the trainer."""
 
 
 def _runs(target: str, s: Any) -> bool:
-    """Whether the run has the target's part."""
+    """Whether the run has the part that the target profiles."""
     return not (s.debug_train_only if target == ROLLOUT else s.debug_rollout_only)
 
 
@@ -212,7 +215,7 @@ _RECORDS = Need(lambda s: s.record_memory_history, "--record-memory-history")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingSettings:
-    """Traces and memory snapshots, in the run folder; docs/profiling.md."""
+    """Traces and memory snapshots in the run folder; see docs/profiling.md."""
 
     use_pytorch_profiler: bool = opt(False, needs=(_IN_THE_RUN, _SOME_PART))
     """Trace steps from --profile-step-start on with torch's profiler."""
@@ -248,7 +251,7 @@ class ProfilingSettings:
 
 
 def traces_engines(args: Args, rollout_id: int) -> bool:
-    """Whether engines are traced while they generate the samples of a step."""
+    """Whether engines are traced while they generate the samples of step `rollout_id`."""
     asked = args.use_pytorch_profiler and ROLLOUT in args.profile_target and not args.debug_train_only
     return asked and args.profile_step_start <= rollout_id < args.profile_step_end
 
@@ -298,12 +301,12 @@ PROFILING_RULES: tuple[Rule, ...] = (
     ),
 )
 
-# --- How the settings themselves are given and checked
+# --- Where settings come from, and how they are checked
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationSettings:
-    """Where settings come from besides the command line, and how strictly they are checked."""
+    """Files of settings besides the command line, and the strictness of checks."""
 
     custom_config_path: str | None = None
     """YAML file with any of these settings by name. The key `custom`, and keys that name no setting, are yours: your

@@ -1,4 +1,4 @@
-"""Rewards: the grader and its limits; agents: what their adapter allows and where it listens."""
+"""Settings of rewards (the grader and its limits) and of agents (the limits and address of their adapter)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRADERS = "slime.rewards.graders:GRADERS"
 
 
 def _may_ask_a_service(s: Any) -> bool:
-    """Whether something may send requests to `--rm-url`: a grader of a setting, dataset or row, or a function."""
+    """Whether a grader (named by a setting, dataset or row) or a user function may send requests to `--rm-url`."""
     if teacher_of_reward(s) is not None:
         return True
     return _may_be_graded_by(s, lambda kind: "rm_url" in getattr(kind, "__dataclass_fields__", {}))
@@ -34,7 +34,7 @@ def _may_run_code(s: Any) -> bool:
 
 
 def _may_be_graded_by(s: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether a grader that fits, or a function, may be used."""
+    """Whether the run may use a grader for which `fits` is true, or a user function."""
     if s.custom_rm_path or s.custom_generate_function_path or s.data_source_path:
         return True
     try:
@@ -72,7 +72,7 @@ _CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """Grading, in processes that can be killed."""
+    """Grading of samples, in processes that can be killed."""
 
     rm_type: str | None = derived(_grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS)
     """Grader: a built-in one, or the import path of your own class. metadata["rm_type"] of a row overrides it. Default:
@@ -103,7 +103,7 @@ class RewardSettings:
 
 
 def grader_of(rm_type: str) -> Any:
-    """The registry entry of a grader. Raises `ConfigError`."""
+    """Returns the registry entry of a grader. Raises `ConfigError` for an unknown name."""
     return load_object(GRADERS).get(rm_type)
 
 
@@ -134,7 +134,7 @@ FORMATS = "slime.agent.parsers:FORMATS"
 
 
 def _may_run_agents(s: Any) -> bool:
-    """Only users' functions run agents."""
+    """Whether the run has a user function that may run agents; slime's own functions do not."""
     if s.custom_generate_function_path or s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
         return True
     try:
@@ -148,7 +148,9 @@ _AGENTS = Need(_may_run_agents, "your own function that runs agents, --custom-ge
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """The adapter that agents call like OpenAI or Anthropic: slime.agent.running.execution in your function."""
+    """The adapter with the APIs of OpenAI and Anthropic, which a user function opens for agents
+    (`slime.agent.running.execution`).
+    """
 
     agent_tool_format: str | None = opt(None, needs=_AGENTS)
     """How the model writes tool calls: a built-in format, or the import path of your own class; `text` leaves calls as

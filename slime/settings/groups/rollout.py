@@ -1,4 +1,4 @@
-"""Generation: prompts and samples per step, sampling, length of the loop."""
+"""Settings of generation: prompts and samples per step, sampling, and the number of steps."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ RESPONSE_LEN = 1024
 LEAST_TEMPERATURE = 0.01
 LEAST_TOP_P = 0.001
 REQUESTS_OF_A_PROCESS = 1024
-"""Samples at a time that keep one rollout worker process busy."""
+"""The number of concurrent samples that keeps one rollout worker process busy."""
 
 
 def _half_of_context(s: Any) -> int | None:
-    """Only if a prompt and the usual response do not fit."""
+    """Returns half of the model's context if that is too short for the default response limit, else None."""
     if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule reports it
         return None
     context = context_length_of(read_hf_config(s.hf_checkpoint))
@@ -60,7 +60,7 @@ def _why_rows(s: Any) -> str:
 
 
 def _num_batches_ahead(s: Any) -> int:
-    """Batches in flight; with more, long responses become stale before they finish."""
+    """Returns how many batches are in flight. With more, long responses would become stale before they finish."""
     return min(s.max_weight_staleness or 0, 1) + 1
 
 
@@ -131,7 +131,7 @@ _CONTINUES = Need(lambda s: s.partial_rollout, "--partial-rollout")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """Generation of one step's samples, and the length of the loop."""
+    """Generation of one step's samples, and the number of steps."""
 
     hf_checkpoint: str = opt("", required="--hf-checkpoint DIR names the model")
     """Hugging Face model folder: architecture, initial weights, tokenizer. Required."""
@@ -253,7 +253,7 @@ class RolloutSettings:
 
 
 PASSED: tuple[Passed, ...] = (
-    Passed(  # then a sample's versions say whether its keys and values come from several weights
+    Passed(  # otherwise several weights could read one prompt, which the sample's versions would not show
         "sglang",
         "chunked_prefill_size",
         lambda s: -1 if s.fully_async and s.pause_generation_mode == "in_place" else None,
@@ -263,7 +263,7 @@ PASSED: tuple[Passed, ...] = (
 
 
 def engines_divide_by_the_temperature(args: Args) -> str | None:
-    """An environment variable makes SGLang report log-probs without the temperature."""
+    """SGLANG_RETURN_ORIGINAL_LOGPROB makes SGLang report log-probs at temperature 1."""
     if args.rollout_temperature == 1.0 or args.debug_train_only:
         return None
     if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes", "y"):

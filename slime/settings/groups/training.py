@@ -1,4 +1,4 @@
-"""The trainer: batches and optimizer steps, trained parameters, checkpoints, and what the trainer cannot do."""
+"""Settings of the trainer (batches, trained parameters, checkpoints), and rules about its limitations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _executions(s: Any) -> int:
 
 
 def _num_given_steps(s: Any) -> int | None:
-    """The given number of steps per rollout, if positive."""
+    """Returns the given number of optimizer steps per rollout; None if it is not given or not positive."""
     steps = s.given("num_steps_per_rollout")
     return steps if steps is not None and steps > 0 else None
 
@@ -45,18 +45,18 @@ def _why_batch(s: Any) -> str:
 
 
 LEAST_ROOM = 2048
-"""Least default for the tokens of a micro-batch."""
+"""Lower limit for the default number of tokens in a micro-batch."""
 
 
 def _fills_by_tokens(s: Any) -> bool | None:
-    """Not if samples are counted on purpose, nor if a pipeline needs many micro-batches to fill its stages."""
+    """True, unless --micro-batch-size is given or a pipeline needs many micro-batches to fill its stages."""
     if s.was_given("micro_batch_size") or (s.megatron["pipeline_model_parallel_size"] or 1) > 1:
         return None
     return True
 
 
 def longest_sample(s: Any) -> int:
-    """Most tokens of one sample, as far as limits tell."""
+    """Returns the most tokens that one sample can have, according to the length limits."""
     sampled = s.rollout_max_total_response_len or s.rollout_max_response_len
     return int(s.rollout_max_context_len or (s.rollout_max_prompt_len or 0) + sampled)
 
@@ -71,7 +71,8 @@ def _room(s: Any) -> int | None:
 def _has_common_beginnings(s: Any) -> bool:
     """Whether a micro-batch may hold several samples of one group.
 
-    Users' functions and recorded rollouts may have more than asked for, and in fine-tuning each turn may be a sample.
+    Users' functions and recorded rollouts may produce more samples than --n-samples-per-prompt, and in fine-tuning
+    each turn may be a sample.
     """
     if not s.use_dynamic_batch_size and s.micro_batch_size == 1:
         return False
@@ -188,7 +189,7 @@ PASSED: tuple[Passed, ...] = (
     Passed("megatron", "sequence_parallel", _needs_sequence_parallel, "experts under tensor parallelism need it"),
 )
 
-# --- What the trainer cannot do
+# --- Limitations of the trainer
 
 OPTIMIZER_DTYPES = {
     "main_params_dtype": ("float32", "float16"),
@@ -254,7 +255,7 @@ def only_supported_parallelism(args: Args) -> str | None:
 
 
 def fused_kernels_can_run(args: Args) -> str | None:
-    """Kernels need a GPU, and attention kernels need half precision."""
+    """Fused kernels need a GPU, and those for attention need half precision."""
     if args.kernels != "fused":
         return None
     reasons = (
@@ -296,7 +297,10 @@ def _decays_upwards(s: Any) -> bool:
 
 
 def learning_rate_can_warm_up(args: Args) -> str | None:
-    """With a file of roles, each role is checked by itself, with its rate as lr."""
+    """The warm-up must not start above the learning rate.
+
+    With --megatron-config-path, each role is resolved and checked alone, with its own rate as `lr`.
+    """
     m = args.megatron
     rates = {"lr": m["lr"]}
     if args.megatron_config_path is None and ADVANTAGES.acts(args) and CRITIC.acts(args):
@@ -311,7 +315,7 @@ def learning_rate_can_warm_up(args: Args) -> str | None:
 
 
 def state_dtypes_can_be_kept(args: Args) -> str | None:
-    """The optimizer cannot round to other dtypes; moments exceed the range of float16."""
+    """The optimizer cannot round to other dtypes, and float16 cannot hold moments: they exceed its range."""
     for name, allowed in OPTIMIZER_DTYPES.items():
         if (value := args.megatron[name]) not in allowed:
             return f"got {name} {value}, which the trainer cannot keep; choose {' or '.join(allowed)}"
@@ -324,7 +328,7 @@ def _couples_weight_decay(s: Any) -> bool:
 
 
 def fixed_settings_are_left_alone(args: Args) -> str | None:
-    """The trainer would silently override these flags."""
+    """Refuses other values of fixed settings, which the trainer would silently override."""
     for name, (value, why) in (*FIXED.items(), *UNSUPPORTED.items()):
         if args.megatron[name] != value:
             return f"got {name} {args.megatron[name]}; the trainer always uses {value} ({why}): drop the flag"
@@ -352,7 +356,7 @@ RULES: tuple[Rule, ...] = (
         "got --no-decoupled-weight-decay with --optimizer-cpu-offload or --use-precision-aware-optimizer, which are "
         "AdamW; drop one of them",
     ),
-    refuse_if(  # the random numbers follow from the number of updates
+    refuse_if(  # the seed of the rounding is the number of updates, which a reset sets back
         lambda s: s.reset_optimizer_states and s.megatron["use_precision_aware_optimizer"],
         "got --reset-optimizer-states with --use-precision-aware-optimizer, which would round with the same random "
         "numbers in every step; drop one of the two",
@@ -369,7 +373,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Whether a folder is a checkpoint of slime or holds one."""
+    """Whether the folder is a checkpoint of slime or contains one."""
     root = Path(folder)
     own = any((root / name).is_file() for name in ("manifest.json", "latest.json"))
     return own or any(root.glob("step_*/manifest.json"))
@@ -385,7 +389,7 @@ def _fresh_start(load: Any, s: Any) -> Adjusted | None:
 
 
 def _start(s: Any) -> str:
-    """Folder of the initial weights of a run without a checkpoint."""
+    """Returns the folder of the initial weights of a run that resumes no checkpoint."""
     load = s.given("load")
     if load and has_hf_model(load) and not has_checkpoint(load):
         return str(load)
@@ -394,13 +398,15 @@ def _start(s: Any) -> str:
 
 _SAVES = Need(lambda s: s.save is not None, "--save")
 _REMOVES = Need(lambda s: s.save_keep_last is not None, "--save-keep-last; without it all are kept")
-_LOADS = Need(lambda s: not s.origins.get("load", "default").startswith("default"), "--load")  # given, even if dropped
+_LOADS = Need(
+    lambda s: not s.origins.get("load", "default").startswith("default"), "--load"
+)  # `load` is None if `_fresh_start` dropped it
 _RESUMES = Need(lambda s: s.load is not None, "--load of a folder with checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """A checkpoint holds everything to resume: weights, optimizer, RNG, data cursor, buffer, version."""
+    """Checkpoints. Each holds all state to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
     load: str | None = opt(None, adjust=_fresh_start)
     """Checkpoint folder to resume from. If it is also --save and still empty, the run starts without it. Or a folder in
@@ -434,7 +440,10 @@ class CheckpointSettings:
 
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
-    """A run that should continue does not start over. An empty --load that is also --save was dropped before."""
+    """--load must name a folder with a checkpoint, so that a run never starts over unnoticed.
+
+    `_fresh_start` has already dropped a --load that equals --save and has no checkpoint yet.
+    """
     if args.load is None or not Path(args.load).is_dir():
         return None
     if has_checkpoint(args.load):
@@ -474,9 +483,10 @@ _PATTERNS = ("only_train_params_name_list", "freeze_params_name_list", "lora_tar
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSettings:
-    """Patterns are regexes (`re.search`) on a parameter's Megatron name or any of its Hugging Face names; docs/lora.md.
+    """Trained parameters and adapters (docs/lora.md), the moving reference and the old policy.
 
-    They apply to the policy; a critic trains all its parameters.
+    Patterns are regexes (`re.search`) on a parameter's Megatron name or any of its Hugging Face names. They apply only
+    to the policy; a critic trains all its parameters.
     """
 
     only_train_params_name_list: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""Weight sync, and engines that serve quantised weights."""
+"""Settings of the weight sync, and of engines that serve quantised weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ AGENTS = Need(
     ),
     "--update-weight-transport disk and --update-weight-local-checkpoint-dir",
 )
-"""Agents next to engines copy weights to their hosts."""
+"""The condition under which agents beside the engines copy weights to local disks."""
 
 
 def _separate(s: Any) -> bool:
-    """Whether some engine may not see the trainer's memory."""
+    """Whether some engine may have no access to the trainer's memory."""
     if s.rollout_external_engine_addrs:
         return True
     if s.device == "cuda":
@@ -65,7 +65,7 @@ def _hands_memory_over(s: Any) -> bool:
 
 
 def _one_name(value: Any) -> Any:
-    """The first name of a registered transport; an import path stays as it is."""
+    """Replaces an alias of a transport by its name. Import paths are kept; `auto` counts as not given."""
     if value == "auto":
         return UNSET
     known = load_object(TRANSPORTS)
@@ -74,7 +74,7 @@ def _one_name(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncSettings:
-    """Weight sync. Every sync is verified; there is no switch for that."""
+    """The weight sync. Every sync is verified; this cannot be switched off."""
 
     update_weight_transport: str = derived(_transport, _why, chosen_from=TRANSPORTS, canonical=_one_name)
     """tensor: shared memory, on cuda only under --colocate. distributed (alias nccl): a process group, gloo or NCCL.
@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
 # --- Quantised engines
 
 NOT_LOADED = frozenset({("fp8", "llama")})
-"""(quantisation, model_type) for which SGLang looks for scales under another name and leaves them undefined."""
+"""(quantisation, model_type) pairs whose scales SGLang looks up under a wrong name and so leaves uninitialised."""
 
 
 def _is_quantised(s: Any) -> bool:
@@ -140,7 +140,7 @@ _QUANTISED = Need(_is_quantised, "a quantised --hf-checkpoint (quantization_conf
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedSettings:
-    """--hf-checkpoint says whether engines serve quantised weights and in which format; see docs/quantised.md."""
+    """The trainer's side of quantised engines. --hf-checkpoint defines their format; see docs/quantised.md."""
 
     trainer_weights: Literal["plain", "fake-quantised"] = opt("plain", asks=lambda v: v != "plain", needs=_QUANTISED)
     """Weights of the trainer's linear layers in the forward pass. plain: in the training dtype. fake-quantised:
@@ -148,7 +148,7 @@ class QuantisedSettings:
 
 
 def engines_take_quantised_weights(args: Args) -> str | None:
-    """Engines serve --hf-checkpoint in its own format, which needs GPU kernels and a working loader."""
+    """Quantised engines serve the format of --hf-checkpoint, for which they need GPU kernels and a working loader."""
     config = read_hf_config(args.hf_checkpoint)
     found = quantisation_of(config)
     if args.debug_train_only or found is None:
