@@ -1,4 +1,4 @@
-"""Ray: where each process runs, and how it is started, awaited and ended. Only this room imports ray.
+"""Runs slime on Ray: places, starts, awaits and ends each process. Only this package imports ray.
 
-Actors are shells: every method is a few lines around a plain object of another room.
+Actors are thin wrappers: every method is a few lines around a plain object of another package.
 """

@@ -1,16 +1,15 @@
 """Starts a run from its settings and ends it.
 
 Order: preflight -> run folder -> guardian -> views (W&B has its own process) -> Ray -> other hosts, each with a
-guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start`). The `with` block ends them in the
-opposite order, whatever ends the block: the views close when nothing of the run computes any more, before the guardian
-ends what is left.
+guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start`). The `with` block always ends them in
+reverse order. So the views close after all other processes have stopped, and before the guardian ends any that remain.
 
-Ray reads its environment once, when it is imported, so this module sets the environment up and does not import Ray:
+Ray reads its environment once, when it is imported, so this module sets the environment and does not import Ray:
 
-    a Ray that the run starts        listens on loopback only, asks for a token that is made for the run, and passes on
-                                     the driver's whole environment: its processes descend from the driver
-    a Ray cluster that runs already  keeps its own settings; processes start there with the environment of its daemons,
-                                     and get variables by name (`for_actors`)
+    a Ray that the run starts    listens on loopback only, requires a token made for the run, and passes on the driver's
+                                 whole environment, because its processes descend from the driver
+    an existing Ray cluster      keeps its own settings; processes start there with the environment of its daemons, and
+                                 get only selected variables of the driver (`for_actors`)
 """
 
 from __future__ import annotations
@@ -57,23 +56,24 @@ if TYPE_CHECKING:
 
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would start one idle worker per core; a laptop needs only the actors of the plan.
+    # By default Ray starts one idle worker per core; the run needs only the actors of the plan.
     "RAY_prestart_worker_first_driver": "0",
-    # Ray binds to the host's address unless it is configured as a single host; then it stays on 127.0.0.1.
+    # Configures Ray for a single host, so that it listens on 127.0.0.1 instead of the host's address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
-    # Ray would give its workers and their children a lower priority than anything else on the machine.
+    # By default Ray lowers the CPU priority of its workers and their children.
     "RAY_worker_niceness": "0",
-    # Ray gives up a host whose daemon is silent for a minute. Here it is the only host, and an exit shows anyway.
+    # By default Ray gives up a host if its daemon is silent for a minute. Here it is the only host, and the driver
+    # notices the daemon's exit without this check.
     "RAY_health_check_failure_threshold": "60",
-    # Ray keeps a record of each of the last 100,000 calls for its dashboard, which does not run: 21 kB a step.
+    # Ray would record the last 100,000 calls (21 kB a step) for its dashboard, which does not run.
     "RAY_task_events_report_interval_ms": "0",
 }
-"""Variables of a Ray cluster that serves one run on one machine."""
+"""Environment variables of a Ray cluster for one run on one machine."""
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""The values that SGLang sets in its own processes. With others, a trainer waits forever for the first broadcast of the
-weight sync."""
+"""The values that SGLang sets in its own processes. With different values in the trainer, the first broadcast of the
+weight sync hangs."""
 
 START_FOLDER_ENV = "SLIME_START_FOLDER"
 """The driver's working directory. The run's processes enter it, so that relative paths mean the same everywhere."""
@@ -82,17 +82,18 @@ FORWARDED = (
     *("GOMP_", "KMP_", "MKL_", "CUBLAS_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
     *("PYTHONHASHSEED", "MPLBACKEND"),
 )
-"""Prefixes of variables that mean the same on every host. --forward-env-vars names others."""
+"""Prefixes of variables that mean the same on every host, so they are forwarded. --forward-env-vars names others."""
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-"""Words in names of variables that are forwarded only by name, because Ray shows them. (Not in `TOKENIZERS_...`.)"""
+"""Variables with one of these words in their name are forwarded only if the user names them, because Ray shows values.
+Whole words between underscores count, so `TOKENIZERS_...` is forwarded."""
 SETUP_HOOK = "slime.cluster.driver.enter_start_folder"
 logger = logging.getLogger(__name__)
 
 
 def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
-    """Marks this process and its children with `run_id`; sets up NCCL, and Ray for one machine.
+    """Sets the variables of this process and its children: `run_id`, NCCL, and Ray on one machine.
 
-    `ray_address`: the cluster that the run joins; its settings stay as they are.
+    If the run joins a cluster at `ray_address`, Ray's variables are not set.
     """
     os.environ[RUN_ID_ENV] = run_id
     for name, value in NCCL.items():
@@ -106,8 +107,9 @@ def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
 
 
 def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> dict[str, str]:
-    """The driver's variables for processes on a cluster that runs already, with where slime and the user's modules are.
-    `named`: further variables of the user's choice.
+    """Returns the environment of processes on an existing cluster: variables of the driver, and import paths.
+
+    The import paths lead to slime and the user's modules. `named` lists additional variables that the user chose.
     """
     chosen = {
         name: value
@@ -122,7 +124,7 @@ def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> 
 
 
 def _own_folders(import_path: Sequence[str]) -> list[str]:
-    """Folders of an import path that do not belong to a Python installation."""
+    """Returns the folders of an import path that are not part of a Python installation."""
     brought = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     return [os.path.abspath(p) for p in import_path if os.path.isdir(p) and not os.path.abspath(p).startswith(brought)]
 
@@ -132,7 +134,7 @@ def _is_secret(name: str) -> bool:
 
 
 def enter_start_folder() -> None:
-    """The first call in every process of the run on a cluster."""
+    """Changes to the driver's working directory. Every process of a run on a cluster calls this first."""
     folder = os.environ.get(START_FOLDER_ENV)
     if folder:
         try:
@@ -142,20 +144,20 @@ def enter_start_folder() -> None:
 
 
 LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")
-"""Settings that a resume replaces or must not repeat: `--finetune` would load only the weights and start over."""
+"""Settings that a resume replaces or must not repeat. `--finetune` would load only the weights and start at step 0."""
 
 
 def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
-    """The command that resumes the run of `command` (`slime train ...`) from `load` in `run_dir`, without secrets."""
+    """Returns the command that resumes the run of `command` (`slime train ...`), without secrets."""
     program, loop, *flags = command
     kept = without(flags, *LEFT_OUT)
     return shlex.join(hide_secrets([program, loop, *kept, "--load", load, "--run-dir", run_dir]))
 
 
 def how_to_resume(args: Args, *, stopped: bool) -> str:
-    """One line on how to resume a run that was stopped or failed; empty if there is nothing to resume.
+    """Returns one line on how to resume a run that stopped or failed; empty if it cannot be resumed.
 
-    `stopped`: by Ctrl-C or SIGTERM; then the line also says if nothing was saved.
+    `stopped` means by Ctrl-C or SIGTERM. In that case, the line says so if nothing was saved.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""
@@ -178,12 +180,12 @@ T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
-"""For processes to stop by themselves, after a run and after an error or Ctrl-C. Then the cluster ends them."""
+"""Time for processes to stop, after a finished run and after an error or Ctrl-C. Then the cluster kills them."""
 
 
 @contextmanager
 def launch(args: Args) -> Iterator[Run]:
-    """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
+    """Starts the processes of a run, yields the `Run`, and ends all processes after the block."""
     began_s = time.monotonic()
     prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
     check_hooks(args)
@@ -195,7 +197,7 @@ def launch(args: Args) -> Iterator[Run]:
 
 
 def _leases(args: Args) -> Iterator[Lease]:
-    """For the folders into which two runs must not write at the same time."""
+    """Yields a lease for each folder that only one run at a time may write to."""
     folder = Path(args.run_dir).resolve()
     yield Lease(folder, args.run_id, flag="--run-dir", file=folder.with_name(f".{folder.name}{FILE_NAME}"))
     if args.save is not None:
@@ -234,11 +236,11 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
                     with _explained(memory, folder):
                         run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
-            except BaseException as error:  # after the end of a save in the background
+            except BaseException as error:  # a save in the background has ended by now
                 if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt | Terminated)):
                     error.add_note(told)
                 raise
-    except Exception:  # the console gets one message, from `run_or_exit`
+    except Exception:  # only to the log file: `run_or_exit` prints one message on the console
         logger.error("the run failed", exc_info=True, extra=FILE_ONLY)
         raise
     finally:
@@ -250,7 +252,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
 def _placed(
     args: Args, startup: StartUp, folder: RunFolder, guardian: Guardian
 ) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
-    """A Ray cluster for the block, with hosts that can hold the run."""
+    """Starts or joins a Ray cluster for the block. Yields the placement plan and its hosts."""
     from slime.cluster.ray_session import JoinedRay, RaySession, store_bytes_for
 
     if args.ray_address is None:
@@ -271,7 +273,7 @@ def _placed(
 
 @contextmanager
 def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManager[T]) -> Iterator[T]:
-    """`block`; entering it is a phase of the start."""
+    """Enters `block` for the length of the `with` statement, and shows the entering as a phase of the start."""
     with ExitStack() as stack:
         with startup.phase(phase, line):
             entered = stack.enter_context(block)
@@ -279,13 +281,13 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 
 
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
-    """Yields the verbs to the loop, and ends the actors in order, whatever ends the loop."""
+    """Yields the `Run` to the loop. Ends the actors in order, also after an error or Ctrl-C in the loop."""
     try:
         with _explained(memory, folder), _blamed(run, folder):
             run.tell_addresses()
             yield run
     except BaseException as error:
-        if isinstance(error, Exception):  # Ctrl-C also ends a save
+        if isinstance(error, Exception):  # not after Ctrl-C, which also ends a save
             _rescue(run)
         _end(run, limit_s=HASTY_END_S)
         raise
@@ -294,7 +296,10 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 
 @contextmanager
 def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
-    """If the error comes from the death of another process, raises that death, or the reason that the process left."""
+    """If an error was caused by the death of another process, raises that death instead.
+
+    If the process left a last message, raises `LoopStalled` with that message.
+    """
     try:
         yield
     except Exception as error:
@@ -308,7 +313,10 @@ def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
-    """Adds notes to an error while other processes still live: whether memory ran out, and where the trace is."""
+    """Adds notes to an error: whether memory ran out, and where the traceback is.
+
+    This runs while other processes are still alive, so their memory can be reported.
+    """
     try:
         yield
     except Exception as error:
@@ -325,17 +333,17 @@ def _views(args: Args, settings: dict[str, Any]) -> Views:
 
 
 def _rescue(run: Run) -> None:
-    """Finishes a checkpoint that was being written when training failed. Never raises."""
+    """Finishes a checkpoint that was in progress when training failed. Never raises."""
     try:
         run.finish_save(limit_s=run.args.save_timeout_s)
-    except Exception as error:  # a rank is dead, for example
+    except Exception as error:  # for example if a rank has died
         logger.warning("the checkpoint under way was not finished: %s", str(error).splitlines()[:1] or repr(error))
 
 
 def _end(run: Run, *, limit_s: float) -> None:
-    """Never raises: an error that ended the run must stay the one that is reported."""
+    """Closes the run. Never raises, so that an error which ended the run is not replaced."""
     try:
         run.close(limit_s=limit_s)
-    except Exception as error:  # the end of the cluster ends the rest
+    except Exception as error:  # the end of the cluster kills remaining actors
         logger.warning("an actor did not stop cleanly: %s", str(error).splitlines()[0] if str(error) else repr(error))
         logger.info("in full", exc_info=True, extra=FILE_ONLY)

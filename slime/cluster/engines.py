@@ -1,8 +1,8 @@
-"""The engines of a run as the driver sees them: which ones serve, which ones want weights, which ones get requests.
+"""Tracks the engines of a run for the driver: which ones serve, need weights, and get requests.
 
 `Engines` holds the membership, its supervisor and the actors. Router and clients (on the rollout side) send requests
-only to engines that are ready. Actor calls and weight syncs go to engines that answer. The driver's waits call `tend`,
-which also checks the guardians of the hosts. Only the driver's thread calls this module.
+only to engines that are ready. Actor calls and weight syncs go to all engines that answer. While the driver waits, it
+calls `tend`, which also checks the guardians of the hosts. Only the driver's thread calls this module.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     from slime.fleet.external import ExternalEngines
 
 WEIGHT_VERSION = "perf/weight_version"
-"""Metric of a weight sync: the version that engines serve after it."""
+"""The metric that records which version engines serve after a weight sync."""
 TRAINERS_LIMIT_S = 24 * 3600.0
-"""Limit of a call to the training ranks, far above any training step. Inside it, waits for other ranks and for engines
-have limits of their own (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
+"""Time limit of a call to the training ranks, far above any training step. Within a call, waits for other ranks and for
+engines have limits of their own (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
 MEMORY_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the weight sync needs to know about an engine."""
+    """Facts about an engine that the weight sync needs."""
 
     index: int
     url: str
     layout: EngineLayout
     slots: tuple[int, ...]
-    """Placement slots of its ranks, stage by stage; a training rank on the same slot can share memory with it."""
+    """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with the rank."""
     control_key: str | None = field(default=None, repr=False)
     incarnation: int = 0
-    """How often its processes were replaced: a new engine may answer at the same address."""
+    """How often its processes were replaced. It tells apart engines that answered at the same address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """The actors of a run. Each call waits for all answers, with a name and a limit. Ray's handles are untyped."""
+    """The actors of a run. Each call waits for all answers, with a name and a time limit. Ray's handles are untyped."""
 
     trainers: tuple[Any, ...]
     """`TrainActor`s by rank; none with --debug-rollout-only."""
@@ -68,18 +68,21 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> list[Any]:
-        """Answers of all training ranks, in rank order. `flag`: the setting that raises the limit, for the error."""
+        """Calls all training ranks and returns their answers, in rank order.
+
+        The error of an expired wait names `flag`, the setting that raises the limit.
+        """
         refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
     def give_up(self, engine: EngineInfo) -> None:
-        """Tells all training ranks, of which several may send weights, that an engine is lost. Does not wait."""
+        """Tells all training ranks that an engine is lost; any of them may be sending it weights. Does not wait."""
         for trainer in self.trainers:
             trainer.give_up.remote(engine.url, engine.incarnation)
 
     def on_lenders(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every engine that answers and lends its memory to trainers."""
+        """Calls a method of every answering engine that lends its memory to the trainer."""
         self.engines.call_lenders(method, *arguments)
 
     def on_rollout(
@@ -91,19 +94,19 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> Any:
-        """The answer of the rollout side. `flag`: the setting that raises the limit, for the error."""
+        """Calls the rollout side and returns its answer. `flag` has the meaning of `on_trainers`."""
         answers = [getattr(self.rollout, method).remote(*arguments)]
         return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll, flag=flag)[0]
 
 
 LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
-"""After a call to an engine failed, how long until its end is noticed. Longer than its owner may be silent, because the
-host may be gone without a word."""
+"""How long to wait, after a call to an engine failed, for the supervisor to notice that the engine is lost. Longer than
+`OWNER_LIMIT_S`, because a lost host shows only by the silence of the engine's actor."""
 LONGEST_REFUSAL_S = 3600.0
-"""Longest pause between failing weight syncs to an external engine: each costs the other engines a sync, too."""
+"""Longest pause between failing weight syncs to an external engine. Each failure costs the other engines a sync too."""
 STALLS_EVERY_S = 5.0
-"""Between two checks whether engines bring tokens."""
+"""Interval between checks whether engines deliver tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """States in which an engine answers."""
 
@@ -117,7 +120,7 @@ class Engines:
         control_key: str | None,
         hosts: GuardedHosts,
     ) -> None:
-        """`rollout`: the `RolloutActor`; `control_key`: the key of the engines' control routes."""
+        """`rollout` is the `RolloutActor`; `control_key` is the key of the engines' control routes."""
         self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts
         self._control_key = control_key
         self.members = Membership(port.engines())
@@ -125,10 +128,9 @@ class Engines:
         self._admissions: dict[str, Any] = {}
         """Engine address -> the rollout side's answer to `admit`."""
         self._stalled: Any = None
-        """The rollout side's answers to `stalled` and `bringing`."""
+        """The rollout side's pending answers to `stalled` and `progressing`."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
-        """`_served_at`: end of the last weight sync. Older observations say nothing about the engines as they are now.
-        """
+        """`_served_at` is the end of the last weight sync. Engines that stalled before it may work again."""
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
 
@@ -136,11 +138,11 @@ class Engines:
         return bool(self.members.engines)
 
     def may_take_memory(self, says: Callable[[], bool]) -> None:
-        """`says`: whether restarting engines may take the memory of their GPUs."""
+        """Sets the function that says whether restarting engines may take the memory of their GPUs."""
         self._port.may_take_memory = says
 
     def up(self, index: int, url: str) -> None:
-        """A first engine answers."""
+        """Records that a first incarnation answers at `url`."""
         self._supervisor.up(index, url)
 
     def tend(self) -> None:
@@ -152,16 +154,16 @@ class Engines:
             self._admit()
 
     def tended(self) -> str:
-        """`tend` during another wait; returns the engines that do not serve, as its progress."""
+        """Calls `tend` during another wait. Returns the engines that do not serve, to show as progress."""
         self.tend()
         return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
 
     def call_lenders(self, method: str, *arguments: Any) -> None:
-        """See `Actors.on_lenders`. Engines that are lost during the call are skipped."""
+        """Implements `Actors.on_lenders`. Skips engines that are lost during the call."""
         self._call([engine for engine in self.members.in_states(*ASKED) if engine.lends], method, *arguments)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
-        """Every serving engine traces its next forward passes into `directory`. Lost engines are skipped."""
+        """Makes every serving engine trace its next forward passes into `directory`. Skips lost engines."""
         self._call(self.members.in_states(State.READY), "start_profile", directory, rollout_id)
 
     def _call(self, engines: Sequence[Engine], method: str, *arguments: Any) -> None:
@@ -175,7 +177,7 @@ class Engines:
                     raise
 
     def _wait_for_all(self, engines: Sequence[Engine], calls: Sequence[Any], method: str) -> None:
-        """Raises what a call raises, or `EngineError` once an engine is lost: its answer may never come."""
+        """Waits for the calls. Raises a call's error, or `EngineError` if an engine is lost and may never answer."""
         what = f"{method} on {len(engines)} engines"
 
         def none_lost() -> str:
@@ -188,7 +190,7 @@ class Engines:
 
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
-        """Requests to frozen models that lend their memory wait during the block, as they do for a lost engine."""
+        """Holds back requests to frozen models that lend their memory, until the end of the block."""
         aside = [e for e in self.members.in_states(State.READY) if e.role == FROZEN and e.lends]
         for engine in aside:
             self._dismiss(engine)
@@ -200,7 +202,10 @@ class Engines:
         self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
-        """Begins a weight sync to `engines`, or to all that answer, and returns them. Waits until there is one."""
+        """Begins a weight sync to `engines`, or to all policy engines, and returns those of them that answer.
+
+        Waits until at least one answers. Raises `DeadlineExceeded` after the start limit of engines.
+        """
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: bool(self._still(engines)), limit_s):
             raise DeadlineExceeded.waiting(
@@ -215,7 +220,7 @@ class Engines:
         return tuple(self.members[engine.index] for engine in takers)
 
     def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
-        """These engines serve `version` now and get requests."""
+        """Records that `engines` serve `version`, and lets requests go to them."""
         self._stalled, self._served_at = None, time.monotonic()
         self._ask_for_stalls_at = self._served_at + STALLS_EVERY_S
         self._supervisor.synced(engines, version)
@@ -224,11 +229,11 @@ class Engines:
     def failed_sync(self, engines: Sequence[Engine], error: SlimeError) -> bool:
         """Handles a failed weight sync. Returns whether an engine was lost, so that another sync may succeed.
 
-        If the sync failed at some engines only (`SlimeError.engines`) and others are left, the failed ones are given
-        up. After a timeout, waits long enough for a hanging engine to be noticed.
+        If the sync failed only at some engines (`SlimeError.engines`), gives these up. After a timeout, waits long
+        enough for the supervisor to notice a hanging engine.
         """
         failed = [engine for engine in engines if engine.url in error.engines]
-        if len(failed) != 1 and self.lost_any(engines):  # one that died may have made the others fail
+        if len(failed) != 1 and self.lost_any(engines):  # a dead engine may have made the others fail
             return True
         if failed and len(failed) < len(self._still(None)):
             for engine in self._still(failed):
@@ -243,22 +248,23 @@ class Engines:
 
     @property
     def _silence_s(self) -> float:
-        """Limit after which an engine that answers nothing counts as lost."""
+        """How long an engine may be silent before it counts as lost."""
         return float(self._args.rollout_health_check_timeout + self._args.rollout_health_check_interval)
 
     def lost_any(self, engines: Sequence[Engine]) -> bool:
-        """Waits at most `NOTICE_S` for one of these to be lost or replaced. By the wall clock: the process table shows
-        at once what has ended, however busy the machine is.
+        """Whether an engine is lost or replaced within `NOTICE_S`.
+
+        The limit is wall-clock time even on a busy machine, because the process table shows an exit at once.
         """
         return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S, wall_clock=True)
 
     def gone(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those of `engines` that were lost or replaced."""
+        """Returns the lost and replaced engines among `engines`."""
         still = {engine.index for engine in self._still(engines)}
         return [engine for engine in engines if engine.index not in still]
 
     def joiners(self) -> tuple[Engine, ...]:
-        """Policy engines that answer and serve no version."""
+        """Returns the policy engines that answer but have no weights from a sync yet."""
         return tuple(engine for engine in self._supervisor.wants_weights() if engine.role == POLICY)
 
     @property
@@ -268,7 +274,7 @@ class Engines:
 
     @property
     def can_answer(self) -> bool:
-        """Whether the serving policy engines can answer a request. Pairs need one engine of each kind."""
+        """Whether the serving policy engines can answer requests. Prefill-decode pairs need an engine of each kind."""
         kinds = {engine.worker for engine in self.members.engines if engine.role == POLICY}
         return {engine.worker for engine in self.members.in_states(State.READY) if engine.role == POLICY} == kinds
 
@@ -276,7 +282,7 @@ class Engines:
         return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._control_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
-        """Waits until no restarting engine is taking memory that a trainer wants."""
+        """Waits until no restarting engine is taking memory that the trainer needs."""
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
             raise DeadlineExceeded.waiting(
@@ -294,7 +300,10 @@ class Engines:
         self._port.close()
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
-        """Those of `engines` that answer and were not replaced. None: all policy engines that answer."""
+        """Returns the engines among `engines` that answer and were not replaced.
+
+        If `engines` is None, returns all policy engines that answer.
+        """
         now = self.members.in_states(*ASKED)
         if engines is None:
             return tuple(engine for engine in now if engine.role == POLICY)
@@ -302,7 +311,7 @@ class Engines:
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 
     def _admit(self) -> None:
-        """Lets requests go to every engine that is ready. Raises what earlier admissions raised."""
+        """Lets requests go to every ready engine. Does not wait. Raises the errors of earlier admissions."""
         if asked := list(self._admissions.values()):
             answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
             wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)
@@ -311,8 +320,9 @@ class Engines:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
 
     def _look_for_stalls(self) -> None:
-        """Gives up engines that bring their clients no tokens: a scheduler may answer health checks without sampling.
-        An engine that brings tokens lives, even if it answers nothing else.
+        """Gives up engines that deliver no tokens, because a scheduler may answer health checks without sampling.
+
+        An engine that delivers tokens counts as alive, even if it answers no health checks.
         """
         if self._stalled is None:
             if (now := time.monotonic()) >= self._ask_for_stalls_at:
@@ -333,7 +343,10 @@ class Engines:
                     )
 
     def _lost(self, engine: Engine) -> None:
-        """The supervisor has given up an engine. It died, unless its host was lost or an external one left."""
+        """Handles an engine that the supervisor has given up.
+
+        Tells the rollout side that the engine died, unless its host was lost or it is an external engine.
+        """
         self._dismiss(engine, died=not engine.external and self._port.has_host(engine.index))
 
     def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
@@ -343,8 +356,9 @@ class Engines:
             self._rollout.dismiss.remote(engine.model, [engine.url], died)
 
     def _tend_until(self, holds: Callable[[], bool], limit_s: float, *, wall_clock: bool = False) -> bool:
-        """Tends until something holds; False if it does not within the limit. A loaded machine extends the limit, as
-        `Silence` does, unless it is by the `wall_clock`.
+        """Calls `tend` until `holds()`. Returns False if the limit expires first.
+
+        The limit is extended on a loaded machine, as by `Silence`, unless `wall_clock` is set.
         """
         silence, end = Silence(), time.monotonic() + limit_s
         while not holds():

@@ -1,17 +1,17 @@
-"""The guardian of a run: once the driver is gone, for whatever reason, it ends everything that the run started.
+"""The guardian of a run ends all processes of the run once the driver is gone, whether it returned or was killed.
 
 It is a small process (`python -m slime.cluster.guardian`, standard library only) in its own session and without a
-parent, so ending the driver with all its descendants, as `ray job stop` does, does not end the guardian. The driver
-starts it before Ray and holds the write end of a pipe to it (`Guardian`). `Guardian.tend`, or at the latest
+parent. So a command that kills the driver and all its descendants, as `ray job stop` does, does not kill the guardian.
+The driver starts it before Ray and holds the write end of a pipe to it (`Guardian`). `Guardian.tend`, or at the latest
 `Guardian.close`, replaces a killed guardian.
 
 The guardian scans the process table every second, so it knows the run's processes even after they rename themselves or
 lose their parents (`slime.serving.child_process`). It wakes at end-of-file on the pipe, or when a scan finds the
-driver's pid gone (a forked child may hold the pipe open). Then it sends SIGTERM, after a short grace SIGKILL until no
-process is left, and removes their shared-memory files and the run's temporary folders.
+driver's pid gone (a forked child may hold the pipe open). Then it sends SIGTERM and, after a short grace period,
+SIGKILL until no process is left. It removes their shared-memory files and the run's temporary folders.
 
 On other hosts an actor owns the guardian in place of the driver (`HostGuardian`). Ray ends the actor when the driver is
-gone. How a host notices:
+gone. Each kind of failure is noticed as follows:
 
     killed              who notices                       what follows on this host
     the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
@@ -25,14 +25,15 @@ gone. How a host notices:
     the fourth time
 
 Invariants
-1. Only processes that carry this run's id in their environment, or descend from one that does, are touched; never the
+1. The guardian ends only processes that have this run's id in their environment, and their descendants; never the
    driver or an ancestor of the guardian.
-2. Only shared-memory files that those processes used, and no living process uses, are removed.
-3. Everything ends within `GRACE_S + KILL_LIMIT_S` and a second or two: less than 15 s after the driver.
+2. It removes only shared-memory files that those processes used and that no living process uses.
+3. All processes end within `GRACE_S + KILL_LIMIT_S` and a second or two, so less than 15 s after the driver.
 4. Only SIGKILL ends the guardian early: Ctrl-C and SIGTERM sent to the whole run do not.
 5. A host's guardian has only the two pipes of its actor, so end-of-file means the end of the actor.
-6. `HostGuardian.close` ends the guardian that watches, and none starts after it.
-7. No guardian starts to watch while another one still ends what is left of the run there: that would end new processes.
+6. After `HostGuardian.close`, the host's guardian has ended and no other one starts.
+7. No guardian starts on a host while an older one is still ending processes there, since that one would also end the
+   new processes.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ from slime.serving.child_process import (
 )
 
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL. Long enough: checkpoints are committed by renaming."""
+"""Time between SIGTERM and SIGKILL. A short time is safe, because checkpoints are committed by renaming."""
 KILL_LIMIT_S = 8.0
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
-"""Between two scans on an idle and on a busy machine."""
+"""Time between two scans, on an idle and on a busy machine."""
 CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
-"""After a failed start."""
+"""Time between a failed start and the next attempt."""
 WATCHING, ENDED = b"watching ", b"ended "
-"""Words of a guardian: the first with its pid, once it watches; the last with the number of processes left."""
+"""Messages of a guardian to its owner: the first is followed by its pid, the last by the number of processes left."""
 MAX_STARTS = 4
-"""Of guardians by one `HostGuardian`."""
+"""How many guardians one `HostGuardian` starts."""
 OLD_LIMIT_S = 60.0
-"""For a guardian whose owner is gone: ten seconds and its scans, on a busy machine."""
+"""Time limit for a guardian without owner to finish: ten seconds and its scans, on a busy machine."""
 POLL_S = 0.1
 _MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
@@ -92,12 +93,15 @@ _log = logging.getLogger("slime.guardian")
 class Watcher:
     pid: int
     pipe: IO[bytes]
-    """Its end-of-file ends the run."""
+    """Closing this pipe makes the guardian end the run."""
     words: IO[bytes]
-    """Its last word (`ENDED`); end-of-file without one if it was killed."""
+    """The guardian writes its last message (`ENDED`) here; if it was killed, there is only end-of-file."""
 
     def last_word(self, limit_s: float | None = None) -> int | None:
-        """The number of processes left; None if the guardian was killed. Raises `TimeoutError`."""
+        """Waits for the last message and returns the number of processes left; None if the guardian was killed.
+
+        Raises `TimeoutError` after `limit_s`.
+        """
         if not self._has_said(limit_s):
             raise TimeoutError
         word = self.words.readline()
@@ -136,9 +140,9 @@ class Guardian:
         return self._num_left is None and not self._watcher.is_over
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
-        """Ends the run's processes and waits until none is left. May be called again.
+        """Ends the run's processes and waits until none is left. May be called several times.
 
-        Raises `EngineError` if some are left or the guardian does not answer in time.
+        Raises `EngineError` if processes are left or the guardian does not answer in time.
         """
         if self._num_left is None and (left := self._end(timeout_s)) is None:
             _log.warning("%s; another one ends the run", self._what.ended(None))
@@ -158,7 +162,7 @@ class Guardian:
             )
 
     def tend(self) -> None:
-        """Replaces a killed guardian. Never raises; after a failed start it tries again later."""
+        """Replaces a killed guardian. Never raises; after a failed start, a later call tries again."""
         if self.alive or time.monotonic() < self._again_at:
             return
         _log.warning("%s; another one starts", self._what.ended(None))
@@ -169,7 +173,7 @@ class Guardian:
             self._again_at = time.monotonic() + START_AGAIN_S
 
     def _end(self, timeout_s: float) -> int | None:
-        """The number of processes left; None if the guardian was killed before it finished."""
+        """Returns the number of processes left; None if the guardian was killed before it finished."""
         self._watcher.end()
         try:
             self._num_left = self._watcher.last_word(timeout_s)
@@ -182,16 +186,16 @@ class Guardian:
 
 
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
-    """Starts the guardian of `run_id`, before the first process that it may have to end.
+    """Starts the guardian of `run_id`. Call it before any process starts that the guardian may have to end.
 
-    `temp_dirs`: folders to remove at the end. Sets `SPT_NOENV` in this process's environment, so that the run's
-    processes keep their mark when they rename themselves.
+    The guardian removes `temp_dirs` at the end. Sets `SPT_NOENV` in this process's environment, so that the run's
+    processes keep their environment, and with it the run's id, when they rename themselves.
     """
     return Guardian(lambda: start_watcher(run_id, temp_dirs, log_path), log_path)
 
 
 def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None) -> Watcher:
-    """Returns when the guardian watches. Raises `EngineError` if it does not."""
+    """Starts a guardian process and waits until it watches. Raises `EngineError` if it ends before that."""
     assert run_id, "an empty run id would mark every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)
@@ -221,7 +225,7 @@ def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | 
 
 
 def ending_guardians(run_id: str) -> list[int]:
-    """Pids of the run's guardians on this host whose owners are gone: they are ending its processes."""
+    """Returns the pids of guardians on this host that have lost their owner and are ending the run's processes."""
     found = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # gone, or another user's
@@ -240,8 +244,8 @@ def _driver_id(pid: int) -> ProcessId | None:
 def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, SharedMemoryFiles, set[str]]:
     """Follows the run's processes until the driver closes the pipe or is gone.
 
-    Returns them, their shared memory, and the places of their temporary folders: daemons of an older Ray may have
-    another TMPDIR than the driver.
+    Returns the processes, their shared memory, and the parent folders of their temporary folders. Daemons of an
+    existing Ray cluster may have another TMPDIR than the driver.
     """
     family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
     files, seen = SharedMemoryFiles(), set[ProcessId]()
@@ -253,8 +257,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
         files.observe(members)
         rooms |= {room for member in members if member.id not in seen and (room := _temp_dir_of(member.id.pid))}
         seen |= {member.id for member in members}
-        # Uses little of a core, also with many or large processes. But an engine that dies soon after its start must
-        # have been seen, or its shared memory stays.
+        # The pause limits the share of a core that scans use, even with many or large processes. It must also be short:
+        # the shared memory of an engine that dies before any scan has seen it would not be removed.
         pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
@@ -263,7 +267,7 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
 
 
 def _temp_dir_of(pid: int) -> str:
-    """TMPDIR of a process; empty if it has none."""
+    """Returns TMPDIR in the environment of a process, or an empty string."""
     with contextlib.suppress(OSError):  # gone, or another user's
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"TMPDIR="):
@@ -274,9 +278,9 @@ def _temp_dir_of(pid: int) -> str:
 def end_run(
     family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: Sequence[str] = ()
 ) -> int:
-    """Ends the family and removes its files; returns the number of processes left (normally 0).
+    """Ends the family and removes its files. Returns the number of processes left (normally 0).
 
-    `scratch`: patterns of folders, searched once no process is left that could create one.
+    `scratch` holds glob patterns of folders to remove. They are searched last, when no process can create one any more.
     """
     left = family.end(grace_s=GRACE_S, limit_s=KILL_LIMIT_S, before_kill=files.observe)
     _log.info("removed from shared memory: %s", files.remove_orphans())
@@ -297,7 +301,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the guardian; exit status 1 if a process could not be ended."""
+    """Runs the guardian. Returns exit status 1 if it could not end all processes."""
     options = _parse(arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
@@ -311,16 +315,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.info("run %s is over; ending what is left of it", options.run_id)
     scratch = [os.path.join(glob.escape(room), f"slime-{glob.escape(options.run_id)}-*") for room in sorted(rooms)]
     num_left = end_run(family, files, options.temp_dir, scratch)
-    with contextlib.suppress(BrokenPipeError):  # its owner is gone
+    with contextlib.suppress(BrokenPipeError):  # the owner is gone
         os.write(1, ENDED + b"%d\n" % num_left)
     return 1 if num_left else 0
 
 
 class HostGuardian:
-    """Keeps a guardian on this host. Its thread waits for the guardian's last word, or its end."""
+    """Keeps a guardian running on this host. A thread waits for its last message and replaces it if it was killed."""
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
-        """Raises `EngineError` if none starts, `DeadlineExceeded` if an older guardian does not end."""
+        """Starts the first guardian, after older ones of the run have ended.
+
+        Raises `EngineError` if it does not start, `DeadlineExceeded` if an older guardian does not end.
+        """
         _wait_for_old(run_id)
         self._run_id, self._log_path = run_id, log_path
         self._lock, self._closing, self._over = threading.Lock(), False, threading.Event()
@@ -330,15 +337,15 @@ class HostGuardian:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when no guardian watches any more and no other will start."""
+        """Waits until the guardian has ended and no other one will start."""
         self._over.wait()
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Ends the run's processes on this host, except this one, and waits until none is left.
 
-        Raises `EngineError` if some are left, `DeadlineExceeded` if the guardian does not answer.
+        Raises `EngineError` if processes are left, `DeadlineExceeded` if the guardian does not answer.
         """
-        with self._lock:  # not while a guardian is being replaced
+        with self._lock:  # held by `_listen` while it replaces a guardian
             self._closing = True
             self._watcher.end()
         if not self._over.wait(limit_s):
@@ -370,7 +377,7 @@ class HostGuardian:
 
 
 def _wait_for_old(run_id: str) -> None:
-    """Waits until every guardian of the run here has an owner."""
+    """Waits until all guardians of the run on this host that have lost their owner have ended."""
     deadline = time.monotonic() + OLD_LIMIT_S
     while old := ending_guardians(run_id):
         if time.monotonic() > deadline:

@@ -1,15 +1,16 @@
-"""Colocated training: GPU memory moves between trainer and engines, in the only order that fits both.
+"""Moves GPU memory between trainer and engines in colocated training, in the only order that fits both.
 
     to the trainer       before a training step   engines release all memory, then the trainer takes its own
     room for weights     before a weight sync     the trainer keeps only its weights, then engines take room for theirs
     room for the rest    after a weight sync      the trainer releases its weights, then engines take room for the cache
 
-The giving side always goes first: a GPU has no room for the trainer's gradients, optimizer states and caches beside an
-engine. At the start, an engine measures the free memory while the trainer is built. So the trainer lends its memory as
-soon as it is built, and only then engines take theirs (`slime.compat.sglang_memory_gate`).
+One side always releases before the other allocates, because a GPU cannot hold an engine beside the trainer's gradients,
+optimizer states and caches. At the start, engines would measure the free memory while the trainer is being built. So
+the trainer lends its memory as soon as it is built, and engines wait for that before they allocate theirs
+(`slime.compat.sglang_memory_gate`).
 
-The driver's thread calls all actors concerned and waits for them, with a limit. Without `--offload-rollout` and
-`--offload-train` nothing happens.
+The driver's thread calls the actors and waits for them, with a time limit. Without `--offload-rollout` and
+`--offload-train` nothing is moved.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from slime.settings.conditions import lends_at_start
 
 
 class MemoryHandOver:
-    """Who holds the memory of the GPUs that trainer and engines share. At first engines hold theirs, and so does the
-    trainer unless it lent its own at the start.
+    """Tracks and changes who holds the memory of shared GPUs.
+
+    At first engines hold theirs, and so does the trainer unless it lends its own at the start.
     """
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
@@ -33,7 +35,7 @@ class MemoryHandOver:
         self._trainer_lent = lends_at_start(args)
 
     def to_trainer(self) -> None:
-        """Lets the trainer train; engines are idle. May be called again."""
+        """Gives the memory to the trainer; engines must be idle. May be called several times."""
         self._settle()
         self._engines_give()
         if self._trainer_lends:
@@ -41,17 +43,17 @@ class MemoryHandOver:
 
     @property
     def lends(self) -> bool:
-        """Whether trainer and engines take turns."""
+        """Whether trainer and engines take turns on the GPU."""
         return self._trainer_lends
 
     @property
     def is_lent(self) -> bool:
-        """Whether engines may take free memory now."""
+        """Whether engines may allocate memory now."""
         return self._trainer_lent or not self._trainer_lends
 
     def room_for_weights(self) -> None:
-        """Lets engines take weights; the trainer keeps only its own."""
-        if self._trainer_lent:  # at the start and when an engine joins: engines may have taken too much
+        """Lets engines take memory for weights; the trainer keeps only its weights."""
+        if self._trainer_lent:  # at the start, and when an engine joins: engines hold more than their weights
             self._settle()
             self._engines_give()
         if self._trainer_lends:
@@ -60,7 +62,7 @@ class MemoryHandOver:
             self._actors.on_lenders("resume_memory", ["weights"])
 
     def room_for_the_rest(self) -> None:
-        """Lets engines generate; the trainer sleeps."""
+        """Gives the rest of the memory to engines, so that they can generate; the trainer sleeps."""
         if self._trainer_lends:
             self._on_trainers("sleep", "sleep")
             self._trainer_lent = True
@@ -69,7 +71,7 @@ class MemoryHandOver:
             self._engines_lent = False
 
     def _settle(self) -> None:
-        """From now on no engine takes memory; waits for one that was taking it."""
+        """Stops engines from allocating memory, and waits for one that is allocating."""
         if self._trainer_lends:
             self._trainer_lent = False
             self._actors.engines.settle()
@@ -81,7 +83,7 @@ class MemoryHandOver:
             self._engines_lent = True
 
     def _on_trainers(self, method: str, what: str) -> None:
-        """Calls all training ranks in the span `what`; logs the maximum of each of their metrics."""
+        """Calls `method` on all training ranks in the span `what`. Logs the maximum over ranks of each metric."""
         with span(what):
             answers = self._actors.on_trainers(method, limit_s=MEMORY_LIMIT_S)
         names = {name for answer in answers for name in answer}
