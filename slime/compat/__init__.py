@@ -1,8 +1,8 @@
 """Changes that stock SGLang and megatron-core need, one file each. Nothing happens on import.
 
-On every machine SGLang calls hooks from its own plugin registry (`HOOKS` of `sglang_token_versions` and others), which
-`slime.serving.launch` registers and checks. The rest are patches, mostly for machines without a GPU: each is a function
-that reports its symptom, the upstream version and when it can be removed, and checks its own effect.
+Most changes are hooks (`HOOKS` of `sglang_token_versions` and others), which `slime.serving.launch` registers in
+SGLang's plugin registry and checks on every machine. The rest are patches, mostly for machines without a GPU. Each
+patch is a function that checks its own effect and reports its symptom, the upstream version and when it can be removed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Hook = tuple[str, str, Callable[..., Any]]
-"""When SGLang calls the function (BEFORE, AFTER, AROUND, REPLACE), its target in SGLang, the function."""
+"""(when, target, function). `when`: BEFORE, AFTER, AROUND or REPLACE the `target`, a name in SGLang."""
 
 
 def register(hooks: Iterable[Hook]) -> None:
-    """Call before a process of SGLang loads its plugins."""
+    """Registers hooks with SGLang. Call it before the process loads SGLang's plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for when, target, function in hooks:

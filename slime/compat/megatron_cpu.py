@@ -1,13 +1,13 @@
-"""Stock megatron-core on a CPU: `activate("cpu")`, explicit, idempotent, without effect on `torch` itself.
+"""Makes stock megatron-core run on a CPU (`activate("cpu")`), without changing `torch` itself.
 
-Megatron names the device in its code (`device="cuda"`, `torch.cuda.current_device()`, type names such as
-`torch.cuda.FloatTensor`). Its modules hold `torch` as a global. On a CPU that global becomes a facade of `torch` with
-CPU answers. `torch`, SGLang and transformers in the same process do not see it.
+Megatron hardcodes the device (`device="cuda"`, `torch.cuda.current_device()`, type names such as
+`torch.cuda.FloatTensor`). In each of its modules `torch` is a global. On a CPU the patch replaces that global with a
+facade of `torch` that gives CPU answers. `torch` itself, SGLang and transformers in the same process are unaffected.
 
 Invariants
 1. `activate("cuda")` changes nothing.
 2. Every patch checks that it took effect and raises `EngineError` if it did not.
-3. Only modules below `megatron.core` are changed, and only names that they hold themselves.
+3. Only module-level names of modules below `megatron.core` are changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _USED_MODULES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
 )
-"""Imported before patching, so that every module that the trainer uses gets the facade."""
+"""Modules to import before patching, so that every module that the trainer uses gets the facade."""
 
 _FACTORIES = (
     *("tensor", "as_tensor", "arange", "rand", "randn", "randint"),
@@ -41,9 +41,9 @@ _FACTORIES = (
 
 
 def activate(device: str) -> list[PatchReport]:
-    """On "cpu" applies all patches and returns them; on "cuda" does nothing. May be called again.
+    """On "cpu" applies all patches and returns their reports; on "cuda" does nothing. Idempotent.
 
-    Raises `EngineError` if a patch did not take effect, as with another upstream version.
+    Raises `EngineError` if a patch had no effect, for example with another upstream version.
     """
     if device != "cpu":
         return []
@@ -54,7 +54,7 @@ def activate(device: str) -> list[PatchReport]:
 
 
 class _Inert:
-    """A stand-in for a CUDA stream or event. On a CPU there is nothing to wait for."""
+    """A stand-in for CUDA streams and events, whose methods do nothing."""
 
     def __init__(self, *_given: Any, **_named: Any) -> None: ...
 
@@ -68,7 +68,7 @@ class _Inert:
 
 
 class _CpuCuda(types.ModuleType):
-    """`torch.cuda` as a CPU would answer it."""
+    """A facade of `torch.cuda` that gives CPU answers."""
 
     Stream = Event = _Inert
 
@@ -91,7 +91,7 @@ class _CpuCuda(types.ModuleType):
 
 
 class _CpuTorch(types.ModuleType):
-    """`torch` in which `device="cuda"` means the CPU."""
+    """A facade of `torch` in which `device="cuda"` means the CPU."""
 
     def __init__(self, torch: Any) -> None:
         super().__init__("torch (on a CPU)")
@@ -159,7 +159,7 @@ def _patch_rng() -> PatchReport:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """In the block, `Tensor.type()` of a CPU tensor returns the CUDA name that the optimizer expects."""
+    """Within the block, `Tensor.type()` of a CPU tensor returns the CUDA name that the optimizer expects."""
     import torch
 
     original = torch.Tensor.type

@@ -1,11 +1,11 @@
-"""Norm and clipping of gradients on a GPU without Transformer Engine and Apex, with one synchronisation.
+"""Computes the gradient norm and clips with one synchronisation, on a GPU without Transformer Engine and Apex.
 
-Megatron's fallbacks for the kernels of those packages compute the norm of each gradient, read it on the host and scale
+Without these packages, Megatron's fallback kernels compute the norm of each gradient, read it on the host and scale
 each gradient separately: some 300 synchronisations per optimizer step. Megatron still decides which gradients count,
 over which ranks they are summed and when they are clipped.
 
 Invariants
-1. `activate` on a CPU changes nothing: the norm there stays the same bit for bit.
+1. `activate` on a CPU changes nothing, so the norm there stays bitwise the same.
 2. Neither function synchronises; Megatron reads the norm once, after the sum over ranks.
 """
 
@@ -18,9 +18,9 @@ from slime.compat.patch_report import PatchReport, megatron_report, require_effe
 
 
 def activate(device: Any) -> list[PatchReport]:
-    """Makes Megatron's gradient clipping use torch's kernels on a GPU. May be called again.
+    """Makes Megatron's gradient clipping use torch's kernels on a GPU. Idempotent.
 
-    `device`: a `torch.device` or its name. Raises `EngineError` if it did not take effect.
+    `device`: a `torch.device` or its name. Raises `EngineError` if the patch had no effect.
     """
     import torch
 
@@ -44,7 +44,7 @@ def activate(device: Any) -> list[PatchReport]:
 
 
 def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) -> tuple[Any, None]:
-    """float32 [1] on the device: the Euclidean norm of all tensors of the first list together."""
+    """Returns the Euclidean norm of all tensors of the first list together: float32 [1] on the device."""
     import torch
 
     tensors = [tensor for tensor in tensor_lists[0] if tensor.numel()]
@@ -56,7 +56,7 @@ def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) 
 
 
 def scale(_chunk_size: int, _noop: Any, tensor_lists: Any, factor: float) -> None:
-    """Sets each tensor of the second list to `factor` times that of the first; they may be the same."""
+    """Sets each tensor of the second list to `factor` times its counterpart in the first. The lists may be the same."""
     import torch
 
     source, target = tensor_lists

@@ -1,8 +1,8 @@
-"""Stock megatron-core's experts without Transformer Engine, on a CPU and on a GPU: `activate()`, explicit, idempotent.
+"""Makes the experts of stock megatron-core work without Transformer Engine, on a CPU and on a GPU (`activate()`).
 
 Invariants
 1. Every patch checks that it took effect and raises `EngineError` if it did not.
-2. Only names that modules below `megatron.core.transformer.moe` hold themselves are changed.
+2. Only module-level names of modules below `megatron.core.transformer.moe` are changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.compat.patch_report import PatchReport, megatron_report, require_effe
 
 
 def activate() -> list[PatchReport]:
-    """Applies all patches and returns them. May be called again. Raises `EngineError` if one did not take effect."""
+    """Applies all patches and returns their reports. Idempotent. Raises `EngineError` if a patch had no effect."""
     return [_patch_moe_name(), _patch_split_sizes()]
 
 

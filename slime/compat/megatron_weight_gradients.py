@@ -2,12 +2,13 @@
 
 Megatron's linear layers call Apex's extension `fused_weight_gradient_mlp_cuda` for this, and refuse
 `gradient_accumulation_fusion` if it cannot be imported. `slime.ops.linear` does the same with torch. The rest of the
-protocol stays Megatron's: a layer marks its weight (`grad_added_to_main_grad`) and gives autograd an unused gradient,
-and the hook of its data-parallel wrapper adds nothing.
+protocol is Megatron's: a layer marks its weight (`grad_added_to_main_grad`) and returns an unused gradient to autograd,
+so that the hook of the data-parallel wrapper adds nothing.
 
 Invariants
-1. `activate` on a CPU changes nothing: the hook adds a gradient that is rounded to the model's dtype.
-2. The report says whether it took effect, and the log why not. The caller switches the fusion on only if it did.
+1. `activate` on a CPU changes nothing: there the hook adds a gradient that is rounded to the model's dtype.
+2. The report says whether the patch took effect; if not, the log says why. The caller enables the fusion only if it
+   did.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class _Extension:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Any, grad: Any, total: Any) -> None:
-        """total [out, in] float32 += grad [T, out].T @ inputs [T, in]."""
+        """Computes total += grad.T @ inputs. `total`: [out, in] float32; `grad`: [T, out]; `inputs`: [T, in]."""
         from slime.ops.linear import add_fused
 
         add_fused(total, grad, inputs)
 
 
 def activate(device: Any) -> list[PatchReport]:
-    """Installs the extension on a GPU. May be called again. `device`: a `torch.device` or its name.
+    """Installs the extension on a GPU. Idempotent. `device`: a `torch.device` or its name.
 
-    If this torch cannot add in float32, the report has `applied` and `took_effect` False and the log says why. Raises
-    `EngineError` if Megatron would not call it.
+    If this torch cannot add in float32, `applied` and `took_effect` of the report are False and the log says why.
+    Raises `EngineError` if Megatron does not call the extension.
     """
     import torch
 
@@ -56,7 +57,7 @@ def activate(device: Any) -> list[PatchReport]:
 
 
 def install(device: Any) -> None:
-    """Puts the extension into Megatron's module of linear layers and checks it with a backward pass on `device`."""
+    """Installs the extension in Megatron's module of linear layers and checks it with a backward pass on `device`."""
     import torch
 
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")

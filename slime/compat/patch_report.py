@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from slime.core.errors import EngineError
 
 MEGATRON_VERSION = "0.16.1"
-"""megatron-core version that was seen to need every patch."""
+"""The megatron-core version that was seen to need every patch."""
 SGLANG = "sglang 0.5.16"
-"""SGLang version that was seen to need every patch."""
+"""The SGLang version that was seen to need every patch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +17,17 @@ class PatchReport:
     """One patch, as `slime doctor` prints it."""
 
     name: str
-    """What was replaced."""
+    """Short name of the replaced part."""
     symptom: str
-    """What a user sees without it."""
+    """What a user sees without the patch."""
     upstream: str
-    """Package and version that need it."""
+    """The package and version that need the patch."""
     removal: str
-    """When it can be deleted."""
+    """The condition under which the patch can be deleted."""
     applied: bool
-    """False if it is not needed on this machine."""
+    """False if this machine does not need the patch."""
     took_effect: bool
-    """Checked after applying; False if not applied."""
+    """Whether a check after applying succeeded; False if not applied."""
 
 
 def megatron_report(name: str, symptom: str, removal: str) -> PatchReport:

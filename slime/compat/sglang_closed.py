@@ -1,9 +1,9 @@
-"""Closes what SGLang 0.5.16 leaves open to anybody who reaches the host.
+"""Closes security holes of SGLang 0.5.16 that are open to anybody who can reach the host.
 
-- The ranks of an engine meet at a torch store that listens on every interface, asks for no key and carries pickles.
-  `register` makes it listen only on the address where they meet: loopback for an engine on one host.
-- Two routes that change something ask only for the key of requests, and the only websocket asks for no key.
-  `close_routes` makes the routes ask for the admin key, as similar ones do, and removes the websocket.
+- The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. The
+  hook makes it listen only on the address where the ranks meet: loopback for an engine on one host.
+- Two routes that change something require only the request key, and the only websocket requires no key. `close_routes`
+  makes the routes require the admin key, as similar routes do, and removes the websocket.
 
 Remove it when SGLang does this itself.
 """
@@ -20,15 +20,17 @@ from slime.core.errors import EngineError
 from slime.core.processes import LOOPBACK
 
 SCHEME = "slime"
-"""Of addresses at which ranks meet, instead of torch's "tcp"."""
+"""URL scheme of the addresses where ranks meet, instead of torch's "tcp"."""
 LIMIT = timedelta(minutes=30)
-"""torch's default."""
+"""How long ranks wait for each other: torch's default."""
 CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
-"""Functions of the two routes; the first one takes weights."""
+"""The functions of the two routes. The first one takes weights."""
 
 
 def meet_in_private(address: str, *, server_args: Any, dist_port: int) -> str | None:
-    """Runs in each rank after SGLang chose where ranks meet. Addresses other than `tcp://` are the user's and stay."""
+    """Replaces the address where ranks meet, in each rank after SGLang chose it. Keeps an address that the user chose,
+    which does not begin with `tcp://`.
+    """
     if not address.startswith("tcp://"):
         return None
     _know_scheme()
@@ -60,7 +62,7 @@ def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any,
 
 
 def close_routes() -> None:
-    """Call before the server takes requests."""
+    """Call this before the server takes requests."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.routing import WebSocketRoute

@@ -1,8 +1,9 @@
 """Registers config classes with transformers for models that SGLang serves but transformers does not know.
 
-SGLang reads a model's config with transformers' `AutoConfig`. Released folders of such a model bring a class as code,
-which is not run here (law 10). SGLang registers its own classes with `AutoConfig`, for example DeepSeek-V3's for
-Kimi-K2, but not one for MiMo, whose config has the keys of Qwen2. Remove it when transformers or SGLang has one.
+SGLang reads a model's config with transformers' `AutoConfig`. Released checkpoints of such a model contain a config
+class as code, which slime does not run (law 10). SGLang registers some classes with `AutoConfig`, for example
+DeepSeek-V3's for Kimi-K2, but none for MiMo, which has the config keys of Qwen2. Remove it when transformers or SGLang
+has one.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from pathlib import Path
 
 PATH_FLAG = "--model-path"
 READ_AS = {"mimo": "Qwen2Config"}
-"""`model_type` -> transformers class with the keys of its config.json."""
+"""`model_type` -> the transformers class with the keys of this model's config.json."""
 
 
 def unnamed_type(model_path: str) -> str | None:
-    """The `model_type` of a folder if it must be registered."""
+    """Returns the folder's `model_type` if it must be registered, else None."""
     config = Path(model_path) / "config.json"
     found = json.loads(config.read_text()).get("model_type") if config.is_file() else None
     return found if found in READ_AS else None
 
 
 def register(model_type: str) -> None:
-    """Call before SGLang reads the config. May be called again."""
+    """Registers a config class for `model_type`. Call this before SGLang reads the config. Idempotent."""
     import transformers
 
     base = getattr(transformers, READ_AS[model_type])

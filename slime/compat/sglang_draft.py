@@ -1,8 +1,8 @@
-"""Brings broadcast weights also to the draft of an engine (`--speculative-algorithm`).
+"""Loads broadcast weights also into an engine's draft model (`--speculative-algorithm`).
 
-SGLang 0.5.16 gives an update from shared memory or disk to model and draft, but an update from a process group
-(`/update_weights_from_distributed`) only to the model. The draft would keep the weights of the start, and the weight
-sync, which also compares its digests, would fail. While such an update is handled, the hook loads the tensors into the
+SGLang 0.5.16 loads an update from shared memory or disk into model and draft, but an update from a process group
+(`/update_weights_from_distributed`) only into the model. The draft would keep its first weights, and the weight sync
+would fail, because it also compares the draft's digests. During such an update the hook loads the tensors into the
 draft, too. Remove it when SGLang does this itself.
 """
 
@@ -17,7 +17,7 @@ FLAG = "--speculative-algorithm"
 
 
 def models(manager: Any) -> list[Any]:
-    """The model of a scheduler, then its draft, if it has one."""
+    """Returns a scheduler's model, followed by its draft if it has one."""
     found = [manager.tp_worker.model_runner.model]
     inner = getattr(manager.draft_worker, "draft_worker", None)
     if inner is not None:

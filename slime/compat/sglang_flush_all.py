@@ -1,7 +1,7 @@
-"""Makes an engine with DP attention report an empty cache only when that of every DP group is empty.
+"""Makes an engine with DP attention report an empty cache only when the caches of all DP groups are empty.
 
 SGLang 0.5.16 asks all groups to flush and returns only the first group's answer. A group in which a request is still
-ending would keep its cache and serve it under the next weights. With the hook the front end returns a refusal if any
+ending would keep its cache and use it under the next weights. With the hook the front end returns a refusal if any
 group refuses. Remove it when SGLang merges the answers.
 """
 

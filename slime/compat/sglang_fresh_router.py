@@ -1,9 +1,9 @@
 """Renews the float32 copy of an expert router's weight that SGLang keeps for GLM-4.5 to 4.7 (and 4.7-Flash).
 
 SGLang 0.5.16 makes the copy in the first forward pass and never renews it (`Glm4MoeGate._weight_fp32`), so in half
-precision it would keep choosing experts with the first weights that it was sent. Digests do not show the copy, because
-it is not a resident tensor. After each weight update the hook overwrites the copy in place, where captured CUDA graphs
-read it. Remove it when SGLang renews the copy itself.
+precision the router would keep choosing experts with outdated weights. Digests do not cover the copy, because it is not
+a resident tensor. After each weight update the hook overwrites the copy in place, because captured CUDA graphs read it
+there. Remove it when SGLang renews the copy itself.
 """
 
 from __future__ import annotations

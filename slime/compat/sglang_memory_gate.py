@@ -1,11 +1,11 @@
-"""Makes an engine of a colocated start wait for its GPU memory.
+"""Makes a colocated engine wait at its start until the trainer lends the GPU's memory.
 
-SGLang 0.5.16 sizes its cache by the free memory, measured when a rank begins and again after it loaded its weights. A
-trainer that is being built on the same GPU would distort one measurement or both. So each rank first imports everything
-and then waits for a file, before the first measurement, until the trainer lends its memory.
+SGLang 0.5.16 sizes its cache by the free memory, which each rank measures when it begins and again after it loaded its
+weights. A trainer that is being built on the same GPU would distort the measurements. So each rank imports everything
+and then, before the first measurement, waits for a file that appears when the trainer lends its memory.
 
-Remove it when SGLang takes the size of its pool as a number, or measures on request. Without the hook a pool would be
-too small, but not wrong.
+Remove it when SGLang takes the size of its cache as a number or measures on request. Without the hook the cache would
+be too small, but the engine would still work.
 
 Invariants
 1. Without `GATE_ENV` in the environment nothing is registered.
@@ -23,9 +23,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 GATE_ENV = "SLIME_ENGINE_GATE"
-"""Path of the file that opens the gate."""
+"""Environment variable with the path of the file that opens the gate."""
 WAITING = "waits for the trainer to lend the GPU"
-"""In the log; `engine_phase` reads it."""
+"""Text in the log that `engine_phase` looks for."""
 POLL_S = 0.02
 
 

@@ -1,14 +1,14 @@
-"""Lets an engine of quantised weights take new weights any number of times, and report a digest of every bit of them.
+"""Lets an engine with quantised weights load new weights repeatedly and report digests that cover every bit of them.
 
-SGLang 0.5.16 does this for checkpoints whose config.json names a quantisation:
+The hooks work around two problems of SGLang 0.5.16 with checkpoints whose config.json names a quantisation:
 
-- `/weights_checker` reports one digest for codes and scales together, after dequantising to bfloat16, which rounds a
-  flipped bit of a scale away. With these hooks each is a tensor of its own.
-- After loading, weights of compressed-tensors are reordered for their kernels (INT4 for Marlin, FP8 of dense layers
-  transposed) into other parameters that no loader can fill: the next weights fail, or end up in the wrong place. These
-  hooks bring the loaders' parameters and their memory back before the first tensor of an update, and reorder again once
-  the digests have been taken. So digests are of the loaded bits. The reordered weights go where the last ones were,
-  because captured CUDA graphs read them there.
+- `/weights_checker` dequantises codes and scales to bfloat16 and reports one digest for both. The rounding can hide a
+  flipped bit of a scale. With these hooks codes and scales each get their own digest.
+- After loading weights of compressed-tensors, SGLang reorders them for their kernels (INT4 for Marlin, FP8 of dense
+  layers transposed) into other parameters that no loader can fill. The next weights fail to load or end up in the wrong
+  place. These hooks restore the parameters that loaders fill before the first tensor of an update, and reorder again
+  once the digests have been taken, so digests cover the loaded bits. The reordered weights overwrite the previous ones
+  in place, because captured CUDA graphs read them there.
 
 The hooks run in every scheduler, on weight updates and on the request for digests that ends each weight sync.
 
@@ -31,21 +31,21 @@ from slime.compat.sglang_token_versions import MANAGER
 PATH_FLAG = "--model-path"
 _CHECKER = "sglang.srt.utils.weight_checker"
 _REORDERED = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE", "CompressedTensorsW8A8Fp8")
-"""Schemes that reorder weights into other parameters."""
+"""Quantisation schemes that reorder weights into other parameters."""
 NOT_WEIGHTS = ("weight_shape", "g_idx", "g_idx_sort_indices", "weight_zero_point")
-"""Suffixes of parameters without meaning: shapes, and what codes without zero point and activation order do not use."""
+"""Suffixes of parameters that do not affect results: shapes, zero points and activation order, which are not used."""
 _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
 
 
 def is_quantised(model_path: str) -> bool:
-    """Whether a folder's config.json names a quantisation."""
+    """Whether config.json in the folder `model_path` names a quantisation."""
     config = Path(model_path) / "config.json"
     found = json.loads(config.read_text()) if config.is_file() else {}
     return bool(found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config"))
 
 
 def _nothing(_model: Any) -> dict[str, Any]:
-    """Replaces the pairs of codes and scales that SGLang would dequantise."""
+    """Replaces SGLang's list of codes and scales to dequantise with an empty one."""
     return {}
 
 
@@ -54,7 +54,7 @@ def _weights_alone(state: Callable[..., Iterator[tuple[str, Any]]], checker: Any
 
 
 def _then_in_order(checksum: Callable[..., Any], checker: Any) -> Any:
-    """Takes the digests, then reorders the loaded weights for the kernels."""
+    """Computes the digests, then reorders the loaded weights for the kernels."""
     report, model = checksum(checker), checker._get_model()
     if getattr(model, _LOADING, False):
         for module in _layers(model):
@@ -68,7 +68,7 @@ def _before_update(manager: Any, *_: Any, **__: Any) -> None:
 
 
 def _load(load: Callable[..., Any], model: Any, weights: Any, device: Any) -> None:
-    """Loads a folder, at the start and for an update."""
+    """Loads weights from a folder, at the start and for an update."""
     if not any(True for _ in _layers(model)):
         load(model, weights, device)
     elif not hasattr(model, _LOADING):
@@ -85,14 +85,14 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _keep(model: Any) -> None:
-    """Before the first weights: remembers the parameters that loaders fill, with their attributes."""
+    """Records the parameters that loaders fill, with their attributes. Call it before the first weights are loaded."""
     for module in _layers(model):
         kept = {name: (p, p.shape, p.dtype, dict(vars(p))) for name, p in module._parameters.items() if p is not None}
         setattr(module, _KEPT, kept)
 
 
 def _expect(model: Any) -> None:
-    """Before new weights: brings back the parameters that loaders fill."""
+    """Restores the parameters that loaders fill. Call it before new weights are loaded."""
     if getattr(model, _LOADING, True):
         return
     import torch
@@ -118,7 +118,7 @@ def _expect(model: Any) -> None:
 
 
 def _serve(model: Any) -> None:
-    """After reordering: moves the weights to where the last ones were, and frees the loaders' parameters."""
+    """Moves reordered weights to the memory of the previous ones, and frees the parameters that loaders fill."""
     for module in _layers(model):
         served, workspaces = getattr(module, _SERVED, ({}, ()))
         for name, last in served.items():

@@ -1,22 +1,22 @@
-"""Routed experts for `--use-rollout-routing-replay`: a request asks for them by its id, and gets the experts with which
-its tokens were sampled.
+"""Returns the routed experts of each sampled token, for `--use-rollout-routing-replay`, if the request's id has a mark.
 
 SGLang 0.5.16 returns routed experts for requests with the fields `return_routed_experts` and
 `routed_experts_start_len`, if it was started with `--enable-return-routed-experts`. sglang-router 0.3.2 drops unknown
-fields and headers, but keeps the request's id. So a mark in the id asks for them
+fields and headers, but keeps the request's id. So the client puts a mark into the id
 (`slime.core.ports.ROUTED_EXPERTS_MARK`), and a hook at the engine's front end sets the fields. Remove it when the
 router forwards both fields.
 
-SGLang keeps the experts of a token with its keys and values, and reads them when the request ends. A retracted request
-(`--pause-generation-mode retract`, or when memory runs out) loses them, and its tokens are read again: by new weights,
-or in a prefill that rounds differently, while the log-probs of the sampled tokens stay. So the recorded experts are
-kept before a retraction, and returned with the answer. Remove it when SGLang does this itself.
+SGLang stores the experts of a token with its keys and values, and reads them when the request ends. A request that is
+retracted (`--pause-generation-mode retract`, or when memory runs out) loses them. Later a prefill recomputes its tokens
+with new weights or different rounding, while the log-probs of the sampled tokens stay. So another hook saves the
+recorded experts before a retraction, and a third one returns them with the answer. Remove it when SGLang does this
+itself.
 
 Invariants
-1. Requests without the mark, and requests with several prompts, stay as they are.
-2. If the first hook had no effect, the experts are missing and the client refuses the answer. The launcher checks that
+1. Requests without the mark and requests with several prompts are unchanged.
+2. If the first hook has no effect, the experts are missing and the client refuses the answer. The launcher checks that
    the other hooks are in place.
-3. A row is from the pass that sampled the next token. Rows of a prompt are from its first prefill.
+3. Each row holds the experts of the pass that sampled the next token. Rows of a prompt are from its first prefill.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from slime.core.ports import ROUTED_EXPERTS_MARK
 FLAG = "--enable-return-routed-experts"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _KEPT = "_slime_experts"
-"""Attribute of a request: the kept rows, from the first requested one on."""
+"""Attribute of a request with the saved rows, starting at the first requested one."""
 
 
 def read_mark(_manager: Any, request: Any, *_more: Any, **_named: Any) -> None:
-    """Sets the two fields of a new request whose id has the mark."""
+    """Sets the two fields of a new request if its id has the mark."""
     rid = request.rid
     if not isinstance(rid, str):
         return
@@ -43,7 +43,7 @@ def read_mark(_manager: Any, request: Any, *_more: Any, **_named: Any) -> None:
 
 
 def _set_aside(*_: Any, req: Any, req_to_token_pool: Any, **__: Any) -> None:
-    """Keeps the rows of a request before it is retracted. Its last token has no row, because no pass has read it."""
+    """Saves the rows of a request before it is retracted. Its last token has no row, because no pass has read it."""
     import torch
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
@@ -59,7 +59,7 @@ def _set_aside(*_: Any, req: Any, req_to_token_pool: Any, **__: Any) -> None:
 
 
 def _put_back(_result: Any, _processor: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Restores the kept rows of a request that has ended."""
+    """Restores the saved rows of a request that has ended."""
     kept = getattr(req, _KEPT, None)
     if kept is not None and req.routed_experts is not None:
         req.routed_experts[: len(kept)] = kept[: len(req.routed_experts)]
@@ -67,6 +67,6 @@ def _put_back(_result: Any, _processor: Any, req: Any, *_: Any, **__: Any) -> No
 
 HOOKS = (
     ("BEFORE", "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", read_mark),
-    ("BEFORE", "sglang.srt.managers.schedule_batch.release_req", _set_aside),  # frees keys and values of the retracted
+    ("BEFORE", "sglang.srt.managers.schedule_batch.release_req", _set_aside),  # on a retraction
     ("AFTER", f"{_PROCESSOR}._maybe_collect_routed_experts", _put_back),
 )

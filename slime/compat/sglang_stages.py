@@ -1,20 +1,20 @@
-"""Makes an engine answer for all its pipeline stages: weight updates and digests with `--sglang-pp-size`.
+"""Makes an engine apply and answer weight updates and digest requests in all pipeline stages (`--sglang-pp-size`).
 
 In SGLang 0.5.16 the first stage handles and answers a control request, and only then sends it to the next stage. So
 `/weights_checker` reports only the first stage; an update counts as done before later stages have read memory that the
-sender reuses; and the first stage waits forever for later ones to join a group that they have not heard of. Payloads
-and places in the sender's group are also numbered as if there were one stage.
+sender reuses; and the first stage waits forever for later stages to join a group that they do not know yet. SGLang also
+numbers payloads and ranks in the sender's group as if the engine had one stage.
 
-With these hooks a control request of weights or memory goes to the next stage before it is handled. Later stages send
-their answers to the first one, over SGLang's group of all ranks on the host side, and the first one answers for all. It
-waits without a limit: the caller has one, and a stage that ends takes the server down. Remove it when SGLang answers
-for all stages.
+With these hooks each stage forwards a control request about weights or memory before it handles the request. Later
+stages send their answers to the first one, over SGLang's CPU group of all ranks, and the first one answers for all. It
+waits without a limit: the caller has one, and the server ends if a stage ends. Remove it when SGLang answers for all
+stages.
 
 Invariants
 1. The first stage answers after all others, so its answer holds for all.
-2. A request reaches a stage once, in the order of the stage before.
+2. Each request reaches a stage once. All stages get requests in the same order.
 3. No other messages go to the first stage: SGLang sends only to the next stage, except with separate prefill and decode
-   engines (refused).
+   engines, which slime refuses to combine with stages.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ JOINT = {
     "ReleaseMemoryOccupationReqInput": "release_memory_occupation",
     "ResumeMemoryOccupationReqInput": "resume_memory_occupation",
 }
-"""Request that all stages handle at the same time -> its method."""
+"""Type of a request that all stages handle at the same time -> the method that handles it."""
 _SENT = "_slime_sent_ahead"
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Before a stage handles requests: sends the next stage those that both must handle at the same time."""
+    """Before a stage handles requests, forwards them to the next stage if both must handle one at the same time."""
     if scheduler.ps.pp_rank + 1 >= scheduler.ps.pp_size:
         return
     if any(type(request).__name__ in JOINT for request in requests):
@@ -52,7 +52,7 @@ def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
 
 
 def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Sends to the next stage, except what was sent ahead."""
+    """Sends requests to the next stage, unless `_send_ahead` has sent them."""
     if data is getattr(scheduler, _SENT, None):
         setattr(scheduler, _SENT, None)
         return []
@@ -60,7 +60,7 @@ def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args:
 
 
 def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Handles a request; the first stage collects the answers of all."""
+    """Handles a request. The first stage returns the merged answers of all stages."""
     answer = handle(manager, request)
     scheduler = manager.scheduler
     ps = scheduler.ps
@@ -81,7 +81,7 @@ def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def merged(answers: Sequence[Any]) -> Any:
-    """The first answer with any failure and the digests of all."""
+    """Returns the first answer, with the failures and the digests of all."""
     whole = answers[0]
     failures = [answer for answer in answers if getattr(answer, "success", True) is False]
     if failures:
@@ -92,7 +92,7 @@ def merged(answers: Sequence[Any]) -> Any:
 
 
 def _own_payload(worker: Any, request: Any) -> None:
-    """Before a rank picks its payload by its number in the stage: keeps only those of its stage."""
+    """Keeps only the payloads of this stage, because a rank then picks its own by its number in the stage."""
     ps, payloads = worker.ps, request.serialized_named_tensors
     assert len(payloads) == ps.pp_size * ps.tp_size, f"{len(payloads)} payloads for {ps.pp_size} x {ps.tp_size} ranks"
     request.serialized_named_tensors = payloads[ps.pp_rank * ps.tp_size : (ps.pp_rank + 1) * ps.tp_size]
@@ -101,7 +101,7 @@ def _own_payload(worker: Any, request: Any) -> None:
 def _own_place(
     join: Callable[..., Any], updater: Any, address: str, port: int, rank_offset: int, *rest: Any, **named: Any
 ) -> Any:
-    """Joins the sender's group at a place after the earlier stages."""
+    """Joins the sender's group with a rank behind those of the earlier stages."""
     ps = updater.get_model_runner().ps
     return join(updater, address, port, rank_offset + ps.pp_rank * ps.tp_size, *rest, **named)
 

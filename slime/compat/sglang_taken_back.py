@@ -1,13 +1,13 @@
-"""Makes an engine answer HTTP 503 when the run aborts somebody's request, instead of a partial answer that looks whole.
+"""Makes an engine answer HTTP 503 when the run aborts another client's request, instead of a truncated answer.
 
 A weight sync with `--pause-generation-mode abort` ends all requests of an engine. SGLang 0.5.16 then answers 200 with
-the tokens so far, and says so only in a field that few clients read: code that asks by HTTP would take half a verdict
-for a whole one. The run's own client (ids that begin with `OWN_REQUESTS`) continues after such tokens. Other clients
-are asked to try again; the new request waits until the engine has its new weights. A client that aborts its own request
-by id gets SGLang's answer. Remove it when a pause in SGLang can say how it ends requests.
+the tokens so far, and marks the abort only in a field that few clients read, so an HTTP client would take half a
+verdict for a whole one. The run's own client (ids that begin with `OWN_REQUESTS`) continues after these tokens. The
+hook asks other clients to try again; the new request waits until the engine has its new weights. A client that aborts
+its own request by id still gets SGLang's answer. Remove it when SGLang's pause can choose how requests end.
 
-Invariant: requests of others that `pause_generation` or an abort of everything ended get an error: HTTP 503, or the
-error event of a stream.
+Invariant: if `pause_generation` or an abort of all requests ends another client's request, the client gets an error:
+HTTP 503, or an error event in a stream.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from slime.core.ports import ASK_AGAIN, OWN_REQUESTS
 
 _MARK = "slime_taken_back"
-"""Attribute of SGLang's state of a request."""
+"""Attribute of SGLang's request state: whether the run aborted another client's request."""
 
 
 def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Before an abort of everything: marks the requests of others."""
+    """Marks the requests of other clients before SGLang aborts all requests."""
     if abort_all:
         for known, state in manager.rid_to_state.items():
             setattr(state, _MARK, not str(known).startswith(OWN_REQUESTS))
@@ -31,7 +31,7 @@ def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
 async def refuse(
     handle: Callable[..., Awaitable[Any]], manager: Any, out: dict[str, Any], state: Any, is_stream: bool
 ) -> Any:
-    """Ends a request. Raises what SGLang turns into HTTP 503 or an error event if the request was marked."""
+    """Ends a request. If it was marked, raises an error that SGLang turns into HTTP 503 or an error event."""
     told = await handle(manager, out, state, is_stream)
     if told is not None or not getattr(state, _MARK, False) or out["meta_info"]["finish_reason"]["type"] != "abort":
         return told

@@ -1,14 +1,15 @@
 """Labels each token of an answer with its weight version, for `--pause-generation-mode retract` and `in_place`.
 
-A request that lives through weight syncs has tokens of several versions. SGLang 0.5.16 returns one version, the one
-that its front end knows when the answer leaves. Forward passes and weight updates meet in the scheduler, on one thread.
-Hooks there note the version and label each pass; the labels travel in SGLang's `customized_info`, one entry per output
-token. (CUDA graphs do not run forward hooks.) Remove it when SGLang says which weights sampled each token.
+A request that continues across weight syncs has tokens of several versions, but SGLang 0.5.16 returns only the version
+that its front end knows when the answer leaves. Forward passes and weight updates run on one thread of the scheduler.
+Hooks there note the version and label each pass. (Forward hooks of the model would not do, because CUDA graphs do not
+run them.) The labels travel in SGLang's `customized_info`, one entry per output token. Remove it when SGLang reports
+which weights sampled each token.
 
 Invariants
 1. A label is the version of the last update before its forward pass was launched.
-2. An update waits for launched passes: with overlapped scheduling one may still be reading the weights.
-3. If a hook had no effect, labels are missing or stay 0, and the client refuses the answer.
+2. An update waits for launched passes, because with overlapped scheduling one may still be reading the weights.
+3. If a hook has no effect, labels are missing or stay 0, and the client refuses the answer.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
 """The scheduler's methods that take weights."""
 _served = {"version": 0}
-"""Of this process; 0 is the checkpoint that the engine has loaded itself."""
+"""The version that this process serves. 0 is the checkpoint that the engine loaded itself."""
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """After the launch of a forward pass: the version for each request of the batch."""
+    """After a forward pass was launched, adds the version for each request of the batch."""
     output = getattr(result, "logits_output", None)
     if output is not None:
         versions = [_served["version"]] * len(batch.reqs)

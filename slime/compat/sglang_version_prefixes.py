@@ -1,24 +1,24 @@
-"""Divides an engine's prefix cache by weight version, for requests that live through weight syncs.
+"""Divides an engine's prefix cache by weight version, for requests that continue across weight syncs.
 
-The cache of SGLang 0.5.16 does not know which weights computed its keys and values, and cannot be flushed under running
-requests. But its tree is divided by the `extra_key` of requests, which SGLang has for other purposes. When the
-scheduler is about to look for a request's prefix, on the thread that also changes weights, the request gets the key of
-the serving weights. So a request that waited through a weight sync, or was retracted by it, looks for prefixes of the
+The cache of SGLang 0.5.16 does not know which weights computed its keys and values, and cannot be flushed while
+requests run. But SGLang divides its tree by the `extra_key` of requests, which it has for other purposes. Just before
+the scheduler looks up a request's prefix, on the thread that also changes weights, the hook adds the serving weights to
+the request's key. So a request that waited through a weight sync, or was retracted by it, finds only prefixes of the
 new weights.
 
-The key counts the updates of this scheduler process. A version number would not do: an engine outlives a run, whose
-successor counts from 1 again, and a resumed run reuses numbers. All ranks of an engine get the same updates, so they
-agree.
+The key counts the updates of this scheduler process. A version number would not do: an engine may outlive its run, the
+next run counts from 1 again, and a resumed run reuses numbers. All ranks of an engine get the same updates, so their
+counts agree.
 
 Remove it when SGLang knows which weights computed a prefix. The launcher checks that each hook is in place; this module
-checks the kind of cache when it is made.
+checks the type of the cache when it is created.
 
 Invariants
-1. No two sets of weights share a key. The count goes up before an update, even if that fails.
-2. A prefix is read from the cache only if all of it came from requests that began under the serving weights. With
-   `in_place`, a request that lives on, or is read in parts, adds to the part of the cache with which it began.
-3. A request's own key (LoRA, a namespace) stays in front.
-4. If the waiting queue is ordered by cached prefixes, it goes by those that a request will find.
+1. No two sets of weights share a key. The count increases before an update, even if the update fails.
+2. A prefix is read from the cache only if requests that began under the serving weights wrote all of it. With
+   `in_place`, a request that continues, or is prefilled in chunks, adds to the part of the cache in which it began.
+3. A request's own key (LoRA, a namespace) stays, as the beginning of the new key.
+4. If SGLang orders the waiting queue by cached prefixes, it counts the prefixes that each request will find.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from slime.compat.sglang_token_versions import MANAGER, UPDATES
 from slime.core.errors import EngineError
 
 DIVIDED = frozenset({"RadixCache", "UnifiedRadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"})
-"""SGLang's caches that use `extra_key` in every look-up and insertion, without another cache behind them."""
+"""SGLang's caches that use `extra_key` in every look-up and insertion and have no other cache behind them."""
 EMPTY = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
-"""Caches of `--disable-radix-cache`: they keep nothing beyond a request."""
+"""Caches of `--disable-radix-cache`, which keep nothing beyond a request."""
 _updates = {"asked": 0}
-"""Of this process."""
+"""Number of weight updates that this process has begun."""
 _MARK = "|weights "
 _KEYS = "_slime_keys"
-"""Attribute of a request: the last (own key, key with the weights)."""
+"""Attribute of a request: its last (own key, key with the weights)."""
 
 
 def _count(*_: Any, **__: Any) -> None:
@@ -45,13 +45,13 @@ def _count(*_: Any, **__: Any) -> None:
 
 
 def _divide_all(_policy: Any, waiting_queue: Sequence[Any], *_: Any, **__: Any) -> None:
-    """Before the waiting queue is ordered, for which SGLang may look for the prefixes of all its requests."""
+    """Sets the keys of all waiting requests before SGLang orders the queue, which may look up their prefixes."""
     for request in waiting_queue:
         _give_key(request)
 
 
 def _divide(request: Any, tree_cache: Any = None, *_: Any, **__: Any) -> None:
-    """Before the scheduler looks for a request's prefix; without a tree the request keeps its own."""
+    """Sets a request's key before the scheduler looks up its prefix. Without a tree it looks up nothing."""
     if tree_cache is not None:
         _give_key(request)
 
@@ -65,8 +65,8 @@ def _give_key(request: Any) -> None:
 
 
 def _require_divided(cache: Any, context: Any, *_: Any, **__: Any) -> None:
-    """After the cache was made. A setting that slime cannot see (a variable on the engine's host, a plugin) may have
-    chosen an unknown one.
+    """Raises `EngineError` if SGLang made a cache of an unknown type. A setting that slime cannot see (a variable on
+    the engine's host, a plugin) may have chosen it.
     """
     name, settings = type(cache).__name__, context.server_args
     more = [flag for flag in ("enable_hierarchical_cache", "enable_streaming_session") if getattr(settings, flag)]

@@ -1,12 +1,12 @@
 """Makes stock SGLang 0.5.16 usable on a machine without a GPU.
 
-`slime.serving.launch` calls `activate(device)` in each server process before SGLang is imported. Nothing happens on
-import, or on a GPU machine (`device == "cuda"`).
+`slime.serving.launch` calls `activate(device)` in each server process before SGLang is imported. Importing this package
+changes nothing, and neither does `activate` with the device "cuda".
 
 Invariants
 1. A stand-in never hides a module that can be imported.
-2. A stand-in never computes: calling one of its kernels raises an error that names it.
-3. Each patch is checked after it was applied; one without effect raises `EngineError`.
+2. A stand-in never computes: calling one of its kernels raises an error that names the kernel.
+3. `activate` checks each patch after applying it and raises `EngineError` if it had no effect.
 4. A second call of `activate` changes nothing.
 """
 
@@ -30,7 +30,7 @@ from slime.core.errors import EngineError
 
 
 def is_importable(name: str) -> bool:
-    """Whether the real module `name` can be imported; a wheel for another CPU or torch cannot."""
+    """Whether the real module `name` can be imported. A wheel for another CPU or torch version cannot."""
     module = sys.modules.get(name)
     if module is not None:
         return not getattr(module, "__slime_stand_in__", False)
@@ -48,9 +48,9 @@ def is_importable(name: str) -> bool:
 
 
 def activate(device: str) -> list[PatchReport]:
-    """On "cpu" makes stock SGLang importable and usable, in this process only; on "cuda" does nothing.
+    """On "cpu", makes stock SGLang importable and usable in this process; on "cuda", does nothing.
 
-    Returns one report per patch, also for those that were not needed. Raises `EngineError` if a patch had no effect.
+    Returns one report per patch, also for patches that were not needed. Raises `EngineError` if a patch had no effect.
     """
     if device != "cpu":
         return []
@@ -70,8 +70,8 @@ def activate(device: str) -> list[PatchReport]:
 def _stand_in(name: str) -> PatchReport:
     needed = not is_importable(name)
     if needed and not any(isinstance(f, StandInFinder) and f.covers(name) for f in sys.meta_path):
-        # Last, so that the ordinary finders come first. But they would find a package that exists and cannot be
-        # imported, so then the stand-in goes first.
+        # Normally the stand-in goes last, behind the ordinary finders. But these would find a package that exists and
+        # cannot be imported, so then the stand-in goes first.
         broken = importlib.util.find_spec(name) is not None
         finder = StandInFinder(name)
         sys.meta_path.insert(0, finder) if broken else sys.meta_path.append(finder)

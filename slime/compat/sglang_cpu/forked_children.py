@@ -1,15 +1,16 @@
-"""One import of SGLang for all processes of a server on a CPU.
+"""Forks the children of a server on a CPU, so that all its processes share one import of SGLang.
 
 SGLang starts its schedulers and its detokenizer as fresh interpreters, because CUDA does not survive a fork. Each one
 imports torch, transformers and SGLang again, which takes eight seconds of a core, three times. On a CPU these hooks
-make them forks of the server's process, taken when SGLang is about to start them: everything is imported, and nothing
-else has happened. Seen with SGLang 0.5.16. Remove it when SGLang imports once. The launcher refuses to serve if the
-hooks had no effect.
+make SGLang fork the server's process instead, at the moment when it starts its children: by then everything is
+imported, and nothing else has happened. Seen with SGLang 0.5.16. Remove it when SGLang imports once. The launcher
+refuses to serve if the hooks had no effect.
 
 Invariants
-1. A process forks only while it has one thread: a lock that another thread holds would stay locked in the fork.
-   Otherwise SGLang's own way stays in place; it is back once the children are started, and in them.
-2. A fork ends with its original.
+1. A process forks only while it has one thread, because a lock that another thread holds would stay locked in the fork.
+   With more threads, SGLang spawns its children as usual. Once the children are started, the server and its children
+   spawn again, too.
+2. A fork ends with the process that it was forked from.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from slime.core.processes import die_with_parent
 logger = logging.getLogger(__name__)
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""The libraries of NumPy and SciPy start threads that a server does not use."""
+"""Keeps the libraries of NumPy and SciPy from starting threads, which a server does not use."""
 
 
 def num_threads() -> int:
-    """Threads of this process, also those of libraries."""
+    """Returns the number of threads of this process, including those of libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -36,7 +37,7 @@ def _fork_from_here(*_: Any, **__: Any) -> None:
     if num_threads() > 1:
         logger.warning("children of this server import everything again, because it has %d threads", num_threads())
         return
-    original: list[int] = []  # noted before the fork: a fork may run only after its original has ended
+    original: list[int] = []  # set before the fork, because the original may end before the fork runs
 
     def note() -> None:
         original[:] = [os.getpid()]
@@ -55,6 +56,6 @@ def _spawn_from_here(*_: Any, **__: Any) -> None:
 
 _ENGINE = "sglang.srt.entrypoints.engine"
 HOOKS = (
-    ("AFTER", f"{_ENGINE}._set_envs_and_config", _fork_from_here),  # sets how children start, just before they do
-    ("AFTER", f"{_ENGINE}.Engine._launch_detokenizer_subprocesses", _spawn_from_here),  # starts the last one
+    ("AFTER", f"{_ENGINE}._set_envs_and_config", _fork_from_here),  # runs just before the children start
+    ("AFTER", f"{_ENGINE}.Engine._launch_detokenizer_subprocesses", _spawn_from_here),  # starts the last child
 )

@@ -1,5 +1,5 @@
-"""Patches of SGLang's parts for a CPU: grammar masks, latent attention, norms over all heads, images without
-torchvision, routed experts. Each report names its symptom and when the patch can be removed.
+"""Patches that make parts of SGLang work on a CPU: grammar masks, latent attention, norms over all heads, models that
+see images, routed experts. Each report names the symptom and says when the patch can be removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRAMMARS = "sglang.srt.constrained.xgrammar_backend"
 
 
 def _apply(logits: Any, vocab_mask: Any) -> None:
-    """Tokens whose bit is not set get -inf. `logits` [requests, V] on a CPU; `vocab_mask` [requests, V / 32] int32."""
+    """Sets logits [requests, V] to -inf for tokens whose bit in `vocab_mask` [requests, V / 32] int32 is not set."""
     import xgrammar
 
     xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
@@ -44,7 +44,7 @@ def _use_cpu_kernel(module: types.ModuleType) -> None:
 
 
 def _allowed_of_a_mask(module: types.ModuleType) -> list[int]:
-    """Which of 40 tokens SGLang's class allows under a mask with bits 1 and 33 set."""
+    """Returns which of 40 tokens SGLang's class allows under a mask with bits 1 and 33 set."""
     import torch
 
     logits = torch.zeros(1, 40)
@@ -54,8 +54,8 @@ def _allowed_of_a_mask(module: types.ModuleType) -> list[int]:
 
 
 def masks_on_a_cpu() -> PatchReport:
-    """Applies the masks of xgrammar, SGLang's default, with its own function, which has a CPU kernel. SGLang calls only
-    its kernels for accelerators, and fails on a CPU in the middle of a forward pass.
+    """Makes SGLang apply the masks of xgrammar, its default, with xgrammar's own function, which has a CPU kernel.
+    SGLang itself has only kernels for accelerators and fails on a CPU in the middle of a forward pass.
     """
     return _patched(
         GRAMMARS,
@@ -71,9 +71,9 @@ def _register(module: types.ModuleType) -> None:
 
 
 def latents_in_every_pass() -> PatchReport:
-    """Latent attention (DeepSeek-V3, GLM-4.7-Flash) on `torch_native`. For a prefill without a prefix SGLang expands
-    keys and values per head and does not write them to the cache that this backend reads. So all passes use the form
-    for the latents of the cache, as decoding does anyway.
+    """Makes latent attention (DeepSeek-V3, GLM-4.7-Flash) work on `torch_native`. For a prefill without a prefix SGLang
+    expands keys and values per head and does not write them to the cache that this backend reads. With the patch every
+    pass computes with the cached latents, as decoding does anyway.
     """
     return _patched(
         "sglang.srt.models.deepseek_common.attention_backend_handler",
@@ -90,7 +90,7 @@ def _take_the_cpu_form(module: types.ModuleType) -> None:
 
 
 def norms_of_all_heads() -> PatchReport:
-    """MiniMax-M2's norms of queries and keys. SGLang's CPU form needs AMX; otherwise it takes a kernel for GPUs."""
+    """Makes MiniMax-M2's norms of queries and keys use SGLang's CPU form. Without AMX, SGLang takes a GPU kernel."""
     return _patched(
         "sglang.srt.models.minimax_m2",
         _take_the_cpu_form,
@@ -106,7 +106,7 @@ KERNELS = (
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""Names that SGLang looks up when it imports models that see images."""
+"""Kernels that SGLang looks up when it imports models that see images."""
 
 
 def _missing(name: str) -> Any:
@@ -117,8 +117,8 @@ def _missing(name: str) -> Any:
 
 
 def names_of_kernels() -> PatchReport:
-    """Defines names of `sgl_kernel`'s CPU build, as functions that raise. SGLang's processor for Qwen-VL models imports
-    Qwen3.5, which looks them up; without them the processor is not registered.
+    """Defines kernels of `sgl_kernel`'s CPU build as functions that raise. SGLang's processor for Qwen-VL models
+    imports Qwen3.5, which looks them up. If they are missing, the processor is not registered.
     """
     import torch
 
@@ -136,7 +136,7 @@ def names_of_kernels() -> PatchReport:
 
 
 class _Unpinned(types.ModuleType):
-    """torch with a `zeros` that ignores `pin_memory`."""
+    """A facade of torch with a `zeros` that ignores `pin_memory`."""
 
     def __init__(self, torch: types.ModuleType) -> None:
         super().__init__("torch")
@@ -150,7 +150,7 @@ class _Unpinned(types.ModuleType):
 
 
 def _copied(output: Any, to_host: Callable[[Any], Any]) -> None:
-    """`TopkCaptureOutput.map_device_tensors` with a copy."""
+    """Replaces `TopkCaptureOutput.map_device_tensors`; copies also if `to_host` returns the same memory."""
     output.out_cache_loc, output.topk = (to_host(x).clone() for x in (output.out_cache_loc, output.topk))
 
 
@@ -161,11 +161,12 @@ def _change(module: Any) -> None:
 
 
 def experts_on_the_host() -> PatchReport:
-    """Routed experts on a CPU: kept in ordinary memory, because only a GPU's driver gives pinned memory, and copied.
+    """Makes routed experts work on a CPU: keeps them in ordinary memory, since only a GPU driver offers pinned memory,
+    and copies them.
 
-    A forward pass writes them into one buffer on the device, which is copied to the host before the next pass. With
-    overlapped scheduling the next pass runs before the copy is read, and "copying" from CPU to CPU returns the buffer
-    itself: each token would get the experts of the next one.
+    Each forward pass writes the experts into one buffer on the device, and SGLang copies it to the host before the next
+    pass. With overlapped scheduling the next pass runs before the copy is read. On a CPU, SGLang's "copy" is the buffer
+    itself, so each token would get the experts of the next one.
     """
     return _patched(
         "sglang.srt.state_capturer.base",

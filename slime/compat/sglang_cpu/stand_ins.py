@@ -1,7 +1,7 @@
 """Stand-ins for `torchvision` and `sgl_kernel`, which SGLang imports and which have no fitting CPU build.
 
-A stand-in is a package in which every name exists: a capitalised name is an empty class, any other a function that
-raises `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` work.
+A stand-in is a package in which every name exists. A capitalised name is an empty class; any other name is a function
+that raises `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` work.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from slime.core.errors import EngineError
 
 STAND_INS: dict[str, str] = {"torchvision": "0.0.0", "sgl_kernel": "0.4.5"}
-"""Module -> version of its stand-in; SGLang checks that of the kernel."""
+"""Module -> version that its stand-in reports. SGLang checks the version of `sgl_kernel`."""
 
 
 class InterpolationMode(enum.Enum):
-    """`torchvision.transforms.InterpolationMode`, whose members transformers reads on import."""
+    """Stands in for `torchvision.transforms.InterpolationMode`; transformers reads its members on import."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -32,7 +32,7 @@ class InterpolationMode(enum.Enum):
 
 
 class _AnyAttribute(type):
-    """Metaclass of stand-in classes: every class attribute (enum member, type code) exists, as its own name."""
+    """Metaclass of stand-in classes. Every class attribute (enum member, type code) exists; its value is its name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -41,7 +41,7 @@ class _AnyAttribute(type):
 
 
 def _placeholder(module: str, name: str) -> Any:
-    """A class for capitalised names and `scalar_types` (a namespace of type codes), else a function that raises."""
+    """Returns a class for a capitalised name or `scalar_types` (a namespace of type codes), else a raising function."""
     if module.startswith("torchvision.transforms") and name == "InterpolationMode":
         return InterpolationMode
     if name[0].isupper() or name == "scalar_types":
@@ -71,7 +71,7 @@ def _module_getattr(module: types.ModuleType) -> Callable[[str], Any]:
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the stand-in `root` and its submodules."""
+    """Finds and creates the stand-in `root` and its submodules."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -94,4 +94,4 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run: names are made on access."""
+        """Runs nothing, because names are created on access."""
