@@ -1,9 +1,9 @@
-"""What a generate function, a hook or a user's rollout function can use: the context of its rollout.
+"""The context of a rollout, for generate functions, hooks and users' rollout functions.
 
     from slime.rollout.context import current
     generation = await current().client.generate(ids, sampling_params)
 
-The context travels with asyncio tasks and with `asyncio.to_thread`, as context variables do; nothing is global.
+The context is a context variable, which asyncio tasks and `asyncio.to_thread` inherit; nothing is global.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Models(dict[str, EngineClient]):
 class RolloutContext:
     args: Args
     client: EngineClient | None
-    """Of the policy's engines; None if no engine runs (SFT, replay)."""
+    """Client of the policy's engines; None if no engine runs (SFT, replay)."""
     tokenizer: Any
-    """The HF tokenizer of `--hf-checkpoint`; None if the data brings ids."""
+    """The HF tokenizer of `--hf-checkpoint`; None if the data has ids."""
     graders: GraderPool | None
     progress: Progress
     loop: asyncio.AbstractEventLoop
@@ -52,19 +52,21 @@ class RolloutContext:
     """The server of `--opd-teacher-url`."""
     rollout_id: int | None = None
     models: Mapping[str, EngineClient] = field(default_factory=Models)
-    """Clients of all models, the policy included, by name in `--sglang-config`; without that, "default"."""
+    """Client of each model, including the policy, by its name in `--sglang-config`; without that flag the name is
+    "default".
+    """
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
     workers: Episodes | None = None
-    """Works on groups; None: this process does."""
+    """Runs the groups; None: this process runs them."""
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
-        """The images of a sample (`Sample.images`), for `EngineClient`. Raises `DataError` if one is missing."""
+        """Returns the images of a sample (`Sample.images`) for `EngineClient`. Raises `DataError` if one is missing."""
         token_id = int(read_hf_config(self.args.hf_checkpoint)["image_token_id"])
         return Pictures.of(digests, ImageFolder.of_run(self.args.run_dir), token_id)
 
     def engine(self) -> EngineClient:
-        """The client. Raises `HookError` if no engine runs."""
+        """Returns the client. Raises `HookError` if no engine runs."""
         if self.client is None:
             raise HookError("got a generate call, but no engine runs: this rollout function works without engines")
         return self.client
@@ -74,7 +76,7 @@ _CURRENT: ContextVar[RolloutContext | None] = ContextVar("slime_rollout_context"
 
 
 def current() -> RolloutContext:
-    """The context of the running rollout. Raises `HookError` outside one."""
+    """Returns the context of the running rollout. Raises `HookError` outside one."""
     context = _CURRENT.get()
     if context is None:
         raise HookError("got a call to slime.rollout.context.current() outside a rollout; call it from a hook")

@@ -12,12 +12,12 @@ from slime.settings.groups.reward import RewardSettings
 
 
 def without_unscored(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples for a user's function that expects a number as reward: all but the unscored."""
+    """Returns the samples without the unscored ones, for user functions that expect a number as reward."""
     return [s for s in samples if s.reward is not None or not s.unscored]
 
 
 def reward_of_executions(samples: Sequence[Sample], reward_key: str | None) -> dict[int | None, float]:
-    """Execution -> mean reward of its fan-out siblings; unscored executions are left out."""
+    """Returns execution -> mean reward of its fan-out siblings, without unscored executions."""
     rewards: dict[int | None, list[float]] = {}
     for sample in samples:
         reward = sample.get_reward_value(reward_key)
@@ -31,14 +31,14 @@ def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> l
 
 
 def execution_rewards(args: RewardSettings, samples: list[Sample]) -> list[float]:
-    """The same by `--reward-key`."""
+    """Returns `rewards_by_execution` with `--reward-key`."""
     return rewards_by_execution(samples, args.reward_key)
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Drops a group whose executions all have the same reward: its advantages are zero (DAPO, arXiv:2503.14476).
+    """Drops a group if all its executions have the same reward: its advantages are zero (DAPO, arXiv:2503.14476).
 
-    Compares exactly: a standard deviation of equal floats need not be zero.
+    Compares rewards exactly, because the standard deviation of equal floats may differ from zero.
     """
     rewards = execution_rewards(args, samples)
     if len(set(rewards)) > 1:
@@ -47,7 +47,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """The same, but keeps the group if the step would have to draw another prompt for it.
+    """Like `check_reward_nonzero_std`, but keeps the group if the step would have to draw another prompt instead.
 
     For `--over-sampling-batch-size` above `--rollout-batch-size`.
     """

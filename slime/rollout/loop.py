@@ -1,4 +1,4 @@
-"""`generate_rollout`, the step schedule as a function for users' functions to wrap, and `run` for coroutines in them.
+"""`generate_rollout`: the step schedule as a function that users can wrap. `run`: runs a coroutine from such a wrapper.
 
 --rollout-function-path slime.rollout.loop.generate_rollout         # the default
 """
@@ -17,13 +17,13 @@ from slime.rollout.schedules.step import generate_step
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 LOOK_S = 5.0
-"""How often a waiting thread checks that the event loop is alive."""
+"""How often (s) a waiting thread checks that the event loop is alive."""
 Output = RolloutFnTrainOutput | RolloutFnEvalOutput
 T = TypeVar("T")
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """Generates or evaluates one step from a thread. Raises `HookError` on the manager's event loop."""
+    """Generates or evaluates one step from a thread. Raises `HookError` if called on the manager's event loop."""
     context = current()
     if evaluation:
         return run_on_loop(evaluate(context, rollout_id), what="generate_rollout")
@@ -33,7 +33,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
     """Runs a coroutine on the rollout's event loop, from a thread, and returns its result.
 
-    Raises `HookError` on that event loop itself, outside a rollout, or when the loop has ended.
+    Raises `HookError` if called on that event loop itself or outside a rollout, or if the loop has ended.
     """
     context = current()
     try:
@@ -52,7 +52,7 @@ def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `run_on_loop`; outside a rollout as `asyncio.run`."""
+    """Calls `run_on_loop` in a rollout, and `asyncio.run` outside one."""
     try:
         current()
     except HookError:
@@ -61,12 +61,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _result(step: concurrent.futures.Future[T], context: RolloutContext, what: str) -> T:
-    """Waits while the event loop runs; the step has limits of its own. Raises `HookError` if the loop ends."""
+    """Waits for the result while the event loop runs; the step has its own limits. Raises `HookError` if it ends."""
     while True:
         try:
             return step.result(timeout=LOOK_S)
         except TimeoutError:
             if step.done():
-                raise  # the step's own
+                raise  # the step itself raised it
             if not context.loop.is_running():
                 raise HookError(f"{what} waits for an event loop that has ended; call it while the step runs") from None

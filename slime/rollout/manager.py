@@ -2,7 +2,7 @@
 
 The driver calls `generate` for a batch, trains it, confirms with `commit`, and may then `save`. `generate` and
 `evaluate` may overlap. The schedule (`slime.rollout.schedules`) waits for engines and graders. All methods run on one
-event loop; threads run synchronous user functions and write files.
+event loop, except that threads run synchronous user functions and write files.
 
 Invariants
 1. The groups of a batch stay in flight in the buffer until `commit` (`BatchAccount`).
@@ -54,27 +54,27 @@ from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.topology_yaml import topology_of
 
 NUM_PROMPTS, NUM_TOKENS = 16, 64
-"""Most prompts of a probe, and most tokens of each answer."""
+"""Maximum number of prompts in a probe, and of tokens in each answer."""
 
 
 class MismatchProbe:
-    """Asks prompts of the last batch again, so that the trainer can compare its log-probs with the engines'.
+    """Samples prompts of the last batch again, so that the trainer can compare its log-probs with the engines'.
 
-    For schedules whose batches are older than the trainer's weights. The answers stay outside the Data Buffer, are not
-    graded and never trained.
+    For schedules with batches that are older than the trainer's weights. The answers stay outside the Data Buffer and
+    are neither graded nor trained.
     """
 
     def __init__(self) -> None:
         self._prompts: list[list[int]] = []
 
     def remember(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Keeps the prompts of a batch."""
+        """Keeps the first prompts of a batch."""
         firsts = [group[0] for group in groups[:NUM_PROMPTS]]
         prompts = [(column, one.prompt_length) for one in firsts if (column := one.column("tokens")) is not None]
         self._prompts = [column[:length].tolist() for column, length in prompts]
 
     async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
-        """Short answers from the current weights. Raises `HookError` before any generation."""
+        """Samples short answers with the current weights. Raises `HookError` before the first generation."""
         if client is None or not self._prompts:
             raise HookError("got a probe before any generation by an engine; there is no prompt to probe with")
         params = {k: v for k, v in rollout_sampling_params(args).items() if not k.startswith("stop")}
@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_FILE = "data_buffer.json"
 CLOSE_LIMIT_S = 60.0
-"""Limit for closing each part; the waits inside have shorter ones."""
+"""Limit for closing each part; waits inside a part have shorter limits."""
 
 
 class RolloutManager:
@@ -114,7 +114,7 @@ class RolloutManager:
         """Loads tokenizer and data.
 
         `engines`: addresses of the policy's engines at start; None if no model has engines. `keys`: API keys.
-        `workers`: they work on groups; None: this process does.
+        `workers`: processes that run the groups; None: this process runs them.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -143,7 +143,7 @@ class RolloutManager:
         self._recorder = Recorder(args)
         self._probe = MismatchProbe()
         self.showcase = Showcase(args, self._tokenizer)
-        """The samples to show of each step and evaluation; taken when the metrics are logged."""
+        """Samples of each step and evaluation to show; taken when the metrics are logged."""
         self._progress: list[Progress] = []
 
     @property
@@ -151,7 +151,7 @@ class RolloutManager:
         return len(self._source)
 
     def progress(self) -> str:
-        """What runs now, in one line; empty if nothing does."""
+        """Describes the running work in one line; empty if idle."""
         return "; ".join(str(p) for p in self._progress)
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
@@ -191,7 +191,7 @@ class RolloutManager:
         return {} if logged else metrics
 
     async def held_out(self) -> tuple[HeldOut, ...]:
-        """The datasets on which the trainer measures the loss."""
+        """Returns the datasets on which the trainer measures the loss."""
         made: tuple[HeldOut, ...] = await beside(held_out_batches, self._args, self._tokenizer, self._loss_datasets)
         return made
 
@@ -199,57 +199,60 @@ class RolloutManager:
         return await self._probe.ask(self._client, self._args)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
-        """Adds engines of a model. `worker`: the part of a request that they do."""
+        """Adds engines of a model. `worker`: the part of a request that they serve."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """Removes engines of a model; their requests go on elsewhere. `died`: they died or hang."""
+        """Removes engines of a model; their requests continue at other engines. `died`: whether they died or hang."""
         self._clients[model].dismiss(urls, died=died)
         if self._workers is not None:
             self._workers.dismiss(model, urls, died)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Engines of all models found stalled in the last `within_s` seconds: no token within `--request-timeout-s`."""
+        """Returns engines of all models that were found stalled in the last `within_s` seconds.
+
+        A stalled engine sends no token within `--request-timeout-s`.
+        """
         workers = await self._workers.stalled(within_s) if self._workers is not None else []
         return [url for client in self._clients.values() for url in client.stalled(within_s)] + workers
 
     async def progressing(self, within_s: float) -> list[str]:
-        """Engines of all models that sent a token in the last `within_s` seconds."""
+        """Returns engines of all models that sent a token in the last `within_s` seconds."""
         workers = await self._workers.progressing(within_s) if self._workers is not None else []
         return [url for client in self._clients.values() for url in client.progressing(within_s)] + workers
 
     async def pause(self, *, hand_back: bool = True) -> None:
-        """Ends the requests of a schedule that generates between steps, until `resume`.
+        """Ends the requests of a continuous schedule until `resume`.
 
-        `hand_back`: their tokens go to the Data Buffer, because a save follows; otherwise the requests go on later.
+        `hand_back`: a save follows, so the tokens go to the Data Buffer; otherwise the requests continue at `resume`.
         """
         await self._schedule.pause(hand_back=hand_back)
 
     def resume(self) -> None:
-        """Lets requests go again after `pause`."""
+        """Lets requests continue after `pause`."""
         self._schedule.resume()
 
     def commit(self, rollout_id: int) -> dict[str, float]:
-        """Settles the groups of a trained step. Returns the ledger. Raises `LedgerError` if it does not balance."""
+        """Marks the groups of a step as trained. Returns the ledger. Raises `LedgerError` if it does not balance."""
         if self._recorder.replays:
             return {}
         self._account.commit(rollout_id)
         return self._source.metrics()
 
     async def save(self, directory: Path) -> None:
-        """Writes the current Data Buffer into `directory`; the event loop goes on meanwhile."""
+        """Writes the Data Buffer, as it is now, into `directory` in a thread."""
         step = self._account.last_step
         await beside(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote. Raises `CheckpointError`."""
+        """Restores the Data Buffer from `directory`. Raises `CheckpointError`."""
         self._source.load(directory / BUFFER_FILE)
         self._account.clear()
 
     async def close(self) -> None:
-        """Closes schedule, graders and connections. Warns of a part that takes more than `CLOSE_LIMIT_S`."""
+        """Closes schedule, graders and connections. Warns if a part takes longer than `CLOSE_LIMIT_S`."""
         others = (self._workers, *self._clients.values(), self._teacher)
         for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
             closing = asyncio.create_task(part.close(), name=f"the end of {type(part).__name__}")
@@ -261,7 +264,7 @@ class RolloutManager:
                 await end_tasks([closing])
 
     async def _traffic(self) -> dict[str, float]:
-        """Metrics of the requests to the policy since the last batch, here and in workers."""
+        """Returns metrics of the requests to the policy since the last batch, here and in workers."""
         here = self._client.take_traffic() if self._client is not None else None
         there = await self._workers.traffic() if self._workers is not None else []
         return traffic_metrics([here, *there])
@@ -273,7 +276,7 @@ class RolloutManager:
             step = self._schedule.step(context, rollout_id, self._source)
             output = await supervised(
                 step, what=f"rollout {rollout_id}", limit_s=None
-            )  # parts have limits of their own
+            )  # its parts have their own limits
         self._account.hand_out(rollout_id, output.samples, before=before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness
         output.metrics |= await beside(staleness, output.samples, now=now, limit=limit)
@@ -281,7 +284,7 @@ class RolloutManager:
 
     @contextlib.contextmanager
     def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
-        """The context of the functions called in the block; its progress shows in `progress`."""
+        """Makes a new context current in the block; `progress` reports on it."""
         context = RolloutContext(
             args=self._args,
             client=self._client,

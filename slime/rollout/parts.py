@@ -1,4 +1,4 @@
-"""Makes the parts of a rollout from the settings: tokenizer, Data Buffer, evaluation datasets, and the clients of
+"""Builds the parts of a rollout from the settings: tokenizer, Data Buffer, evaluation datasets, and the clients of
 engines, teacher and graders.
 """
 
@@ -31,7 +31,7 @@ from slime.settings.topology_yaml import topology_of
 
 
 def load_tokenizer(args: Args) -> Any:
-    """The HF tokenizer of `--hf-checkpoint`, with `--chat-template`; None without a checkpoint."""
+    """Loads the HF tokenizer of `--hf-checkpoint`, with `--chat-template`; None without a checkpoint."""
     if not args.hf_checkpoint:
         return None
     tokenizer = tokenizer_of(args.hf_checkpoint)
@@ -47,7 +47,7 @@ def tokenizer_of(path: str) -> Any:
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
-    """The Data Buffer over the source of `--data-source`."""
+    """Opens the Data Buffer over the source of `--data-source`."""
     context = SourceContext(
         args=args, tokenizer=tokenizer, buffer_filter=load(args.buffer_filter_path, "buffer_filter")
     )
@@ -62,7 +62,7 @@ def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
-    """Model name -> client, for all served models; engines are admitted later. `tokenizer`: the policy's."""
+    """Makes a client for each served model, by name; engines are admitted later. `tokenizer`: that of the policy."""
     return Models(
         {
             model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
@@ -74,7 +74,7 @@ def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
 
 
 def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineClient:
-    """The client of a model with a checkpoint of its own; its answers are not trained."""
+    """Makes the client of a model that has its own checkpoint; its answers are never trained."""
     path = model.path
     return EngineClient(
         request_timeout_s=args.request_timeout_s,
@@ -97,9 +97,10 @@ def engine_client(
     pairs: bool = False,
     trained: bool = True,
 ) -> EngineClient:
-    """A client of engines that serve the policy's checkpoint: those at `urls`, and those admitted later.
+    """Makes a client for engines that serve the policy's checkpoint.
 
-    `tokenizer`: the one that the engines decode with, if any. The rest is as in `EngineClient`.
+    `urls`: engines at start; others are admitted later. `tokenizer`: the tokenizer that the engines decode with, if
+    any. The other parameters are those of `EngineClient`.
     """
     return EngineClient(
         *urls,
@@ -118,7 +119,7 @@ def engine_client(
 
 
 def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
-    """Where SGLang ends an answer: by config, generation config and tokenizer of the checkpoint."""
+    """Returns how SGLang ends an answer, from the checkpoint's config, generation config and tokenizer."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(hf_checkpoint) / name
@@ -137,7 +138,7 @@ def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
 
 
 def teacher_client(args: Args) -> TeacherClient | None:
-    """The client of `--opd-teacher-url`, if given."""
+    """Makes the client of `--opd-teacher-url`; None if it is not set."""
     if args.opd_teacher_url is None:
         return None
     return TeacherClient(
@@ -150,7 +151,7 @@ def teacher_client(args: Args) -> TeacherClient | None:
 
 
 def grader_pool(args: Args) -> GraderPool:
-    """The grader processes. Raises `ConfigError` for an unknown grader."""
+    """Makes the pool of grader processes. Raises `ConfigError` for an unknown grader."""
     return GraderPool(
         num_workers=args.reward_num_workers,
         timeout_s=args.reward_timeout_s,
@@ -164,7 +165,7 @@ def grader_pool(args: Args) -> GraderPool:
 
 
 def _expert_format(args: Args) -> ExpertFormat | None:
-    """The format of routed experts, if engines return them."""
+    """Returns the format of routed experts; None if engines do not return them."""
     if not args.sglang.get("enable_return_routed_experts"):
         return None
     config = read_hf_config(args.hf_checkpoint)
@@ -173,7 +174,7 @@ def _expert_format(args: Args) -> ExpertFormat | None:
 
 
 def _vocab_size(hf_checkpoint: str) -> int | None:
-    """The model's number of token ids, if its config says it."""
+    """Returns the vocabulary size in the model's config; None if it is missing."""
     path = Path(hf_checkpoint) / "config.json"
     size = text_config(json.loads(path.read_text())).get("vocab_size") if path.is_file() else None
     return None if size is None else int(size)

@@ -1,12 +1,12 @@
-"""From finished groups to the `TrainBatch`, and the account of batches that are not yet trained.
+"""Turns finished groups into a `TrainBatch`, and keeps account of batches that are not yet trained.
 
 Invariants
 1. Samples are ordered by (group_index, index, position within the execution), whatever the schedule.
-2. Every sample is scored, or its reward is NaN and `unscored` says why: then it enters no statistics and trains
-   nothing. Any other missing reward is an error, never a zero.
+2. Every sample is scored, or its reward is NaN and `unscored` says why. An unscored sample enters no statistics and
+   trains nothing. Any other missing reward is an error, never a zero.
 3. Rewards are raw: the trainer computes advantages over `group_index`, never by position.
-4. The groups of a batch stay in flight in the buffer until `commit`; after a save before it, a resumed run issues them
-   again.
+4. The groups of a batch stay in flight in the buffer until `commit`. If the run is saved before the commit, a resumed
+   run issues them again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _FLAG = "--custom-convert-samples-to-train-data-path"
 
 
 def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple[TrainSample, ...]:
-    """The records of a dict of columns from `--custom-convert-samples-to-train-data-path`, one entry per sample.
+    """Converts a dict of columns from `--custom-convert-samples-to-train-data-path`, with one entry per training
+    sample.
 
-    Columns: `_COLUMNS`, the last two naming the execution of an entry; others are ignored. A missing column is taken
-    from the sample. Rewards are final. Raises `HookError` for unequal lengths, or for unknown executions.
+    Reads the columns in `_COLUMNS`, of which the last two name the execution of an entry, and ignores others. Takes a
+    missing column from the sample. Rewards are final. Raises `HookError` if lengths differ or an execution is unknown.
     """
     rewards = columns.get("rewards", ())
     known = {name: values for name, values in columns.items() if name in _COLUMNS}
@@ -52,7 +53,7 @@ _COLUMNS = (
 
 
 def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> list[Sample]:
-    """The sample of each entry: the one at its place, else the first of its execution."""
+    """Returns the sample of each entry: the one at the same position, else the first of its execution."""
     if num == len(samples):
         return list(samples)
     by_index = {sample.index: sample for sample in reversed(samples)}
@@ -92,7 +93,7 @@ def _record(sample: Sample, entry: Mapping[str, Any]) -> TrainSample:
 
 
 def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All samples in canonical order. Raises `DataError` for one without identity or that is incomplete."""
+    """Returns all samples in canonical order. Raises `DataError` if a sample has no identity or is not finished."""
     samples = [s for group in groups for s in group]
     for sample in samples:
         if sample.group_index is None or sample.index is None:
@@ -106,7 +107,7 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
-    """[S] rewards: of the user's post-processing, else by `--reward-key`; NaN if unscored.
+    """Returns [S] rewards from the user's post-processing, else by `--reward-key`; NaN if unscored.
 
     Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
     """
@@ -133,7 +134,7 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
 
 
 def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
-    """The batch of a step. Raises `DataError` if there are no samples or one breaks its contract."""
+    """Builds the batch of a step. Raises `DataError` if there are no samples or a sample breaks its contract."""
     samples = in_order(groups)
     if not samples:
         raise DataError(f"got no samples for step {rollout_id}; there is nothing to train")
@@ -169,24 +170,25 @@ logger = logging.getLogger(__name__)
 
 
 class BatchAccount:
-    """Step -> the groups of its batch. The ledger is checked after each call."""
+    """Remembers the groups of each step's batch. Checks the ledger after each call."""
 
     def __init__(self, buffer: DataBuffer, *, trains: bool) -> None:
-        """`trains`: each commit makes a new weight version."""
+        """`trains`: whether each commit makes a new weight version."""
         self._buffer, self._trains = buffer, trains
         self._handed_out: dict[int, list[int]] = {}
         self.last_step: int | None = None
         """The newest trained step."""
 
     def in_flight(self) -> set[int]:
-        """The groups in flight now."""
+        """Returns the indices of the groups in flight."""
         return set(self._buffer.in_flight)
 
     def hand_out(self, rollout_id: int, groups: Sequence[Sequence[Sample]], *, before: set[int] | None) -> None:
         """Remembers the groups of a batch.
 
-        `before`: groups in flight before the step. Those that came later and are not in the batch were forgotten by a
-        user's function and are filtered. None if the schedule keeps groups in flight between steps.
+        `before`: groups in flight before the step; None if the schedule keeps groups in flight between steps. Groups
+        that were issued later and are missing in the batch were forgotten by a user's function, and are marked
+        filtered.
         """
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
         dropped = [] if before is None else sorted(self.in_flight() - before - set(indices))
@@ -197,7 +199,7 @@ class BatchAccount:
         self._buffer.ledger().check()
 
     def commit(self, rollout_id: int) -> None:
-        """Settles the groups of a trained step. Raises `LedgerError`."""
+        """Marks the groups of a step as trained. Raises `LedgerError`."""
         if rollout_id not in self._handed_out:
             raise LedgerError(f"got a commit of step {rollout_id}, which was not generated, or is already committed")
         self._buffer.mark_trained(self._handed_out.pop(rollout_id))

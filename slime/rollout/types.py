@@ -1,4 +1,4 @@
-"""What rollout functions and filters return, and the progress that the driver shows."""
+"""Results of rollout functions and filters, and the progress that the driver shows."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RolloutFnEvalOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """What the driver logs of a step or an evaluation."""
+    """The data of a step or an evaluation that the driver logs."""
 
     metrics: dict[str, float]
     samples: list[ShownSample]
-    """The few to show."""
+    """A few samples to show."""
     span_s: tuple[float, float] | None = None
     """Begin and end of the generation, Unix time."""
 
@@ -49,12 +49,12 @@ class DynamicFilterOutput:
     reason: str | None = None
     """Counted as `rollout/dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
-    """With `keep=False`: keeps the group if accepted and running groups do not fill the step without it."""
+    """With `keep=False`: keeps the group anyway if accepted and running groups do not fill the step without it."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a rollout does now. The rollout task writes it, the driver polls it."""
+    """The current state of a rollout. The rollout task writes it, the driver polls it."""
 
     what: str = "idle"
     done: int = 0
@@ -63,7 +63,7 @@ class Progress:
     tokens: int = 0
     """Sampled response tokens."""
     num_failures: int = 0
-    """Tries of executions that failed or got no score."""
+    """Execution tries that failed or got no score."""
     last_failure: str = ""
     started: float = field(default_factory=time.monotonic)
 
@@ -73,7 +73,7 @@ class Progress:
         self.num_failures, self.last_failure = 0, ""
 
     def failed(self, reason: str) -> str:
-        """Counts a failure, so that people see it before the step gives up. Returns the reason."""
+        """Counts a failure, so that users see it before the step gives up. Returns the reason."""
         self.num_failures, self.last_failure = self.num_failures + 1, reason
         return reason
 

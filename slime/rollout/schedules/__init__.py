@@ -1,18 +1,19 @@
-"""Rollout schedules: when prompt groups start, and which finished ones make a step's batch.
+"""Rollout schedules decide when prompt groups start, and which finished groups form a step's batch.
 
     @SCHEDULES.register("my_schedule")
     class MySchedule(RolloutSchedule):
         "What it does."
         async def step(self, context, rollout_id, source): ...
 
-Modules of this package: `step` (a step generates what it trains; also `function`, a user's or fine-tuning's rollout
-function) and `fully_async` (a worker generates all the time). `--rollout-schedule` names a schedule, or the import path
-of a user's. `slime.rollout.group_loop` is the loop of the first and the last; a new schedule may use it or not.
+The module `step` registers `step`, which generates each batch in the step that trains it, and `function`, which calls
+the rollout function of a user or of fine-tuning. The module `fully_async` generates continuously. `--rollout-schedule`
+takes a registered name or an import path. `step` and `fully_async` share the loop in `slime.rollout.group_loop`, which
+new schedules may use.
 
 Invariants
-1. Every group that a schedule takes from the source is in the batch, put back, marked filtered or marked failed. A
-   `continuous` schedule may keep groups in flight between steps, until `close`. What another schedule leaves in flight
-   beside its batch is marked filtered (`BatchAccount`).
+1. Every group that a schedule takes from the source ends up in the batch, is put back, or is marked filtered or failed.
+   A `continuous` schedule may keep groups in flight between steps, until `close`. If another schedule leaves groups in
+   flight outside its batch, `BatchAccount` marks them filtered.
 2. After `close` no request of the schedule is left in an engine.
 """
 
@@ -31,31 +32,33 @@ if TYPE_CHECKING:
 
 
 class RolloutSchedule(ABC):
-    """Made once per run, without arguments or from its fields, which are settings; used on one event loop."""
+    """Built once per run, from its settings if it declares fields. Runs on one event loop."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = False
-    """It also generates between steps, while the trainer trains and weights are synced (`args.fully_async`)."""
+    """Whether it also generates between steps, while the trainer trains and syncs weights (`args.fully_async`)."""
 
     @abstractmethod
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """The batch of one step, with metrics; its groups stay in flight. `source` is the same in every step."""
+        """Returns the batch of one step with metrics; the groups stay in flight. `source` is the same in every step."""
 
     async def pause(self, *, hand_back: bool) -> None:  # noqa: B027
-        """Called between steps, before a weight sync: ends requests and sends no other until `resume`.
+        """Ends requests and sends no more until `resume`. Called between steps, before a weight sync.
 
-        They go on then, unless `hand_back`: a save follows, so their tokens go to the source. Only a `continuous`
-        schedule has requests between steps.
+        `hand_back`: a save follows, so the tokens of the requests go to the source. Otherwise the requests continue at
+        `resume`. Only a `continuous` schedule has requests between steps.
         """
 
     def resume(self) -> None:  # noqa: B027
-        """Called after the weight sync: requests go on."""
+        """Lets requests continue. Called after the weight sync."""
 
     async def close(self) -> None:  # noqa: B027
-        """Ends what still runs and puts its groups back."""
+        """Ends all running work and puts its groups back."""
 
     def check(self, args: Args) -> str | None:
-        """A message (got / because / do) for settings that cannot work with it; None if they can. Asked at start."""
+        """Returns an error message (what is wrong, why, what to do) if the settings do not work with it, else None.
+        Called at start.
+        """
         return None
 
 

@@ -1,19 +1,19 @@
-"""The schedule of `--fully-async`: one worker for the whole run, which goes on while the trainer trains.
+"""The schedule of `--fully-async`: one worker generates during the whole run, also while the trainer trains.
 
-Finished groups wait in the Data Buffer; `step` takes a batch of them, those of the oldest weights first. The worker
-waits for a group to end, or for room; an ended group and a taken batch wake it. `step` waits for a full batch; the
-worker wakes it when there is one, or when the worker has failed. All on the manager's event loop.
+Finished groups wait in the Data Buffer; `step` takes a batch of them, oldest weights first. The worker waits for a
+group to end, or for room; an ended group and a taken batch wake it. `step` waits for a full batch; the worker wakes it
+when a batch is full, or when the worker has failed. Everything runs on the manager's event loop.
 
 Invariants
 1. At most `--max-groups-in-flight` groups run or wait finished. The worker rests only when finished groups fill that
    bound.
-2. Requests live through weight syncs. With `--pause-generation-mode abort` the client ends them and sends them again
-   with their tokens when engines serve the new weights. A group that is interrupted by the sync before a checkpoint
-   goes back to the buffer, so that the checkpoint has its tokens, and on at once. Interrupted `MAX_TRIES` times in one
-   step it counts as failed.
+2. Requests survive weight syncs. With `--pause-generation-mode abort` the client ends them, and sends them again with
+   their tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the group goes
+   back to the buffer, so that the checkpoint has its tokens, and is issued again at once. A group that is interrupted
+   `MAX_TRIES` times in one step counts as failed.
 3. A batch holds no token older than `--max-weight-staleness`: the buffer checks when a group is issued and when it is
    taken. No group starves, because a waiting trainer syncs no weights, and running groups then finish in time.
-4. An error of the worker is raised by the current or next step; all its groups are then put back.
+4. If the worker fails, its groups are put back, and the current or next step raises the error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slime.rollout.user_functions import RolloutHooks
 
 @SCHEDULES.register("fully_async")
 class FullyAsync(RolloutSchedule):
-    """Generates all the time; a step trains the finished groups with the oldest weights."""
+    """Generates continuously; a step trains the finished groups with the oldest weights."""
 
     continuous = True
 
@@ -45,7 +45,7 @@ class FullyAsync(RolloutSchedule):
         self._worker: RolloutWorker | None = None
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """The first step starts the worker."""
+        """Starts the worker in the first step."""
         self._worker = self._worker or RolloutWorker(context, source)
         return await self._worker.step(context, rollout_id)
 
@@ -63,21 +63,21 @@ class FullyAsync(RolloutSchedule):
 
 
 class BoundedPolicy(Policy):
-    """Bounds the groups that run or wait finished in the buffer."""
+    """Limits how many groups run or wait finished in the buffer."""
 
     def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
         most = context.args.max_groups_in_flight
         assert most is not None, "--fully-async derives a bound of groups in flight"
         self.interrupted: Counter[int] = Counter()
-        """Group -> interruptions in this step."""
+        """Group index -> number of interruptions in this step."""
         self._max_groups_in_flight, self._buffer = most, buffer
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """What running and finished groups leave of the bound."""
+        """Returns the bound minus the running and the finished groups."""
         return self._max_groups_in_flight - len(loop.running) - self._buffer.num_finished
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Weight syncs interrupt groups, but not the same one again and again."""
+        """Accepts interruptions, which weight syncs cause, but only `MAX_TRIES - 1` of one group per step."""
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 
@@ -88,7 +88,7 @@ class BoundedPolicy(Policy):
 
 
 class RolloutWorker:
-    """Works from the moment it is made, on the running event loop, until `close`."""
+    """Generates on the running event loop, from its construction until `close`."""
 
     def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
         """Raises `HookError`."""
@@ -100,7 +100,7 @@ class RolloutWorker:
 
     @property
     def scope(self) -> RequestScope:
-        """Of all its requests."""
+        """The scope of all requests of the worker."""
         return self._loop.scope
 
     @property
@@ -108,8 +108,9 @@ class RolloutWorker:
         return list(self._loop.running.values())
 
     async def step(self, context: RolloutContext, rollout_id: int) -> RolloutFnTrainOutput:
-        """Exactly `rollout_batch_size` finished groups. Raises as `GroupLoop.turn` does, and `DeadlineExceeded` beyond
-        `--rollout-global-timeout-s`.
+        """Returns exactly `rollout_batch_size` finished groups.
+
+        Raises the errors of `GroupLoop.turn`, and `DeadlineExceeded` after `--rollout-global-timeout-s`.
         """
         loop = self._loop
         loop.begin_step(context, rollout_id)
@@ -126,14 +127,14 @@ class RolloutWorker:
         output = await loop.hand_out(batch)
         output.metrics["perf/rollout_idle_time"] = loop.counts.idle_s
         output.metrics["rollout/num_running_groups"] = float(len(loop.running))
-        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # what happens from now on is the next step's
+        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # later events count in the next step
         self._policy.interrupted.clear()
         return output
 
     async def pause(self, *, hand_back: bool) -> None:
-        """Ends all requests; they go on at `resume` with the tokens they have.
+        """Ends all requests; they continue at `resume` with the tokens they have.
 
-        `hand_back`: their groups go to the buffer with those tokens.
+        `hand_back`: the groups go to the buffer with those tokens.
         """
         await self._loop.episodes.pause(self.scope if hand_back else None)
 
@@ -145,7 +146,7 @@ class RolloutWorker:
         await end_tasks([self._task], 4 * END_LIMIT_S)
 
     def _take(self) -> list[GroupRecord]:
-        """A full batch, or nothing. Wakes the worker, because taken and stale groups leave room."""
+        """Takes a full batch, or nothing. Wakes the worker, because taken and stale groups free places."""
         self._loop.wake()
         return self._buffer.take_finished(self._loop.target)
 

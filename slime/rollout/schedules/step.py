@@ -1,14 +1,14 @@
-"""The step schedule: starts groups until a batch is finished, then ends what still runs.
+"""The step schedule: starts groups until a batch is finished, then ends the groups that still run.
 
-It issues as many groups as the batch lacks, times `--over-sampling-batch-size` / `--rollout-batch-size`, and returns
-exactly `--rollout-batch-size` groups. It waits for any group to end, within `--rollout-global-timeout-s`.
+It issues the number of groups that the batch lacks, times `--over-sampling-batch-size` / `--rollout-batch-size`, and
+returns exactly `--rollout-batch-size` groups. It waits for any group to end, within `--rollout-global-timeout-s`.
 
 Invariants
-1. When a step has returned or raised, nothing of it runs: each group is in the batch, put back, filtered or failed, and
-   no request is left in an engine.
+1. Once a step has returned or raised, none of its work still runs: each group is in the batch, put back, filtered or
+   failed, and no request is left in an engine.
 2. Without `--partial-rollout` a group holds only work of this step: work of an earlier step may come from older weights
    and is dropped when the group is issued. `--max-weight-staleness` keeps what is finished and recent enough.
-3. What the step itself ends does not count as a failure.
+3. Groups that the step itself ends do not count as failures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime.rollout.user_functions import RolloutHooks
 ABORT_REPEAT_S = 0.5
 """An abort can overtake its request on the way to the engine, so it is repeated."""
 ABORT_LIMIT_S = 30.0
-"""Then tasks that still run (tools, sandboxes) are cancelled."""
+"""After this time, tasks that still run (tools, sandboxes) are cancelled."""
 
 
 @SCHEDULES.register("step")
@@ -45,10 +45,10 @@ class StepByStep(RolloutSchedule):
 async def generate_step(
     context: RolloutContext, rollout_id: int, source: DataBuffer, batch: BatchPolicy | None = None
 ) -> RolloutFnTrainOutput:
-    """Generates one batch. `batch`: another policy.
+    """Generates one batch. `batch`: the policy; None: a new `BatchPolicy`.
 
     Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail,
-    `DeadlineExceeded` beyond `--rollout-global-timeout-s`, and what user hooks raise on purpose.
+    `DeadlineExceeded` after `--rollout-global-timeout-s`, and deliberate errors of user hooks.
     """
     batch = batch or BatchPolicy(context, source)
     loop = GroupLoop(context, RolloutHooks.load(context.args), source, batch)
@@ -69,7 +69,7 @@ async def generate_step(
 
 class BatchPolicy(Policy):
     waits_for_all: bool = False
-    """Whether groups that run when the batch is full are awaited; otherwise they are ended."""
+    """Whether to wait for groups that still run when the batch is full; otherwise they are ended."""
 
     def __init__(self, context: RolloutContext, source: DataBuffer) -> None:
         self.accepted: list[Held] = []
@@ -81,7 +81,7 @@ class BatchPolicy(Policy):
         return len(self.accepted) >= self.target
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """What the batch lacks beyond running groups, plus surplus in proportion."""
+        """Returns how many groups the batch lacks besides the running ones, scaled up by the over-sampling ratio."""
         missing = self.target - len(self.accepted) - len(loop.running)
         return -(-missing * self._context.args.over_sampling_batch_size // self.target)  # rounded up
 
@@ -124,9 +124,9 @@ async def _stop_surplus(loop: GroupLoop) -> None:
 
 @SCHEDULES.register("function")
 class FunctionSchedule(RolloutSchedule):
-    """Calls `--rollout-function-path`, the user's or fine-tuning's, once per step.
+    """Calls the function of `--rollout-function-path` once per step.
 
-    Groups that it took and neither returned nor gave back count as filtered (`BatchAccount`).
+    Groups that the function takes but neither returns nor puts back count as filtered (`BatchAccount`).
     """
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
