@@ -1,20 +1,21 @@
 """Runs one group from prompt to rewards: its executions run concurrently, and each has exactly one outcome.
 
-Outcomes of an execution, and what it leaves for a later try
+Outcomes of an execution, and the state that it leaves for a later try
 - finished: complete samples with scores.
-- aborted: the loop or the engine interrupted it. Also every execution of which the run took a request back
-  (`Transcript.taken_back`), whatever its code, hooks or graders return or raise: a verdict over half an answer does not
-  count, and SDKs wrap the end of a request in errors of their own. If the code itself sets ABORTED, the tokens stay
-  with `--partial-rollout`; otherwise the sample is as before the try.
+- aborted: the loop or the engine interrupted the execution. If the run took back one of its requests
+  (`Transcript.taken_back`), the execution is aborted regardless of what its code, hooks or graders return or raise: a
+  verdict on half an answer does not count, and SDKs wrap an ended request in their own errors. If the code itself sets
+  ABORTED, `--partial-rollout` keeps the tokens; otherwise the sample returns to its state before the try.
 - failed, unscored, expired, rejected, deadly: engine, grader or user code failed or stalled; `reason` says why. The
-  sample is as before the try, never a reward of zero. A finished sample with a trained token that was not sampled as
-  the sample says (law 1) is unscored as well: it is not trained, and its group goes on without it.
+  sample returns to its state before the try and never gets a reward of zero. A finished sample is also unscored if a
+  trained token was not sampled as the sample claims (law 1): it is not trained, and its group continues without it.
 
-An execution waits for the generate function, as long as that makes progress (`supervised`), then for the grader pool,
-which has limits of its own. It is woken by the cancellation of its task (`group_loop`).
+An execution waits for the generate function while that makes progress (`supervised`), then for the grader pool, which
+has its own limits. `group_loop` wakes it by cancelling its task.
 
-A group is finished when all its executions are, or when enough are scored to compare them (`can_be_compared`); the
-others then have no reward and count in no statistics. A later try in the same step runs only unfinished executions.
+A group is finished when all its executions are finished, or when enough are scored to compare them
+(`can_be_compared`); the others then have no reward and count in no statistics. A later try in the same step runs only
+unfinished executions.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class Outcome(str, Enum):
     UNSCORED = "unscored"
     FAILED = "failed"
     EXPIRED = "expired"
-    """No progress of a request within `--request-timeout-s`, or of user code within `--execution-timeout-s`; not tried
-    again in this step."""
+    """A request made no progress within `--request-timeout-s`, or user code made none within `--execution-timeout-s`.
+    Not retried in this step.
+    """
     REJECTED = "rejected"
     """The engine can never serve the request (HTTP 4xx)."""
     DEADLY = "deadly"
@@ -78,18 +80,16 @@ class Outcome(str, Enum):
 
 
 GIVEN_UP = (Outcome.EXPIRED, Outcome.REJECTED, Outcome.DEADLY)
-"""The next try would end in the same way."""
+"""Another try in this step would end in the same way."""
 
 SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, *GIVEN_UP)
-"""From best to worst. A group has the worst outcome of its executions, but may be finished with unscored ones."""
+"""From best to worst. A group has the worst outcome of its executions, except that it may finish with unscored ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The result of one execution."""
-
     samples: list[Sample]
-    """Complete if finished, otherwise where a later try starts."""
+    """Complete if finished; otherwise the state from which a later try starts."""
     outcome: Outcome
     reason: str = ""
 
@@ -97,15 +97,15 @@ class Execution:
 @dataclass(frozen=True, slots=True)
 class GroupResult:
     group: Held
-    """A record if another process worked on it."""
+    """A record if another process ran the group."""
     outcome: Outcome
     reason: str = ""
     verdict: DynamicFilterOutput | None = None
-    """The user's filter on a finished group; None without a filter."""
+    """Verdict of the user's filter on a finished group; None without a filter."""
 
 
 def mask_older(sample: Sample) -> None:
-    """Trains only the tokens of its newest weights (`--mask-offpolicy-in-partial-rollout`)."""
+    """Masks the tokens that are older than the sample's newest weights (`--mask-offpolicy-in-partial-rollout`)."""
     num, mask = sample.response_length, sample.loss_mask
     versions, mask = sample.token_versions or [NOT_SAMPLED] * num, [1] * num if mask is None else mask
     newest = max(versions, default=NOT_SAMPLED)
@@ -118,7 +118,7 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 
 
 def _set_score(sample: Sample, score: Score) -> str:
-    """Writes a score into the sample. Returns the reason if there is none."""
+    """Writes a score into the sample. Returns why the sample is unscored, or ''."""
     if isinstance(score, Unscored):
         sample.reward, sample.unscored, sample.ungradable = None, score.reason, ""
         return score.reason
@@ -127,7 +127,7 @@ def _set_score(sample: Sample, score: Score) -> str:
 
 
 async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, group: bool) -> str:
-    """Grades samples without a reward, or all of a `group`. Returns the first reason for a missing score, or ''."""
+    """Grades the samples without a reward, or all if `group`. Returns the first reason for a missing score, or ''."""
     missing = list(samples) if group else [s for s in samples if s.reward is None]
     if not missing:
         return ""
@@ -135,7 +135,7 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
         raise ConfigError(
             f"sample {missing[0].index} needs a reward, but no grader is set; give --rm-type or --custom-rm-path"
         )
-    with waiting():  # the pool has limits of its own
+    with waiting():  # the pool has its own limits
         if group:
             scores = await context.graders.score_group(missing)
         else:
@@ -156,7 +156,8 @@ async def run_execution(
 ) -> Execution:
     """Generates one execution and scores it, unless its group is graded together. Raises `FATAL` errors only.
 
-    `dataset`: in an evaluation, the source of its limits. `attempts`: earlier issues of the group, for the trace.
+    `dataset`: the evaluation dataset, which sets the limits. `attempts`: how often the group was issued before, for the
+    trace.
     """
     one = siblings[0]
     if is_finished(siblings, scored=not graded_together(context, evaluation)):
@@ -198,7 +199,7 @@ async def _generate_and_score(
     *,
     evaluation: bool,
 ) -> Execution:
-    """One try. `before`: the sample to leave for a later try."""
+    """Runs one try. `before`: the sample from which a later try starts."""
     args, result = context.args, [sample]
     if sample.status not in FINISHED:
         if sample.generate_function_path:
@@ -228,7 +229,7 @@ async def _generate_and_score(
         return Execution(result, Outcome.FINISHED)
     as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
     with traced("grade", samples=len(result)):
-        reason = await score_samples(context, result, group=as_group)  # such a function takes a list
+        reason = await score_samples(context, result, group=as_group)  # a grader of whole groups takes a list
     return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
 
 
@@ -242,7 +243,7 @@ def count_pauses(context: RolloutContext) -> int:
 
 
 def _not_as_sampled(samples: Sequence[Sample]) -> str:
-    """Why these samples may not be trained (law 1), also noted in them; empty if they may."""
+    """Returns why these samples may not be trained (law 1), and marks them unscored; empty if they may."""
     transcript = TRANSCRIPT.get()
     assert transcript is not None, "an execution has a transcript"
     reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
@@ -263,15 +264,17 @@ def _require_status(sample: Sample, statuses: set[Status]) -> None:
 
 
 def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseException) -> bool:
-    """Whether an error stems from a request that the run took back: of the client, perhaps in a task that executions
-    share, or of a user's HTTP client (`compat/sglang_taken_back.py`) in a pause after `num_pauses`.
+    """Whether an error comes from a request that the run took back.
+
+    The request was sent by the client, perhaps in a task that executions share, or by a user's HTTP client
+    (`compat/sglang_taken_back.py`) that was interrupted by a pause after `num_pauses`.
     """
     paused = count_pauses(context) > num_pauses
     return any(isinstance(one, TakenBack) for one in causes(problem)) or (paused and asks_again(problem))
 
 
 def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Execution) -> bool:
-    """Whether a score is missing because the run took back a request of the grader's process."""
+    """Whether a score is missing because the run took back a request of the grader process."""
     asked = ended.outcome is Outcome.UNSCORED and ASK_AGAIN in ended.reason
     return asked and count_pauses(context) > num_pauses
 
@@ -293,7 +296,7 @@ def _interrupted(before: Sample, problem: Exception | None = None) -> Execution:
 
 
 def _failed(before: Sample, problem: Exception) -> Execution:
-    """The outcome that an error stands for."""
+    """Returns the outcome for an error."""
     if deadly := next((one for one in causes(problem) if isinstance(one, DeadlyRequest)), None):
         return Execution([before], Outcome.DEADLY, f"{deadly} (execution {before.index} of group {before.group_index})")
     match problem:
@@ -308,7 +311,9 @@ def _failed(before: Sample, problem: Exception) -> Execution:
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently; results in order. After an error the others are cancelled (`end_tasks`)."""
+    """Runs coroutines concurrently and returns their results in order. The first error cancels the others
+    (`end_tasks`).
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -317,7 +322,7 @@ async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def by_execution(group: Group) -> list[list[Sample]]:
-    """The samples of each execution, in order of first appearance."""
+    """Groups the samples by execution, in order of first appearance."""
     executions: dict[int | None, list[Sample]] = {}
     for sample in group.samples:
         executions.setdefault(sample.index, []).append(sample)
@@ -327,7 +332,7 @@ def by_execution(group: Group) -> list[list[Sample]]:
 def can_be_compared(group: Group) -> bool:
     """Whether enough executions are scored: at least half, and at least two unless there is only one.
 
-    An unscored sample makes its siblings unscored.
+    Marks the siblings of an unscored sample as unscored.
     """
     executions = by_execution(group)
     unscored = [siblings for siblings in executions if any(s.reward is None for s in siblings)]
@@ -368,11 +373,13 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
 
 
 def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:
-    """A group that did not finish. Unscored executions start over: they may hold tokens that were not sampled."""
+    """Returns a group that did not finish. Unscored executions start over: they may hold tokens
+    that were not sampled.
+    """
     left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
     return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
 
 
 def failure_kind(result: GroupResult) -> str:
-    """Outcome and reason as a name for ledger and metrics."""
+    """Returns outcome and reason as one name for ledger and metrics."""
     return f"{result.outcome.value}_{reason_kind(result.reason)}"

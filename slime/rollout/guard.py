@@ -1,23 +1,23 @@
-"""Guards around user code in a rollout: limits, threads for synchronous functions, and a watchdog of the event loop.
+"""Guards around user code in a rollout: limits, threads for synchronous functions, and a watchdog for the event loop.
 
     samples = await supervised(generate(...), what="execution 3 of group 1 in mine.generate", limit_s=1800.0)
-    alive()        # in a generate function, now and then, during a long wait of its own
+    alive()        # a generate function calls this now and then during its own long waits
 
-A limit counts the time without progress. Progress is a call of `alive`, and the end of a block of `waiting`, in which
-engine clients, graders and sandboxes wait under limits of their own. Tasks, and threads that slime starts, inherit the
-`Heartbeat` of their call through `HEARTBEAT`.
+Limits apply to the time without progress. A call of `alive` counts as progress, and so does the end of a `waiting`
+block, in which engine clients, graders and sandboxes wait under their own limits. Tasks, and threads that slime starts,
+inherit the `Heartbeat` of their call through `HEARTBEAT`.
 
 Invariants
-1. While a block of `waiting` runs, no time counts. Progress of a call is progress of everything that it is part of.
-2. User code ends with a result, an `Exception` or a cancellation of ours. `SystemExit` and the like, also from tasks
-   that user code makes, and its own cancellations become `HookExited`: asyncio would let them end the event loop.
-3. A task or thread that does not end when it is cancelled is left behind: named in a warning, counted, no longer
-   awaited. Not even the end of the process waits for it.
-4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions have other threads (`beside`).
-5. The watchdog interrupts user code that keeps the event loop from turning until the limit, at most `MOST_BROKEN_OFF`
-   times: its execution expires, and the loop goes on. Code of slime or of a library is never interrupted.
-6. Code that takes no exception (a sleep, a regular expression that holds the interpreter) ends the process `GRACE_S`
-   later. `faulthandler` does that, because its thread needs no interpreter; it writes where each thread stood.
+1. Time in a `waiting` block does not count. Progress of a call is also progress of the calls around it.
+2. User code ends with a result, an `Exception` or a cancellation by slime. Its own cancellations and exceptions like
+   `SystemExit`, also in tasks that it starts, become `HookExited`; otherwise asyncio would let them end the event loop.
+3. A task or thread that does not end when it is cancelled is left behind: a warning names it, it is counted, and
+   nothing waits for it any longer, not even the exit of the process.
+4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions use other threads (`beside`).
+5. The watchdog interrupts user code that blocks the event loop up to the limit, at most `MOST_BROKEN_OFF` times: the
+   execution expires, and the loop continues. The watchdog never interrupts code of slime or of a library.
+6. If code cannot be interrupted (a sleep, a regular expression that holds the interpreter), the process ends `GRACE_S`
+   later. `faulthandler` ends it, because its thread does not need the interpreter, and writes the stack of each thread.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from slime.core.errors import DeadlineExceeded, HookError, HookExited
 
 
 class Heartbeat:
-    """When a supervised call last made progress."""
+    """Tracks when a supervised call last made progress."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, parent: Heartbeat | None = None) -> None:
-        """`parent`: of the call around this one."""
+        """`parent`: the heartbeat of the enclosing call."""
         self._loop, self._parent = loop, parent
         self._at, self._num_waiting = loop.time(), 0
         self.num_beats = 0
         self.threads: set[int] = set()
-        """Identities of the threads that run for the call now."""
+        """Ids of the threads that run for the call now."""
 
     def beat(self) -> None:
         """Notes progress; may be called from any thread."""
@@ -94,14 +94,14 @@ def alive() -> None:
 
 
 class Waiting:
-    """What a block of `waiting` gets."""
+    """The handle that `waiting` gives to its block."""
 
     def __init__(self, beat: Heartbeat | None) -> None:
         self._beat = beat
 
     @contextlib.contextmanager
     def handing_out(self) -> Iterator[None]:
-        """In this block the user's code has a part of what is awaited, and its time counts again."""
+        """In this block, user code handles a part of the awaited answer, so its time counts again."""
         if self._beat is None:
             yield
             return
@@ -115,7 +115,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Waiting]:
-    """A block that waits under a limit of its own, on the event loop; its time does not count."""
+    """Marks a block that waits on the event loop under its own limit; its time does not count."""
     beat = HEARTBEAT.get()
     if beat is None:
         yield Waiting(None)
@@ -135,7 +135,7 @@ MOST_AT_ONCE = 64
 
 
 class DaemonThreads(concurrent.futures.Executor):
-    """A daemon thread for each call: asyncio's own pool is small, and Python waits for its threads at exit."""
+    """Runs each call in a daemon thread: asyncio's own pool is small, and Python waits for its threads at exit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -158,18 +158,18 @@ _THREADS = DaemonThreads()
 _OWN = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime")  # starts threads when needed
 _SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 LEFT_BEHIND: set[int] = set()
-"""Identities of threads that still run, and that nobody waits for."""
+"""Ids of threads that still run but are no longer awaited."""
 
 
 class Stalled(BaseException):
-    """Raised by the watchdog in code that blocks the event loop. Not an `Exception`, which a retry loop would catch."""
+    """Raised by the watchdog in code that blocks the event loop. A retry loop would catch an `Exception`."""
 
     def __str__(self) -> str:
         return "user code kept the event loop from turning until --execution-timeout-s"
 
 
 def exited(error: BaseException) -> HookExited | DeadlineExceeded:
-    """A `BaseException` from user code as an error, with the line that raised it."""
+    """Converts a `BaseException` from user code into an error that names the line that raised it."""
     if isinstance(error, Stalled):
         return DeadlineExceeded(f"{error}{raised_by_user(error)}")
     said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -177,7 +177,7 @@ def exited(error: BaseException) -> HookExited | DeadlineExceeded:
 
 
 async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Calls a function of slime's in a thread. Raises what it raises.
+    """Calls one of slime's own functions in a thread.
 
     User code cannot delay it, because asyncio and `run_in_thread` use other threads.
     """
@@ -186,10 +186,10 @@ async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a user's function in a thread, in the caller's context. `name`: what errors call it.
+    """Calls a user's function in a thread, in the caller's context. `name`: the function's name in errors.
 
-    Raises what it raises, but `HookExited` for `SystemExit` and the like, and `HookError` for `StopIteration`, which
-    asyncio cannot carry.
+    Passes on the function's errors, but raises `HookExited` for exceptions like `SystemExit`, and `HookError` for
+    `StopIteration`, which asyncio cannot carry.
     """
     loop, context, beat = asyncio.get_running_loop(), contextvars.copy_context(), HEARTBEAT.get()
     slots = _SLOTS.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
@@ -229,14 +229,15 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
 logger = logging.getLogger(__name__)
 
 END_LIMIT_S = 5.0
-"""How long a cancelled task of user code may take to end. Callers that end several use a multiple of it."""
+"""How long a cancelled task of user code may take to end. Callers that end several tasks use a multiple of it."""
 _LEFT_BEHIND: set[asyncio.Task[Any]] = set()
 
 
 async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float | None) -> T:
     """Awaits a user's coroutine. `what`: its name in errors. `limit_s`: seconds without progress; None or 0: no limit.
 
-    Raises `DeadlineExceeded` at the limit, `HookExited`, and what the coroutine raises.
+    Raises `DeadlineExceeded` at the limit, `HookExited` if user code exits or cancels itself, and errors of the
+    coroutine.
     """
     loop = asyncio.get_running_loop()
     contain_tasks(loop)
@@ -262,7 +263,7 @@ async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float 
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIMIT_S) -> None:
-    """Cancels tasks and waits for their end, at most `limit_s`; the rest is left behind. Drops their results."""
+    """Cancels tasks, waits up to `limit_s` for their end, and leaves the others behind. Drops all results."""
     those = list(tasks)
     running = [task for task in those if not task.done()]
     for task in running:
@@ -279,7 +280,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIM
 
 
 def num_left_behind() -> int:
-    """Number of tasks and threads of user code that still run, and that nobody waits for."""
+    """Returns the number of tasks and threads of user code that still run but are no longer awaited."""
     return len(_LEFT_BEHIND) + len(LEFT_BEHIND)
 
 
@@ -313,17 +314,17 @@ def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat
     )
 
 
-# ---- where code stands -----------------------------------------------------------------------------------------------
+# ---- the line that code has reached ----------------------------------------------------------------------------------
 
 
 def place_of_frame(frame: FrameType) -> Place | None:
-    """The line to blame in a running thread."""
+    """Returns the line to blame in a running thread."""
     stack = traceback.extract_stack(frame)
     return blamed(Place(one.filename, one.lineno or 0, one.name) for one in stack)
 
 
 def place_of_task(task: asyncio.Task[Any]) -> Place | None:
-    """The line to blame in a waiting task, found through the coroutines and tasks that it awaits."""
+    """Returns the line to blame in a waiting task, found through the coroutines and tasks that it awaits."""
     return blamed(_places(task))
 
 
@@ -347,17 +348,17 @@ def _either(thing: Any, *names: str) -> Any:
 
 
 def _waits_for(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
-    """The task that it awaits, perhaps among others."""
+    """Returns a task that `task` awaits, perhaps among others."""
     waits_for: Any = getattr(task, "_fut_waiter", None)
     among = [waits_for, *(getattr(waits_for, "_children", None) or ())]
     return next((one for one in among if isinstance(one, asyncio.Task) and not one.done()), None)
 
 
-# ---- what may not leave a task ---------------------------------------------------------------------------------------
+# ---- exceptions that must not leave a task ---------------------------------------------------------------------------
 
 
 class Contained(Coroutine[Any, Any, T]):
-    """A coroutine that never raises what would end the event loop."""
+    """Wraps a coroutine and converts exceptions that would end the event loop."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self.coroutine = coroutine
@@ -385,7 +386,7 @@ class Contained(Coroutine[Any, Any, T]):
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes the loop contain tasks of supervised code as well. Keeps a task factory of the user's."""
+    """Makes the loop wrap tasks of supervised code in `Contained`, unless the user has set a task factory."""
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
 
@@ -401,22 +402,25 @@ def _make_task(
 
 # ---- the watchdog ------------------------------------------------------------------------------------------------
 LAST_WORDS = "rollout_stall.txt"
-"""File in the log folder for the last words of a rollout process that had to end itself."""
+"""File in the log folder in which a rollout process records why it ended itself."""
 WARN_S, GRACE_S = 10.0, 30.0
-"""Seconds without a turn before the first warning; seconds between the interruption of code and the end."""
+"""Seconds without a turn of the event loop before the first warning, and from the interruption to the end of the
+process.
+"""
 LOOK_S = 1.0
 MOST_BROKEN_OFF = 3
-"""Interruptions per run: a function that blocks in every execution is not chance."""
+"""Maximum number of interruptions; code that blocks the loop more often ends the process."""
 _TIMED_OUT = "Timeout ("
-"""How a report of `faulthandler` begins."""
+"""Start of a report by `faulthandler`."""
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
 
 
 class Watchdog:
-    """Watches an event loop from a thread of its own until `close`. Make it on the loop's thread.
+    """Watches an event loop from its own thread until `close`. Construct it on the loop's thread.
 
-    It asks the loop for a turn and waits for the answer. While there is none it warns, naming the running line (also in
-    `stall`); at the limit it interrupts the code, and later the process ends with last words (see `last_words`).
+    It asks the loop for a turn and waits. Until the loop answers, it warns and names the running line (also in
+    `stall`). At the limit it interrupts the code. If the loop still does not turn, the process ends with last words
+    (`last_words`).
     """
 
     def __init__(
@@ -428,14 +432,16 @@ class Watchdog:
         warn_s: float = WARN_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`limit_s`: seconds without a turn; 0: no limit. `last_words`: a file; without it the process never ends."""
+        """`limit_s`: seconds without a turn; 0: no limit. `last_words`: the file; None: the watchdog never ends the
+        process.
+        """
         self._loop, self._limit_s, self._warn_s, self._grace_s = loop, limit_s, warn_s, grace_s
         self._look_s = min(LOOK_S, warn_s / 4)
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._longest_s, self._num_broken_off = 0.0, 0
         self.stall = ""
-        """What keeps the loop from turning now; empty while it turns."""
+        """Describes the code that blocks the loop now; empty while the loop turns."""
         self._path = last_words if limit_s else None
         self._file = None
         if self._path is not None:
@@ -450,7 +456,7 @@ class Watchdog:
         return longest_s
 
     def close(self) -> None:
-        """Stops watching; there are no last words."""
+        """Stops watching, and removes the file for last words."""
         self._closed.set()
         if self._path is not None and self._file is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -460,7 +466,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._look()
-        finally:  # without a watch nothing may end the process
+        finally:  # without a watch, faulthandler must not end the process
             if self._file is not None:
                 faulthandler.cancel_dump_traceback_later()
 
@@ -505,7 +511,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit_s + self._grace_s, exit=True, file=self._file)
 
     def _place(self) -> Place | None:
-        """The line that runs on the loop now; frames that started the loop do not count."""
+        """Returns the line that the loop runs now, ignoring the frames that started the loop."""
         frame = sys._current_frames().get(self._watched)
         stack = traceback.extract_stack(frame) if frame is not None else []
         begin = max((number for number, one in enumerate(stack, 1) if one.name == "run_forever"), default=0)
@@ -513,7 +519,7 @@ class Watchdog:
 
 
 def last_words(path: Path) -> str | None:
-    """Why the process that was to write to `path` ended itself; None if it did not."""
+    """Returns why the process with last words in `path` ended itself; None if it did not."""
     with contextlib.suppress(OSError):
         head, _, report = path.read_text(errors="replace").partition("\n")
         if _TIMED_OUT not in report:

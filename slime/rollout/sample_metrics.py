@@ -1,15 +1,15 @@
-"""What the samples of a batch tell: metrics, turns and tool calls, the samples to show, and the age of tokens.
+"""Metrics of the samples of a batch, including turns, tool calls and the age of tokens, and the samples to show.
 
     count_tool_call(sample)                  # in a generate function: a tool answered
-    count_tool_call(sample, failed=True)     # it was called wrongly, raised or ran out of time
+    count_tool_call(sample, failed=True)     # the call was malformed, raised or timed out
 
-Counts of tools are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors`, and `turns` if a
-function knows them better than the tokens do (a turn is a run of sampled tokens). They travel with the sample through
-retries, checkpoints and recordings; a sample that starts over starts from zero. Metrics add up the counts of fan-out
-siblings, so siblings that share turns or calls must report them once (`slime.agent.session` does).
+The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors` and, optionally, `turns`.
+Without `turns`, each run of sampled tokens counts as a turn. The counts travel with the sample through retries,
+checkpoints and recordings; a sample that starts over starts from zero. Metrics add up the counts of fan-out siblings,
+so siblings that share turns or calls must report them once (`slime.agent.session` does).
 
 Invariants
-1. The same samples, seed and step show the same samples, none of them twice.
+1. For equal samples, seed and step, the same samples are shown, each at most once.
 2. Shown text is decoded for people only and never enters a batch. A sample that cannot be shown never ends a run.
 """
 
@@ -41,14 +41,14 @@ def count_tool_call(sample: Sample, *, failed: bool = False) -> None:
 
 
 def expect_tools(sample: Sample) -> None:
-    """Makes the sample count with zero tool calls until it has one."""
+    """Counts the sample in the tool metrics, with zero calls until it makes one."""
     counts = sample.metadata.setdefault(TURN_COUNTS, {})
     counts.setdefault("tool_calls", 0)
     counts.setdefault("tool_errors", 0)
 
 
 def num_turns(sample: Sample) -> int:
-    """The number of turns that the generate function reported, else the runs of sampled tokens."""
+    """Returns the number of turns that the generate function reported, else the number of runs of sampled tokens."""
     reported = _counts(sample).get("turns")
     if reported is not None:
         return reported
@@ -60,7 +60,7 @@ def num_turns(sample: Sample) -> int:
 
 
 def tool_counts(sample: Sample) -> dict[str, int]:
-    """`num_turns`, `tool_calls` and `tool_errors` of a sample with several turns or with tools; else {}."""
+    """Returns `num_turns`, `tool_calls` and `tool_errors` of a sample with several turns or with tools; else {}."""
     turns, counts = num_turns(sample), _counts(sample)
     if turns < 2 and "tool_calls" not in counts:
         return {}
@@ -69,7 +69,9 @@ def tool_counts(sample: Sample) -> dict[str, int]:
 
 
 def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of turns and tools per execution, under `prefix/`, as far as any execution has several turns or tools."""
+    """Returns metrics of turns and tools per execution, under `prefix/`; {} if no execution has
+    several turns or tools.
+    """
     executions: dict[tuple[int | None, int | None], Counter[str]] = {}
     for sample in samples:
         counts = executions.setdefault((sample.group_index, sample.index), Counter())
@@ -91,7 +93,7 @@ def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _counts(sample: Sample) -> dict[str, int]:
-    """The valid counts; a dataset may have a column of that name with anything in it."""
+    """Returns the valid counts; a dataset may have a column of that name with arbitrary content."""
     counts = sample.metadata.get(TURN_COUNTS)
     if not isinstance(counts, dict):
         return {}
@@ -99,7 +101,7 @@ def _counts(sample: Sample) -> dict[str, int]:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """mean, median, max and min under `name/`; {} without values."""
+    """Returns mean, median, max and min under `name/`; {} without values."""
     if not values:
         return {}
     return {
@@ -111,14 +113,18 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that one of `k` samples is correct (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
+    """Returns the unbiased probability that one of `k` samples is correct (Chen et al., 2021,
+    arXiv:2107.03374, eq. 1).
+    """
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_samples: int) -> dict[int, float]:
-    """k -> pass@k over prompts, for powers of two up to `num_samples`, if that is above 1. A reward of 1 is a pass."""
+    """Returns k -> mean pass@k over prompts, for powers of two up to `num_samples`; {} if that is 1. A reward of 1
+    passes.
+    """
     hits_of = [[reward == 1.0 for reward in rewards_by_execution(group, reward_key)] for group in groups]
     out, k = {}, 1
     while num_samples > 1 and k <= num_samples:
@@ -130,7 +136,7 @@ def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_s
 
 
 def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """The metrics of `--log-passrate`, `--log-correct-samples` and `--log-reward-category`."""
+    """Returns the metrics of `--log-passrate`, `--log-correct-samples` and `--log-reward-category`."""
     metrics: dict[str, float] = {}
     if args.log_passrate:
         rates = pass_rates(groups, args.reward_key, args.n_samples_per_prompt)
@@ -153,7 +159,7 @@ def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, floa
 
 
 def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """`rollout/*` metrics of finished groups: rewards per execution, lengths and statuses per sample."""
+    """Returns `rollout/*` metrics of finished groups: rewards per execution, lengths and statuses per sample."""
     reward_key = args.reward_key
     samples = [s for group in groups for s in group]
     if not samples:
@@ -186,7 +192,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
 
 
 def speed(groups: Sequence[Sequence[Sample]], seconds: float, *, num_gpus: int | None) -> dict[str, float]:
-    """The time of a rollout, and response tokens per second and GPU."""
+    """Returns the time of a rollout, and its response tokens per second and GPU."""
     tokens = sum(s.effective_response_length for group in groups for s in group)
     per_gpu = tokens / max(seconds, 1e-9) / max(num_gpus or 0, 1)
     return {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": per_gpu}
@@ -199,9 +205,9 @@ MAX_LABEL_CHARS, MAX_SCORES = 500, 20
 
 
 def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
-    """Positions of at most `num` samples to show: best, worst, then random ones. Ties are broken by `chance`.
+    """Returns positions of at most `num` samples to show: best, worst, then random ones. `chance` breaks ties.
 
-    Without two finite rewards there is no best and no worst.
+    Names no best and no worst unless two rewards are finite.
     """
     order = list(range(len(rewards)))
     chance.shuffle(order)
@@ -219,15 +225,15 @@ def _comparable(reward: float | None) -> bool:
 
 
 class Showcase:
-    """The samples to show of each step and evaluation, as text; kept until they are logged with the metrics."""
+    """Keeps the samples to show of each step and evaluation, as text, until they are logged with the metrics."""
 
     def __init__(self, args: Args, tokenizer: Any) -> None:
-        """`tokenizer`: the HF tokenizer; None: the samples' own text is shown."""
+        """`tokenizer`: the HF tokenizer; None: shows the samples' own text."""
         self._args, self._tokenizer = args, tokenizer
         self._picked: dict[tuple[Kind, int], list[ShownSample]] = {}
 
     def take(self, kind: Kind, step: int) -> list[ShownSample]:
-        """Hands out the samples of a step or an evaluation."""
+        """Removes and returns the samples of a step or an evaluation."""
         return self._picked.pop((kind, step), [])
 
     def add_rollout(self, step: int, groups: Sequence[Sequence[Sample]]) -> None:
@@ -256,7 +262,7 @@ class Showcase:
         self._picked.setdefault((kind, step), []).extend(shown)
 
     def _reward(self, sample: Sample, reward_key: str | None) -> float | None:
-        """None for a conversation of fine-tuning, which nothing judged."""
+        """Returns the reward; None for fine-tuning conversations, which are not graded."""
         if self._args.loss_type == "sft_loss" and not sample.weight_versions:
             return None
         try:
@@ -293,7 +299,7 @@ class Showcase:
         )
 
     def _text(self, ids: Sequence[int], text: Any) -> str:
-        """The decoded ids with special tokens; without ids or tokenizer the sample's own text."""
+        """Decodes the ids with special tokens; without ids or tokenizer, returns the sample's own text."""
         if ids and self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         return _as_text(text)
@@ -304,7 +310,7 @@ def _as_text(value: Any) -> str:
 
 
 def _more(sample: Sample) -> dict[str, Any]:
-    """Facts that only some samples have; of the metadata only slime's own, because the rest may be private."""
+    """Returns facts that only some samples have. Leaves out the user's metadata, which may be private."""
     more: dict[str, Any] = {}
     if len(sample.weight_versions) > 1:
         more["weight_versions"] = sample.weight_versions
@@ -321,8 +327,10 @@ def _more(sample: Sample) -> dict[str, Any]:
 
 
 def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: int | None) -> dict[str, float]:
-    """Age of the sampled tokens in weight versions before `now`, and versions since the work on their groups began;
-    {} without sampled tokens. Raises `LedgerError` beyond `limit`.
+    """Returns the mean and maximum age of the sampled tokens, in weight versions before `now`; {} without sampled
+    tokens.
+
+    Also returns the most versions since work on a group began. Raises `LedgerError` for a token older than `limit`.
     """
     columns = [column for group in groups for s in group if (column := s.column("token_versions")) is not None]
     sampled = [column[column != NOT_SAMPLED] for column in columns]

@@ -1,13 +1,13 @@
-"""Where the time of a rollout goes: spans of executions, the waits of requests, and how busy engines are.
+"""Measures where the time of a rollout goes: spans of executions, waits of requests, and how busy engines are.
 
     with traced("tool: search", query=query):   # in a generate function; does nothing if its execution is not traced
         ...
 
-Only a few executions and requests appear in the trace, on a few rows of their own. All on one event loop.
+Only a few executions and requests appear in the trace, each on its own row. Everything runs on one event loop.
 
 Invariants
-1. Spans of a row never overlap partly: blocks that run side by side in one execution have rows side by side, and a
-   request keeps its row from its first wait to its last token.
+1. Two spans of a row are nested or disjoint: concurrent blocks of one execution have separate rows, and a request keeps
+   its row from its first wait to its last token.
 2. At most `EXECUTION_ROWS` executions are traced at a time, with at least `EVERY_S` between two starts, and at most
    `MOST_TRACED` requests per batch.
 """
@@ -48,7 +48,7 @@ _ROW: ContextVar[_Row | None] = ContextVar("slime_traced_row", default=None)
 
 
 class _Free:
-    """Row numbers that are free in this process, and when the next execution may be traced."""
+    """The free row numbers in this process, and the time from which the next execution may be traced."""
 
     def __init__(self) -> None:
         self.rows = list(range(EXECUTION_ROWS))
@@ -60,7 +60,7 @@ _FREE = _Free()
 
 @contextmanager
 def traced_execution(**facts: Any) -> Iterator[None]:
-    """Traces the block as an execution, if one is due, with `facts`."""
+    """Traces the block as an execution with `facts`, if the next trace is due."""
     now_s = time.monotonic()
     if not _FREE.rows or now_s < _FREE.next_s:
         yield
@@ -77,7 +77,7 @@ def traced_execution(**facts: Any) -> Iterator[None]:
 
 @contextmanager
 def traced(name: str, **facts: Any) -> Iterator[None]:
-    """Makes the block a span with `facts`, also if it raises, if its execution is traced."""
+    """Records the block as a span with `facts`, even if it raises. Does nothing if its execution is not traced."""
     row = _ROW.get()
     if row is None:
         yield
@@ -98,7 +98,7 @@ ROWS, MOST_TRACED = 8, 64
 
 @dataclass(slots=True)
 class Lap:
-    """A try of a request under way; times are those of the event loop."""
+    """A running try of a request; times are on the event loop's clock."""
 
     asked_at: float
     row: int | None
@@ -107,7 +107,7 @@ class Lap:
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over the tries of a process between two batches."""
+    """Sums over the tries of one process between two batches."""
 
     period_s: float = 0.0
     num: int = 0
@@ -121,18 +121,18 @@ class Sums:
     tokens: int = 0
     decoded: int = 0
     token_s: float = 0.0
-    """Tokens in the engines times the seconds they were there."""
+    """Tokens in the engines, times the seconds that they stay there."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     verified: int = 0
     accepted: int = 0
     proposed: int = 0
-    """As in `slime.rollout.client.call.Drafts`."""
+    """Like `verified` and `accepted`: see `slime.rollout.client.call.Drafts`."""
     idle: float = 1.0
-    """Share of the engines' time without any of these tries."""
+    """Fraction of the engines' time in which they run none of these tries."""
 
     def joined(self, later: Sums) -> Sums:
-        """Adds the sums of the period that followed, of the same process."""
+        """Returns the sums of this period and the following one, in the same process."""
         both = {one.name: getattr(self, one.name) + getattr(later, one.name) for one in fields(self)}
         for most in ("most_place_s", "most_first_s"):
             both[most] = max(getattr(self, most), getattr(later, most))
@@ -143,12 +143,12 @@ class Sums:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts what the requests of one client wait for: a place at an engine, the first token (in the engine's queue and
-    while it reads the prompt), the other tokens. `traffic_metrics` joins the counts of several processes.
+    """Measures how long the requests of one client wait: for a place at an engine, for the first token (in the engine's
+    queue and while it reads the prompt), and for the other tokens. `traffic_metrics` joins several processes.
     """
 
     since: float | None = None
-    """When the last `take_sums` or the first request was."""
+    """Time of the last `take_sums`; before the first one, time of the first request."""
     _sums: Sums = field(default_factory=Sums)
     _rows: list[int] = field(default_factory=lambda: list(range(ROWS)))
     _num_traced: int = 0
@@ -170,10 +170,10 @@ class Traffic:
         again: bool,
         drafted: Drafts = NO_DRAFTS,
     ) -> None:
-        """A try has ended, or got no place (`one` is None).
+        """Counts a try that ended, or that got no place (`one` is None).
 
-        `tokens`: sampled. `read`: tokens of its prompt, and how many of them the engine had cached. `again`: the
-        request had a try before.
+        `tokens`: number of sampled tokens. `read`: number of tokens in its prompt, and how many of them the engine had
+        cached. `again`: whether the request had a try before.
         """
         sums, placed_at = self._sums, now if one is None else one.placed_at
         sums.num += 1
@@ -199,7 +199,7 @@ class Traffic:
             self._rows.append(lap.row)
 
     def take_sums(self, upstreams: Iterable[Upstream], now: float) -> Sums | None:
-        """The sums since the last call; None without requests. `upstreams`: the engines admitted now."""
+        """Returns the sums since the last call; None without requests. `upstreams`: the engines admitted now."""
         sums, since = self._sums, self.since
         self._sums, self.since, self._num_traced = Sums(), now, 0
         shares = [(upstream.take_busy_s(now), now - max(since or now, upstream.admitted_at)) for upstream in upstreams]
@@ -224,7 +224,9 @@ class Traffic:
 
 
 def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
-    """`perf/request_*`, `perf/engine_*` and `rollout/spec_*` from the sums of each process; {} without requests."""
+    """Returns `perf/request_*`, `perf/engine_*` and `rollout/spec_*` from the sums of each process; {} without
+    requests.
+    """
     of_each = [sums for sums in taken if sums is not None]
     if not of_each:
         return {}

@@ -1,13 +1,13 @@
-"""Rejection sampling: engines sample `n` answers, and the model learns the good ones by heart (`--loss-type sft_loss`).
+"""Rejection sampling: engines sample `n` answers, and `--loss-type sft_loss` fine-tunes the model on the good ones.
 
     --loss-type sft_loss --rollout-function-path slime.rollout.loop.generate_rollout --n-samples-per-prompt 8
-    --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without any
+    --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without one
     --rollout-sample-filter-path slime.rollout.workflows.rejection.keep_right       # or keep_best
-    --drop-masked-executions                                 # the mean is over learned executions (loss_aggregation)
+    --drop-masked-executions                                 # averages over kept executions only (loss_aggregation)
 
-Other executions stay in the batch and its metrics, masked. An unscored execution is never learned and not compared with
-others. Settings under `custom` of `--custom-config-path`: `min_reward` (1.0) is the least reward of a right answer,
-`num_kept` (1) the number that `keep_best` keeps.
+The other executions stay in the batch and its metrics, but are masked. Unscored executions are always masked, and not
+compared with others. Settings under `custom` of `--custom-config-path`: `min_reward` (1.0) is the lowest reward of a
+right answer, and `num_kept` (1) is the number of executions that `keep_best` keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _keep(
     groups: list[list[Sample]],
     chosen: Callable[[dict[int | None, float]], set[int | None]],
 ) -> None:
-    """Masks the executions that `chosen` does not return of the scored ones."""
+    """Masks all executions but those that `chosen` returns, given the rewards of the scored ones."""
     for group in groups:
         kept = chosen(reward_of_executions(group, args.reward_key))
         for sample in group:
@@ -39,14 +39,14 @@ def _min_reward(args: Args) -> float:
 
 
 def keep_right(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: learns only executions with at least `min_reward`."""
+    """Sample filter: keeps only executions with at least `min_reward`."""
     _keep(args, groups, lambda rewards: {i for i, reward in rewards.items() if reward >= _min_reward(args)})
 
 
 def keep_best(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: learns only the `num_kept` executions of each prompt with the highest rewards.
+    """Sample filter: keeps only the `num_kept` executions of each prompt with the highest rewards.
 
-    None if all rewards of a prompt are equal; of equal executions the first.
+    Keeps none if all rewards of a prompt are equal. On a tie, the earlier execution wins.
     """
 
     def best(rewards: dict[int | None, float]) -> set[int | None]:

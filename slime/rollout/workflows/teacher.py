@@ -1,12 +1,12 @@
 """On-policy distillation with a teacher that SGLang serves (`--opd-type sglang --opd-teacher-url URL`).
 
 The student samples; the teacher gives the log-prob of each response token (`slime.rollout.client.teacher_client`).
-`judge` is a sample hook, so it works with every generate function, fan-outs included. Without a grader samples get
+`judge` is a sample hook, so it works with every generate function, fan-outs included. Without a grader, samples get
 reward 0.0, because they learn from the teacher alone.
 
 Invariants
 1. The ids that the teacher judged are the sampled ids. Both models read one vocabulary.
-2. A teacher that fails or is late fails the execution, which is retried or given up like any other.
+2. If the teacher fails or is late, the execution fails, and is retried or given up like any other.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """A public name whose use means `--opd-teacher-url`; calling it raises `HookError`."""
+    """A public name that implies `--opd-teacher-url`; calling it raises `HookError`."""
     raise HookError(_INSTEAD.format("reward_func"))
 
 
 def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> Any:
-    """As `reward_func`."""
+    """See `reward_func`."""
     raise HookError(_INSTEAD.format("post_process_rewards"))
 
 
