@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import Arrays, Estimate, RewardedBatch, where_trained
-from slime.algorithms.advantages.distillation import distilled
-from slime.algorithms.advantages.returns import whiten
+from slime.algorithms.advantages.returns import distilled, whiten
 from slime.algorithms.aggregation import Aggregation, num_counted, tokens_per_execution
 from slime.algorithms.kl import KLEstimator
 from slime.core.batch import TrainBatch, TrainSample

@@ -78,7 +78,7 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms", "algorithms/advantages/returns.py", "values = values - kl_coef", "values = values + kl_coef"
     ),
     "distillation away from the teacher": Mutation(
-        "algorithms", "algorithms/advantages/distillation.py", "- coef * excess", "+ coef * excess"
+        "algorithms", "algorithms/advantages/returns.py", "- coef * excess", "+ coef * excess"
     ),
     "siblings with a mean each": Mutation(
         "algorithms",

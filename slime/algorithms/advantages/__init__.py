@@ -2,7 +2,7 @@
 
 To add an estimator, derive a frozen dataclass from `AdvantageEstimator` (or from `GroupEstimator` in `grpo`), whose
 fields are its settings, and register it. A user's own is named by its path: `--advantage-estimator my_pkg.mine`.
-`returns` and `distillation` hold what several estimators share.
+`returns` holds what several estimators share.
 """
 
 from __future__ import annotations

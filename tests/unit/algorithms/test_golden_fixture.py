@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages.distillation import distilled
 from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
 from slime.algorithms.advantages.ppo import generalized_advantages
 from slime.algorithms.advantages.reinforce import discounted_returns
-from slime.algorithms.advantages.returns import token_rewards, whiten
+from slime.algorithms.advantages.returns import distilled, token_rewards, whiten
 from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import importance_weights, mismatch_log_ratio
 from slime.algorithms.policy.cispo import cispo_loss

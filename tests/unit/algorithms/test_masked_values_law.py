@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages.distillation import distilled
 from slime.algorithms.advantages.ppo import generalized_advantages
 from slime.algorithms.advantages.reinforce import discounted_returns
-from slime.algorithms.advantages.returns import spread_advantage, token_rewards, whiten
+from slime.algorithms.advantages.returns import distilled, spread_advantage, token_rewards, whiten
 from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import Mode, importance_weights
 from slime.algorithms.policy import TokenLosses
