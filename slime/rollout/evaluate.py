@@ -1,11 +1,11 @@
-"""Evaluation: `n` samples of every held-out prompt, with sampling parameters of their own.
+"""Evaluation: samples `n` answers to every held-out prompt, with separate sampling parameters.
 
 All executions start at once; the client bounds the requests. The first error cancels the others.
 
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
-2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
-3. Failed executions, and answers that no grader can score, are counted but have no part in any score. If more than
+2. All samples of an evaluation come from one weight version. Several versions are an error and are never averaged.
+3. Failed executions, and answers that no grader can score, are counted but enter no score. If more than
    `--eval-max-failed-fraction` of a dataset fail, the evaluation ends at once. An answer without a score is graded
    again, at most `MAX_TRIES` times, but never sampled again: replacing answers that graders fail on would raise the
    score.
@@ -51,7 +51,7 @@ class EvalDataset:
 
 
 def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
-    """Fresh samples, row by row. Their indices are negative, so no ledger knows them."""
+    """Makes fresh samples, row by row. Their indices are negative, so that they stay out of every ledger."""
     config = dataset.config
     samples: list[Sample] = []
     for number, row in enumerate(dataset.rows):
@@ -77,7 +77,7 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
 
 @dataclass(slots=True)
 class _Losses:
-    """The executions of a dataset that failed for good, with their reasons."""
+    """The executions of a dataset that failed for good, with the reasons."""
 
     name: str
     num_executions: int
@@ -98,7 +98,9 @@ class _Losses:
 async def _evaluate_one(
     context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _Losses
 ) -> list[Sample]:
-    """Generates and scores one execution; without a reward if unscored or failed. Raises as `_Losses.add`."""
+    """Generates and scores one execution. Its samples have no reward if unscored or failed. Raises as `_Losses.add`
+    does.
+    """
     episodes: Episodes = context.workers or Here(context.client)
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
@@ -109,7 +111,7 @@ async def _evaluate_one(
         if execution.outcome in GIVEN_UP:
             break  # the next try would end in the same way
         if execution.outcome is Outcome.UNSCORED and len(execution.samples) > 1:
-            break  # siblings could only be sampled again
+            break  # the siblings would be sampled again
         sample = execution.samples[0]
     context.progress.done += 1
     left = execution.samples[0]
@@ -125,7 +127,9 @@ async def _evaluate_one(
 
 
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """`eval/<name>...` metrics; no score if all samples failed. Raises `DataError` if no grader scored any."""
+    """Returns `eval/<name>...` metrics, without a score if all samples failed. Raises `DataError` if nothing else was
+    scored.
+    """
     name = f"eval/{dataset.config.name}"
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
     rewards = rewards_by_execution(finished, reward_key)
@@ -159,7 +163,10 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
 
 
 async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
-    """Evaluates all datasets at once. Raises `EngineError` if too many fail, or if several weight versions answered."""
+    """Evaluates all datasets concurrently.
+
+    Raises `EngineError` if too many executions fail, or if samples come from several weight versions.
+    """
     args, hooks = context.args, RolloutHooks.load(context.args)
     datasets = context.eval_datasets
     if not datasets:
@@ -199,7 +206,7 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
 
 
 async def rollout_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnTrainOutput:
-    """Calls the user's rollout function and adds metrics of its samples. Raises `HookError`, and what it raises."""
+    """Calls the user's rollout function and adds metrics of its samples. Raises `HookError` for a wrong result."""
     path = context.args.rollout_function_path
     output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
     if isinstance(output, list):
@@ -212,7 +219,7 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
 
 
 async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
-    """Calls the user's evaluation function. Raises `HookError`, and what it raises."""
+    """Calls the user's evaluation function. Raises `HookError` for a wrong result."""
     path = context.args.eval_function_path
     assert path is not None, "an evaluation without --eval-function-path"
     output = await _call(path, "eval", context, rollout_id, source, evaluation=True)

@@ -4,8 +4,8 @@ A custom function (`--custom-generate-function-path`) has the signature of `gene
 fan-out: sub-agents, compaction), which share the execution's `index`.
 
 temperature, top_p and top_k are always sent: the engine would fill in a missing one from the checkpoint or its own
-defaults, and the log-probs would belong to another distribution. `Limits.next_answer` bounds every answer: of the
-default `generate`, of agents and of functions that post to `/generate`.
+defaults, and the log-probs would belong to another distribution. `Limits.next_answer` bounds every answer, whether it
+comes from the default `generate`, an agent or a function that posts to `/generate`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.rules import engine_context
 
 MARGIN = 6
-"""SGLang 0.5.16 refuses a prompt that leaves this many tokens of the model's context, or fewer."""
+"""SGLang 0.5.16 refuses a prompt that leaves this many tokens or fewer of the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the tokens of one execution, beside `max_new_tokens`. Tasks inherit them through `LIMITS`."""
+    """Limits on the tokens of one execution, besides `max_new_tokens`. Tasks inherit them through `LIMITS`."""
 
     max_context_len: int | None = None
-    """Of a conversation: tokens read and sampled by a request."""
+    """Maximum length of a conversation: the tokens that a request reads and samples."""
     max_total_response_len: int | None = None
-    """Of all answers of the execution together."""
+    """Maximum number of tokens in all answers of the execution together."""
     served: int | None = None
-    """The model's context, beyond which engines refuse a request."""
+    """The model's context length. Engines refuse longer requests."""
     transcript: Transcript = field(default_factory=Transcript)
-    """What the execution has sampled so far."""
+    """Records the tokens that the execution has sampled so far."""
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class Limits:
         evaluation: bool = False,
         dataset: EvalDatasetConfig | None = None,
     ) -> Limits:
-        """The limits of training, or in an evaluation those of `dataset`, if given."""
+        """Returns the limits of training, or those of evaluation: of `dataset`, if given."""
         context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
         if dataset is not None:
             context, total = dataset.max_context_len, dataset.max_total_response_len
@@ -65,9 +65,9 @@ class Limits:
         return self.max_total_response_len is not None and self._left_in_all() <= 0
 
     def next_answer(self, most: int, num_read: int, begun: int = 0) -> int:
-        """How many tokens a request that reads `num_read` tokens may sample.
+        """Returns how many tokens a request that reads `num_read` tokens may sample.
 
-        `most`: for the whole answer, of which `begun` tokens exist and are among those read.
+        `most`: limit for the whole answer. `begun`: number of its tokens that exist already; `num_read` includes them.
         """
         if self.served is not None and num_read >= self.served - MARGIN:
             return 0
@@ -85,7 +85,7 @@ LIMITS: ContextVar[Limits | None] = ContextVar("slime_limits", default=None)
 
 
 def _served(args: Args) -> int | None:
-    """The model's context; None for external engines, which refuse by themselves."""
+    """Returns the model's context length; None for external engines, which enforce their own."""
     if args.rollout_external_engine_addrs:
         return None
     key = (args.hf_checkpoint, args.sglang.get("context_length"), args.sglang.get("allow_auto_truncate"))
@@ -98,7 +98,7 @@ _SERVED: dict[tuple[Any, ...], int | None] = {}
 
 
 def num_begun(sample: Sample) -> int:
-    """Tokens of the unfinished answer at the end of the sample; 0 if there is none."""
+    """Returns the number of tokens in the unfinished answer at the end of the sample; 0 without one."""
     versions = sample.column("token_versions")
     if sample.status is Status.COMPLETED or versions is None:
         return 0
@@ -122,7 +122,7 @@ def rollout_sampling_params(args: RolloutSettings) -> dict[str, Any]:
 
 
 def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
-    """Temperature 0 is greedy."""
+    """Returns the sampling parameters of a dataset. Temperature 0 is greedy."""
     names = (
         "temperature",
         "top_p",
@@ -139,7 +139,7 @@ def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
 
 
 def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
-    """A copy for one execution, with a seed of its own under deterministic inference."""
+    """Returns a copy for one execution, with its own seed under deterministic inference."""
     params = dict(params)
     if args.sglang.get("enable_deterministic_inference"):
         params["sampling_seed"] = (args.rollout_seed + index) % 2**31
@@ -147,7 +147,7 @@ def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
-    """The ids of the sample if it has any, else those of its text prompt.
+    """Returns the ids of the sample if it has any, else those of its text prompt.
 
     Adds no beginning-of-sequence token, because chat templates write it. Only the dataset renders messages, because it
     disarms control tokens in their text. Raises `ConfigError` for messages, `DataError` without a tokenizer.
@@ -165,19 +165,20 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
 
 
 def remaining_tokens(args: Args, sample: Sample, max_new_tokens: int) -> int:
-    """How many tokens the next request of the sample may sample.
+    """Returns how many tokens the next request of the sample may sample.
 
-    `max_new_tokens`: for one answer; tokens of an interrupted one count. The limits of the conversation and of the
-    execution apply as well.
+    `max_new_tokens`: limit for one answer, including the tokens of an interrupted one. The limits of the conversation
+    and of the execution apply as well.
     """
     limits = LIMITS.get() or Limits.of(args, Transcript.behind(sample))
     return limits.next_answer(max_new_tokens, len(sample.tokens), num_begun(sample))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generates, in place, the next answer of `sample`, or the rest of one. Raises what `EngineClient.generate` raises.
+    """Generates the next answer of `sample`, or the rest of an unfinished one, in place.
 
-    `max_new_tokens`: for this answer. A sample that may get no token becomes TRUNCATED.
+    `max_new_tokens` limits this answer. A sample that may get no token becomes TRUNCATED. Raises the errors of
+    `EngineClient.generate`.
     """
     context = current()
     sample.tokens = prompt_ids(sample, context.tokenizer)

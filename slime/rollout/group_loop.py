@@ -5,19 +5,20 @@
         await loop.turn()          # starts new groups, sleeps until a group ends, settles ended groups
     output = await loop.hand_out(groups)
 
-Each running group is a task in which `Episodes` works on it, here or in another process. Finished groups go to
-`Policy.accept`; all others are put back, marked filtered or marked failed. A turn is woken by the end of a group and by
-`wake`. All on the manager's event loop, which alone talks to the buffer; user functions run in threads, so that the
-loop answers while they compute.
+Each running group is a task in which `Episodes` runs it, in this or another process. Finished groups go to
+`Policy.accept`; all others are put back, marked filtered or marked failed. The end of a group and `wake` wake a turn.
+Everything runs on the manager's event loop, and only this loop talks to the buffer; user functions run in threads, so
+that the loop stays responsive.
 
 Invariants
 1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
-   `abandon` puts back all that are not settled.
-2. A failed, unscored or interrupted execution is tried again. After `MAX_TRIES` tries in the life of the loop its group
-   is dropped as failed: an infrastructure failure never becomes a reward. Interruptions on purpose do not count.
+   `abandon` puts back all unsettled groups.
+2. A failed, unscored or interrupted execution is tried again. After `MAX_TRIES` tries in the life of the loop, its
+   group is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count.
 3. Filtered and failed groups of a step are bounded; the error names the bound.
-4. A group whose request found no answer in time is quarantined: `end_quarantine` puts it back, so it is not tried again
-   before the next step. The `MAX_TRIES`th time it is dropped as failed. A group that killed engines is dropped at once.
+4. If a request of a group gets no answer in time, the group is quarantined: `end_quarantine` puts it back, so it is not
+   retried before the next step. The `MAX_TRIES`th time it is dropped as failed. A group that killed engines is dropped
+   at once.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class StepCounts:
     filtered: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     retried: Counter[str] = field(default_factory=Counter)
-    """Kind of failure -> tries that were followed by another."""
+    """Kind of failure -> number of retries."""
     num_surplus: int = 0
     num_aborted: int = 0
     num_reset: int = 0
-    """Started over, because an earlier step had begun them."""
+    """Groups that started over, because an earlier step had begun them."""
     num_quarantined: int = 0
     dropped: list[Held] = field(default_factory=list)
-    """By the dynamic filter; kept only for `--rollout-all-samples-process-path`."""
+    """Groups dropped by the dynamic filter; kept only for `--rollout-all-samples-process-path`."""
     idle_s: float = 0.0
     """Time without a running group."""
     started: float = field(default_factory=time.monotonic)
@@ -87,17 +88,17 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 MAX_FILTERED_FACTOR = 32
-"""Filtered groups per wanted group after which the step gives up."""
+"""The step gives up after this many filtered groups per wanted group."""
 MIN_FAILED_GROUPS = 4
-"""A step may lose at least this many groups, or as many as it wants."""
+"""A step may lose this many groups, or as many as it wants if that is more."""
 
 
 class Policy(ABC):
-    """The decisions of a schedule. No method may wait."""
+    """The decisions of a schedule. Its methods must not block."""
 
     @abstractmethod
     def num_missing(self, loop: GroupLoop) -> int:
-        """How many more groups to start; none if not positive."""
+        """Returns how many more groups to start; zero or less starts none."""
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
         """Called before a group starts; returns the group to work on."""
@@ -112,7 +113,7 @@ class Policy(ABC):
         return False
 
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
-        """Whether the batch gets full without the group at hand."""
+        """Whether the batch gets full without the current group."""
         return len(loop.running) >= loop.target
 
     @abstractmethod
@@ -121,7 +122,7 @@ class Policy(ABC):
 
 
 class GroupLoop:
-    """What runs, what failed how often, and the counts of the step."""
+    """Holds the running groups, the tries of each group, and the counts of the step."""
 
     def __init__(self, context: RolloutContext, hooks: RolloutHooks, source: DataBuffer, policy: Policy) -> None:
         self.args, self.context, self.hooks, self.source, self.policy = context.args, context, hooks, source, policy
@@ -129,25 +130,25 @@ class GroupLoop:
         self.params = rollout_sampling_params(context.args)
         self.episodes: Episodes = context.workers or Here(context.client)
         self.scope = RequestScope()
-        """Of all requests of the groups. The task that calls `turn` sets it as `REQUEST_SCOPE`."""
+        """The scope of all requests of the groups. The task that calls `turn` sets it as `REQUEST_SCOPE`."""
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
         self.quarantined: list[Held] = []
-        """Not in the buffer until `end_quarantine`."""
+        """Groups that stay out of the buffer until `end_quarantine`."""
         self.tries: Counter[int] = Counter()
         self.rollout_id = -1
         self.counts = StepCounts()
         self._woken = asyncio.Event()
 
     def begin_step(self, context: RolloutContext, rollout_id: int) -> None:
-        """From now on, progress and messages belong to this step."""
+        """Assigns further progress and messages to this step."""
         self.context, self.rollout_id = context, rollout_id
         context.progress.begin(f"rollout {rollout_id}", self.target)
 
     async def turn(self, timeout_s: float | None = None) -> None:
         """Starts groups, sleeps until one ends, `wake` is called or time is up, then settles ended groups.
 
-        Raises `DataError` if the filter rejects nearly everything, `GroupsFailed` if too many groups fail, and what
-        user hooks raise on purpose.
+        Raises `DataError` if the filter rejects nearly everything, `GroupsFailed` if too many groups fail, and
+        deliberate errors of user hooks.
         """
         self._refill()
         rests, since = not self.running, time.monotonic()
@@ -171,7 +172,9 @@ class GroupLoop:
             self.source.put_back(held, "quarantined")
 
     async def abandon(self, *, reason: str = "error", accepted: Sequence[Held] = ()) -> None:
-        """Cancels running groups and puts back all unsettled ones, `accepted` too; groups that ran start over."""
+        """Cancels running groups and puts back all unsettled ones and `accepted`. Groups that were
+        running start over.
+        """
         self.scope.aborted = True
         await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()
@@ -183,7 +186,7 @@ class GroupLoop:
             self.source.put_back(again, reason)
 
     async def hand_out(self, batch: Sequence[Held]) -> RolloutFnTrainOutput:
-        """Runs the hooks over a batch, sorted by prompt; returns it with the metrics of the step."""
+        """Sorts a batch by prompt, runs the hooks over it, and returns it with the metrics of the step."""
         limit_s = self.args.execution_timeout_s
         groups = await beside(_unpacked, sorted(batch, key=lambda held: held.group_index))
         looked_at = self.hooks.sample_filter is not None or self.hooks.all_samples is not None
@@ -200,7 +203,7 @@ class GroupLoop:
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
 
     def time_left_s(self, began: float) -> float | None:
-        """Seconds until the limit of a step that began then; None without a limit. Raises `DeadlineExceeded`."""
+        """Returns the seconds left to a step that began at `began`; None without a limit. Raises `DeadlineExceeded`."""
         limit_s = self.args.rollout_global_timeout_s
         if limit_s is None:
             return None
@@ -278,7 +281,7 @@ class GroupLoop:
             )
 
     def _retry_or_drop(self, result: GroupResult) -> None:
-        """Tries a failed group again, unless it had its tries or can never succeed."""
+        """Retries a failed group, unless it has used up its tries or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
         if result.outcome is Outcome.EXPIRED and num_quarantines(group_of(result.group)) + 1 < MAX_TRIES:
@@ -293,7 +296,7 @@ class GroupLoop:
             self._check_failed(result.reason)
 
     def _quarantine(self, result: GroupResult) -> None:
-        """Keeps the group out of the buffer until the next step, and notes that in its samples, which are saved."""
+        """Keeps the group out of the buffer until the next step, and notes that in its samples, so that it is saved."""
         logger.warning("group %d is quarantined until the next step: %s", result.group.group_index, result.reason)
         group = group_of(result.group)
         note_quarantines(group, num_quarantines(group) + 1)

@@ -1,7 +1,7 @@
 """Recorded rollouts (`--save-debug-rollout-data`, `--load-debug-rollout-data`): zstd-compressed JSON lines, no pickle.
 
-The first line names format and step; each further line is one group. Floats survive exactly, and files appear whole or
-not at all.
+The first line names format and step; each further line is one group. Floats are stored exactly, and files are written
+atomically.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
 
 
 def save_train_batch(path: Path, batch: TrainBatch) -> None:
-    """Writes a batch as .npz: `rollout_id` and, unless None, `<position>/<field of TrainSample>`."""
+    """Writes a batch as .npz with `rollout_id`, and `<position>/<field of TrainSample>` for each field that is not
+    None.
+    """
     arrays = {"rollout_id": np.asarray(batch.rollout_id)}
     for position, sample in enumerate(batch.samples):
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
@@ -63,7 +65,7 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
 
 
 def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[Sample]]:
-    """This part of the groups, at least one, half of it from each end; None: all."""
+    """Returns this fraction of the groups, at least one, half of it from each end; None: all groups."""
     num = len(groups) if part is None else max(1, round(part * len(groups)))
     return groups[: (num + 1) // 2] + groups[len(groups) - num // 2 :]
 
@@ -74,7 +76,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
-    """The step and its groups. Raises `DataError` if the file is missing, damaged or of another format."""
+    """Returns the step and its groups. Raises `DataError` if the file is missing, damaged or of another format."""
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             lines = stream.read().decode().splitlines()
@@ -94,7 +96,7 @@ def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
 
 
 class Recorder:
-    """Writes and reads the files of the debug settings, if they are given."""
+    """Writes and reads the files of the debug settings that are given."""
 
     def __init__(self, args: Args) -> None:
         self._args = args

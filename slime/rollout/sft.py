@@ -1,8 +1,8 @@
 """Supervised fine-tuning as a rollout function: `--rollout-function-path slime.rollout.sft.generate_rollout`.
 
 Turns conversations of the Data Buffer into ids and loss masks, without an engine. A conversation that becomes several
-samples stays one execution. Conversations that the chat template cannot write as the model would have, or that are
-longer than `--rollout-max-context-len`, are dropped with a reason, up to a bound.
+samples stays one execution. Conversations that are longer than `--rollout-max-context-len`, or that the chat template
+cannot write as the model would have written them, are dropped with a reason, up to a bound.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class TooLongError(DataError):
 
 
 def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> ChatRenderer:
-    """A renderer that knows the checkpoint's end tokens, with which trained turns end."""
+    """Makes a renderer with the checkpoint's end tokens, with which trained turns end."""
     return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
 def fill(
     sample: Sample, chat: ChatRenderer, *, rendered: bool = False, most: int | None = None
 ) -> tuple[list[Sample], frozenset[str]]:
-    """The training samples of a conversation (reward 0.0, no log-probs), and the kinds of content that the template
-    leaves out. Raises `DataError`, or `TooLongError` beyond `most` tokens.
+    """Returns the training samples of a conversation (reward 0.0, no log-probs), and the kinds of content that the
+    template leaves out.
 
-    A conversation is a list of messages, or a text with a text label: a question and its answer. `rendered`: the chat
-    template was already applied, which is an error.
+    A conversation is a list of messages, or a question as text with the answer as label. `rendered`: the chat template
+    was already applied, which is an error. Raises `DataError`, or `TooLongError` beyond `most` tokens.
     """
     messages = conversation_of(sample.prompt, sample.label, rendered=rendered)
     if messages is None:
@@ -82,7 +82,7 @@ def fill(
 
 
 def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
-    """Number of rows by the content that the template leaves out; logs each kind once."""
+    """Counts rows by the content that the template leaves out; logs each kind once."""
     found = Counter(what for one in left_out for what in sorted(one))
     for what in found:
         _warn(what)
@@ -100,7 +100,7 @@ def _warn(what: str) -> None:
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
-    """One step of conversations. Raises `DataError` if too many are unusable."""
+    """Returns one step of conversations. Raises `DataError` if too many are unusable."""
     assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.sft`)"
     context = current()
     chat = renderer(args.hf_checkpoint, context.tokenizer, args.apply_chat_template_kwargs)
@@ -139,17 +139,19 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One held-out dataset as a batch, made as for training."""
+    """One held-out dataset as a batch, built like a training batch."""
 
     name: str
     """Metrics are `eval/<name>-loss`."""
     batch: TrainBatch
     num_unusable: int
-    """Conversations that the chat template cannot write as the model would have, or that are too long."""
+    """Number of conversations that are too long, or that the chat template cannot write as the model would have written
+    them.
+    """
 
 
 def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
-    """A batch per dataset. Raises `DataError` if no row of one is usable."""
+    """Makes a batch per dataset. Raises `DataError` if a dataset has no usable row."""
     return tuple(_batch_of(args, tokenizer, dataset) for dataset in datasets)
 
 

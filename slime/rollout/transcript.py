@@ -1,14 +1,14 @@
-"""`Transcript`: what one execution asked of engines, and what they sampled.
+"""`Transcript`: the prompts that one execution sent to engines, and the answers that the engines sampled.
 
-The client writes it, and the end of the execution (`execute`) reads it. Tasks of an execution inherit it through
-`TRANSCRIPT`. User code may move tokens into a sample in any way; in the end they are checked against the transcript.
+The client writes the transcript, and `execute` reads it when the execution ends. Tasks of an execution inherit it
+through `TRANSCRIPT`. User code may build a sample in any way; at the end its tokens are checked against the transcript.
 
 Invariants
 1. A trained token is the id that an engine sampled at this place, after exactly the ids before it in the sample, with
    that engine's log-prob and weight version (law 1). `problem` describes the first violation.
-2. If the run took back any request of an execution, the execution is not finished, whatever its code says
+2. If the run took back any request of an execution, the execution is not finished, regardless of what its code returns
    (`taken_back`).
-3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has.
+3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has stored.
 
 Memory: 4 to 16 bytes per token read or sampled. The time per request and per check is linear in the length of the
 conversation, mostly one conversion from a list.
@@ -36,12 +36,12 @@ Numbers = Sequence[float] | npt.NDArray[Any]
 TOLERANCE = 1e-6
 """Tolerance, relative and absolute, of log-probs (nats) that user code stored in another precision."""
 OTHERWISE_SAMPLED = "not as sampled"
-"""Begins the reasons of `problem`."""
+"""Every reason that `problem` returns begins with this."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What engines sampled after some ids."""
+    """An answer that engines sampled after a prompt."""
 
     before: _Answer | None
     """The earlier answer that the prompt continues."""
@@ -64,12 +64,12 @@ class _Answer:
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Mask over its tokens: the answer that an earlier try left also has tokens that no engine sampled."""
+        """Mask over `tokens`. An answer that was left by an earlier try also has tokens that no engine sampled."""
         sampled: npt.NDArray[np.bool_] = self.versions != NOT_SAMPLED
         return sampled
 
     def ids(self) -> Ids:
-        """The prompt and what was sampled."""
+        """The prompt and the sampled ids."""
         parts, one = [self.tokens, self.new_ids], self.before
         while one is not None:
             parts += [one.tokens, one.new_ids]
@@ -79,12 +79,12 @@ class _Answer:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Transcript:
-    """Of one execution, or of a hook over a whole group."""
+    """The transcript of one execution, or of a hook over a whole group."""
 
     taken_back: bool = False
-    """The run took a request back, of the policy, a judge, an agent or a hook."""
+    """Whether the run took back a request, to the policy or a judge, from an agent or a hook."""
     closed: bool = False
-    """The execution has ended; requests of tasks that outlive it belong to `STRAYS`."""
+    """Whether the execution has ended. Requests of tasks that outlive it belong to `STRAYS`."""
     _answers: list[_Answer] = field(default_factory=list)
     _by_read: dict[int, list[_Answer]] = field(default_factory=dict)
     _by_said: dict[int, _Answer] = field(default_factory=dict)
@@ -92,11 +92,13 @@ class Transcript:
     _ends: list[int] = field(default_factory=list)
     """Begins and ends of the answers, each number once, sorted."""
     _calls: dict[Call, None] = field(default_factory=dict)
-    """Under way, or streams that were not read to the end."""
+    """Calls under way, and streams that were not read to the end."""
 
     @classmethod
     def behind(cls, sample: Sample) -> Transcript:
-        """Of an execution that continues `sample`, whose trained tokens were checked after the earlier try."""
+        """Begins the transcript of an execution that continues `sample`. The earlier try has checked the trained
+        tokens.
+        """
         begun = cls()
         _LIVE.add(begun)
         versions, log_probs = sample.column("token_versions"), sample.column("rollout_log_probs")
@@ -108,22 +110,22 @@ class Transcript:
         return begun
 
     def close(self) -> None:
-        """The execution has ended."""
+        """Ends the transcript with its execution."""
         self.closed = True
         _LIVE.discard(self)
 
     def begin_call(self, call: Call) -> None:
-        """From now on, what is sampled for `call` counts."""
+        """Counts the tokens sampled for `call` from now on."""
         self._calls[call] = None
 
     def end_call(self, call: Call) -> None:
-        """Stores the answer to `call`, or the part that there is."""
+        """Stores the answer to `call`, even a partial one."""
         self._calls.pop(call, None)
         for answer in self._of_call(call):
             self._add(answer)
 
     def _of_call(self, call: Call) -> list[_Answer]:
-        """The answer so far, if any."""
+        """Returns a list with the answer so far, or an empty list."""
         generation = call.answer()
         if not generation.tokens:
             return []
@@ -174,17 +176,17 @@ class Transcript:
         if (versions == NOT_SAMPLED).all():
             return
         sample.token_versions = [*known, *versions[len(known) :].tolist()]
-        for answer in sorted(recorded, key=lambda one: one.begin):  # the first reading of a token stays
+        for answer in sorted(recorded, key=lambda one: one.begin):  # the first record of a token stays
             experts, first = sample.rollout_routed_experts, sample.prompt_length
             sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
 
     def problem(self, sample: Sample) -> str:
-        """The first violation of invariant 1 in a sample; empty if there is none.
+        """Describes the first violation of invariant 1 in a sample; empty without one.
 
-        A sample without log-probs and versions, of an execution that asked no engine, is a given conversation and may
-        be trained.
+        If the execution asked no engine, a sample without log-probs and versions is a given conversation and may be
+        trained.
         """
         if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
             return ""
@@ -224,12 +226,14 @@ class Transcript:
         return f"{what} weight version {version}, and another one sampled it; keep that of the answer"
 
     def num_sampled(self) -> int:
-        """Tokens that engines have sampled for the execution so far, used or not."""
+        """Returns how many tokens engines have sampled for the execution so far, used or not."""
         under_way = sum(len(call.answer().tokens) for call in self._calls)
         return under_way + sum(int(answer.sampled.sum()) for answer in self._answers)
 
     def _answers_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice, slice]]:
-        """The answers to prefixes of the sample, with slices: tokens of the answer, the same tokens in the response.
+        """Yields each answer to a prefix of the sample, the slice of its tokens that match, and their slice in the
+        response.
+
         The longest match comes last.
         """
         tokens, prompt_length = np.asarray(sample.column("tokens"), np.int32), sample.prompt_length
@@ -268,7 +272,9 @@ class Transcript:
 
 
 class _Strays(Transcript):
-    """Answers to requests outside of executions: of threads, shared tasks, and tasks that outlived their execution."""
+    """Answers to requests outside of executions: from threads, shared tasks, and tasks that
+    outlived their execution.
+    """
 
     def _add(self, answer: _Answer) -> None:
         super()._add(answer)
@@ -288,9 +294,9 @@ TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", defau
 
 
 class Seals:
-    """The trained content of samples, before user code gets them that may only look, mask or drop.
+    """Records the trained content of samples before user code that may only look, mask or drop gets them.
 
-    A sample is left out if the code changed a trained token, its log-prob or its version, or trains more tokens.
+    A sample becomes unscored if the code changed a trained token, its log-prob or its version, or trains more tokens.
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
@@ -310,7 +316,7 @@ class Seals:
 
 
 def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
-    """A digest of ids, log-probs and versions; the mask of trained tokens."""
+    """Returns a digest of ids, log-probs and versions, and the mask of trained tokens."""
     state, mask = xxhash.xxh3_128(), sample.column("loss_mask")
     for name, kind in (("tokens", np.int32), ("rollout_log_probs", np.float32), ("token_versions", np.int32)):
         values = sample.column(name)
@@ -331,7 +337,9 @@ def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
-    """Length -> digest of the first `length` ids. `lengths` must be sorted; those beyond the end are left out."""
+    """Returns length -> digest of the first `length` ids. `lengths` must be sorted; lengths beyond the end are left
+    out.
+    """
     digests, done, state = dict[int, int](), 0, xxhash.xxh3_128()
     for length in lengths:
         if length <= len(ids):
@@ -341,7 +349,7 @@ def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
 
 
 def _agreement(one: Ids, other: Ids) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix."""
     num = min(len(one), len(other))
     differ = one[:num] != other[:num]
     return int(differ.argmax()) if differ.any() else num

@@ -1,4 +1,4 @@
-"""The user functions of a rollout: loaded once, called as their signatures allow, and their results checked."""
+"""Loads the user functions of a rollout once, calls them as their signatures allow, and checks their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 def load(path: str | None, kind: str) -> Hook | None:
-    """The function behind a path; None for None. Raises `HookError`."""
+    """Loads the function at an import path; None for None. Raises `HookError`."""
     return None if path is None else _load(path, kind)
 
 
@@ -33,7 +33,7 @@ def _load(path: str, kind: str) -> Hook:
 
 @dataclass(frozen=True, slots=True)
 class RolloutHooks:
-    """None if the setting is not given."""
+    """The user functions of a run; None where the setting is not given."""
 
     generate: Hook
     dynamic_filter: Hook | None = None
@@ -56,7 +56,7 @@ async def call_generate(
 ) -> list[Sample]:
     """Calls a generate function. Returns a flat list of samples with the execution's identity.
 
-    Raises `HookError` unless the function returns a `Sample` or a nest of different ones.
+    Raises `HookError` unless the function returns a `Sample`, or distinct samples in nested lists.
     """
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
@@ -76,9 +76,9 @@ async def call_generate(
 
 
 async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
-    """Calls the functions of `--rollout-sample-hook-path` in order; the identity of the sample stays.
+    """Calls the functions of `--rollout-sample-hook-path` in order, and keeps the identity of the sample.
 
-    Raises `HookError` if one returns anything but a `Sample` or None.
+    Raises `HookError` if a function returns anything but a `Sample` or None.
     """
     group_index, index = sample.group_index, sample.index
     for path in args.rollout_sample_hook_path:
@@ -95,7 +95,7 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
 
 
 def _complete(sample: Sample) -> None:
-    """Fills in what user code left out of a sample, and validates it."""
+    """Fills in sampling data that user code left out of a sample, and validates the sample."""
     transcript = TRANSCRIPT.get()
     if transcript is not None:
         transcript.complete(sample)
@@ -103,12 +103,12 @@ def _complete(sample: Sample) -> None:
 
 
 async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
-    """Calls a synchronous function in a thread. Raises as `run_in_thread` does."""
+    """Calls a synchronous function in a thread (`run_in_thread`)."""
     return await run_in_thread(name_of(hook), hook, *args, **kwargs)
 
 
 async def in_time(limit_s: float, hook: Hook, *args: Any) -> Any:
-    """As `in_thread`, with a limit on the time without progress (`--execution-timeout-s`; 0: none).
+    """Like `in_thread`, with a limit on the time without progress (`--execution-timeout-s`; 0: no limit).
 
     At the limit it raises `DeadlineExceeded` and leaves the thread behind.
     """
@@ -129,11 +129,13 @@ async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFi
 
 
 async def is_logged_by_user(limit_s: float, path: str | None, kind: str, *given: Any) -> bool:
-    """Calls the user's log function, if any; True if it replaces the default logging. `limit_s`: as in `in_time`."""
+    """Calls the user's log function, if any. Returns whether it replaces the default logging.
+    `limit_s`: see `in_time`.
+    """
     log = load(path, kind)
     return log is not None and bool(await in_time(limit_s, log, *given))
 
 
 def name_of(hook: Hook) -> str:
-    """The name of a function in messages."""
+    """Returns the name of a function for messages."""
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"
