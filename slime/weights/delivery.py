@@ -1,20 +1,21 @@
 """Sends the buckets of one training rank, each in its turn, while the rank fills the next one.
 
-Consumes: filled buckets (`send`), from the thread that fills them. Produces: engines that have them, and a word to the
-rank whose turn is next: that it may begin, and whether all went well (`Words`). Waits for: the ranks with earlier turns
-and for engines, each with a limit. Is woken by: a bucket, then the word of the previous rank. The filling thread waits
-for the last bucket but one (`wait`), because it reuses its memory.
+Consumes: filled buckets (`send`), from the thread that fills them. Produces: engines that have these buckets, and a
+message to the sender of the next turn, which says that it may begin and whether all earlier turns succeeded (`Words`).
+Waits for: the ranks with earlier turns and the engines, each with a limit. Woken by: a bucket, then the message of the
+previous sender. The filling thread waits until the last bucket but one has been sent (`wait`), because it reuses that
+bucket's memory.
 
-Engines load one bucket at a time and take part in one broadcast at a time, in the order of the turns. Two senders that
-reached two engines in different orders would deadlock.
+Engines load one bucket at a time and take part in one broadcast at a time, in the order of the turns. If two senders
+reached two engines in different orders, they would deadlock.
 
 Invariants
 1. Buckets of all senders are delivered in the order of their turns.
-2. After a failure no rank delivers anything more, but each still gives its parts of all tensors, because that is a
-   collective of the trainer.
-3. A bucket leaves a GPU once it is filled, whatever the trainer does next. On the stream of the filling it would wait
-   for the next filling, and so for other ranks that may wait for this bucket: a deadlock. So buckets travel on their
-   own stream, each after the event that ended its filling.
+2. After a failure no rank delivers another bucket, but every rank still contributes its parts of all tensors, because
+   that is a collective of the trainer.
+3. A bucket leaves a GPU once it is filled and waits for no later work of the trainer. On the stream that fills buckets
+   it would wait for the next filling, and so for other ranks that may wait for this bucket: a deadlock. So buckets
+   travel on their own stream, each after the event that marks the end of its filling.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ if TYPE_CHECKING:
 
 @functools.cache
 def departure_from(device: torch.device) -> Departure:
-    """One per process, for all its weight syncs."""
+    """Returns the process's only `Departure`, for all weight syncs."""
     return Departure(device)
 
 
 class Departure:
-    """The stream on which the buckets of a training rank travel; on a CPU there is none."""
+    """The CUDA stream on which the buckets of a training rank travel. On a CPU there is no stream."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        # A priority of its own: torch has 32 streams per priority and hands each out several times.
+        # Has its own priority, because torch has 32 streams per priority and hands out each one several times.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def filled(self) -> torch.cuda.Event | None:
-        """The filling thread: an event after all work that the GPU was given so far."""
+        """Records an event after all GPU work that was queued so far. The filling thread calls it."""
         import torch
 
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def after(self, filled: torch.cuda.Event | None) -> Iterator[None]:
-        """The sending thread: GPU work of the block waits for that event and no other work of the trainer."""
+        """On the sending thread, makes GPU work in the block wait for `filled` and no other work of the trainer."""
         import torch
 
         if self._stream is None or filled is None:
@@ -71,8 +72,8 @@ class Departure:
 
 
 class Delivery:
-    """The buckets of this rank in one weight sync. The block joins the thread at its end, but not after an error: that
-    ends the run, and the thread may never get what it waits for."""
+    """Sends the buckets of this rank in one weight sync. The end of the `with` block joins the thread, except after an
+    error: that ends the run, and the thread may wait forever."""
 
     def __init__(
         self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], departure: Departure
@@ -83,9 +84,9 @@ class Delivery:
         self._running: deque[Future[None]] = deque()
         self._good, self._heard = True, 0
         self.failure: BaseException | None = None
-        """The first error in a turn of this rank."""
+        """The first error in this rank's turns."""
         self.seconds = 0.0
-        """Spent on delivering."""
+        """Time spent in `deliver`."""
 
     def __enter__(self) -> Delivery:
         return self
@@ -94,18 +95,18 @@ class Delivery:
         self._pool.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def open(self, good: bool) -> None:
-        """The conductor: starts the first turn; `good` False: nothing may be sent."""
+        """On the conductor, starts the first turn. If `good` is False, no rank may send."""
         self._good = good
         if self._peers.conducts:
             self._running.append(self._pool.submit(self._let_begin, 0))
 
     def wait(self, most: int) -> None:
-        """Waits until at most `most` buckets are on their way."""
+        """Waits until at most `most` buckets are in flight."""
         while len(self._running) > most:
             self._running.popleft().result()
 
     def send(self, number: int, bucket: Bucket | None) -> None:
-        """Queues the bucket of a turn of this rank; None: it could not be filled, and nothing more may be sent."""
+        """Queues the bucket of a turn of this rank. None means that filling it failed, so no rank may send any more."""
         self._running.append(self._pool.submit(self._take_turn, number, bucket, self._departure.filled()))
 
     def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> None:
@@ -125,11 +126,11 @@ class Delivery:
         self._let_begin(number + 1)
 
     def _let_begin(self, number: int) -> None:
-        """Tells the next sender that its turn begins, if it is another rank."""
+        """Tells the sender of turn `number` that it may begin, if that is another rank."""
         try:
             if number < len(self._turns) and self._turns[number].sender != self._peers.rank:
                 self._peers.tell(number, self._good)
-        except BaseException as error:  # the store is gone
+        except BaseException as error:  # the store is lost
             self._note(error)
 
     def _note(self, error: BaseException) -> None:
@@ -138,35 +139,36 @@ class Delivery:
 
 GOOD, BAD = b"1", b"0"
 AT_THE_START = 3
-"""Limits of a call before the first turn: pause, flush, join."""
+"""Number of engine calls before the first turn: pause, flush, join. Each takes at most `limit_s`."""
 IN_A_TURN = 2
-"""Limits of a call in a turn: join, deliver."""
+"""Number of engine calls in a turn: join, deliver."""
 
 
 class Words:
-    """Tells the next sender that its turn begins and whether all went well so far, through a store.
+    """Messages between senders, through a store: a turn may begin, and whether all earlier turns succeeded.
 
-    With a store instead of messages between two ranks, the teller does not wait, and a listener that gave up leaves
-    nothing behind that a later word could collide with. Every rank needs its own client, because a wait blocks it.
+    With a store, unlike point-to-point messages, `tell` does not wait, and a rank that gave up in `hear` leaves nothing
+    that could disturb later messages. Every rank needs its own store client, because a wait blocks the client.
     """
 
     def __init__(self, store: Any, *, limit_s: float) -> None:
-        """`store`: a `torch.distributed.Store`. `limit_s`: of each call to engines."""
+        """`store`: a `torch.distributed.Store`. `limit_s`: time limit for each call to an engine."""
         self._store, self._limit_s = store, limit_s
         self._number = 0
 
     def begin(self) -> None:
-        """Every rank, at the start of each weight sync. Drops unheard words of the one before."""
+        """Starts a weight sync and drops unread messages of the previous one. Every rank calls it."""
         self._number += 1
 
     def tell(self, turn: int, good: bool) -> None:
-        """Starts a turn; `good` False: nothing may be sent in it."""
+        """Starts a turn. If `good` is False, its sender must not send."""
         self._store.set(self._key(turn), GOOD if good else BAD)
 
     def hear(self, turn: int, num_turns: int) -> bool:
-        """Whether all went well before `turn`, after at most `num_turns` turns of others.
+        """Waits for `turn`, at most as long as `num_turns` turns of others take. Returns whether earlier turns
+        succeeded.
 
-        Raises `DeadlineExceeded`, or `DistNetworkError` if the rank that keeps the store is gone.
+        Raises `DeadlineExceeded`, or `DistNetworkError` if the rank with the store is gone.
         """
         from torch.distributed import DistStoreError
 

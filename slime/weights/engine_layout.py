@@ -1,21 +1,21 @@
-"""The part of the full HF tensors that an SGLang rank holds (fused, sharded, padded), and its digests.
+"""Builds the part of the full HF tensors that an SGLang rank holds (fused, sharded, padded), and computes its digests.
 
-The trainer computes these digests on its own tensors before they are sent. So equality with the engine's report covers
-names, fusing, sharding, padding, dtype and every bit on the way. `holding` says which part a rank holds; this module
-says what the part looks like.
+The trainer computes these digests from its own tensors before it sends them. So if the engine reports the same digests,
+names, fusing, sharding, padding, dtype and every transferred bit are right. `holding` determines which part a rank
+holds; this module determines its content.
 
 The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
-- q, k, v are stacked within each rank's shard, and so are gate and up; a tied head is not resident;
+- q, k, v are stacked within each rank's shard, as are gate and up; a tied output layer is not resident;
 - the vocabulary is padded with zero rows to a multiple of 64 (times the ranks, where 64 does not divide evenly);
-- the experts of a layer are stacked, [gate; up] of each within its shard, and so are their down projections;
+- the experts of a layer are stacked, with [gate; up] of each within its shard; their down projections are stacked, too;
 - on a GPU, fewer KV heads than ranks are replicated;
 - on a CPU, KV heads are padded with zero heads to a multiple of the ranks (and query heads with them), the MLP with
   zero features to a multiple of 32 times the ranks.
 
 Invariants
-1. Ranks that hold the same bytes share one digest, whatever engines they belong to: it is computed once.
-2. Digests never keep a whole resident tensor: only the HF tensors of one parameter (one expert), if they come in table
-   order, and `UNREAD_BYTES` that are hashed together on a GPU.
+1. Ranks that hold the same bytes share one digest, also across engines, so it is computed once.
+2. Computing digests never keeps a whole resident tensor in memory: only the HF tensors of one parameter (one expert),
+   if they come in table order, and `UNREAD_BYTES` that are hashed together on a GPU.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from slime.weights.hf_shards import padded_slice, segments_of, slice_shards, uni
 from slime.weights.holding import Holding, Share, holdings
 
 VOCAB_PADDING = 64
-"""SGLang pads vocabularies to a multiple of this."""
+"""SGLang pads vocabularies to a multiple of this number."""
 UNREAD_BYTES = 64 * 2**20
-"""Bytes of tensors that hashers may keep unread."""
+"""How many bytes of tensors hashers may collect before they hash them."""
 CPU_MLP_PADDING = 32
-"""On a CPU, SGLang pads each rank's share of MLP features to a multiple of this."""
+"""On a CPU, SGLang pads each rank's share of MLP features to a multiple of this number."""
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding over all ranks of an engine."""
+    """Returns the number of embedding rows over all ranks of an engine."""
     multiple = VOCAB_PADDING
     if _up(vocab_size, multiple) % tp_size:
         multiple *= tp_size
@@ -53,10 +53,10 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def engine_shards(
     table: FamilyTable, entry: Entry, parts: Sequence[Tensor], share: Share, *, on_cpu: bool
 ) -> list[Tensor]:
-    """The part of `entry` that a rank with this share holds, as shards to be stacked along dim 0.
+    """Returns the part of `entry` that a rank with this share holds, as shards to be stacked along dim 0.
 
-    `parts`: the full HF tensors in the order of the row. The shards are mostly views, since a copy would cost more than
-    the digest. Raises `ConfigError` if the engine cannot split the tensor evenly.
+    `parts`: the full HF tensors in the order of the row. The shards are mostly views, because a copy would take longer
+    than the digest. Raises `ConfigError` if the engine cannot split the tensor evenly.
     """
     if entry.row.stacked:
         parts = [part[entry.expert] for part in parts]
@@ -73,12 +73,12 @@ def engine_shards(
 
 
 def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on_cpu: bool) -> bool:
-    """Whether a rank with this share holds the HF tensors of these entries end to end, as they are."""
+    """Whether a rank with this share holds the HF tensors of these entries unchanged, end to end."""
     for entry in {id(e.row): e for e in held}.values():
         row = entry.row
         if row.stacked or row.transposed or (row.dim is not None and share.parts > 1):
             return False
-        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # the engine stacks them in another order
+        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # the engine stacks segments in another order
         lengths = zip(row.units, row.segments, strict=False)
         padded = any(_split(table.sizes, entry, unit, size, share, on_cpu)[0] != size for unit, size in lengths)
         if columns or padded:
@@ -87,7 +87,7 @@ def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on
 
 
 def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share, on_cpu: bool) -> tuple[int, int, int]:
-    """(padded length over all ranks, rank, number of ranks with different parts) of a segment."""
+    """Returns (padded length over all ranks, rank, number of ranks with different parts) of a segment."""
     if unit is Unit.VOCAB:
         return padded_vocab_size(size, share.parts), share.part, share.parts
     if unit is Unit.FEATURES and on_cpu:
@@ -125,13 +125,13 @@ class _Resident:
     held: Sequence[Entry]
     """The entries, in stacking order."""
     parts: dict[Holding, tuple[Hasher, bool]]
-    """Holding -> its hasher, and whether it is the HF tensors as they are."""
+    """Holding -> its hasher, and whether the holding is the unchanged HF tensors."""
     places: list[tuple[EngineLayout, EngineRank, str, Holding]]
-    """Each rank that holds a part of it, with resident name and holding."""
+    """Each rank that holds a part of the tensor, with resident name and holding."""
     waiting: dict[str, Tensor] = field(default_factory=dict)
-    """HF tensors of incomplete entries."""
+    """HF tensors of entries that are still incomplete."""
     num_taken: int = 0
-    """Entries whose digests are taken."""
+    """Number of entries that have been hashed."""
 
     def flush(self) -> None:
         for hasher, _ in self.parts.values():
@@ -139,14 +139,16 @@ class _Resident:
 
 
 def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
-    """Raises `WeightSyncError` for tensors that are not `sent`."""
+    """Raises `WeightSyncError` if some of `hf_names` are not in `sent`."""
     missing = [name for name in hf_names if name not in sent]
     if missing:
         raise WeightSyncError(f"the weight sync lacks {listed(missing)}; send every tensor")
 
 
 class ExpectedDigests:
-    """Computes the digests of resident tensors while HF tensors stream by. Engines have the same kind of device."""
+    """Computes the digests of resident tensors from a stream of HF tensors. Assumes that engines and trainer have the
+    same kind of device.
+    """
 
     def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
         self._table, self._digest = table, digest
@@ -158,7 +160,7 @@ class ExpectedDigests:
         self._unread_bytes = 0
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
-        """Takes one full HF tensor. Raises `WeightSyncError` if it is unknown, came before or has a wrong shape."""
+        """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate or of the wrong shape."""
         want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
             raise WeightSyncError(f"got {hf_name} twice in one weight sync; each tensor may be sent once")
@@ -192,7 +194,7 @@ class ExpectedDigests:
         return resident
 
     def _take(self, resident: _Resident) -> None:
-        """Takes digests of complete entries, in stacking order."""
+        """Hashes complete entries, in stacking order."""
         held, waiting = resident.held, resident.waiting
         while resident.num_taken < len(held):
             number, entry = resident.num_taken, held[resident.num_taken]
@@ -214,7 +216,8 @@ class ExpectedDigests:
         return engine_shards(self._table, entry, tensors, holding.share, on_cpu=not tensors[0].is_cuda)
 
     def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
-        """The digests of these tensors (default: all of the table). Raises `WeightSyncError` if some are missing."""
+        """Returns the digests of these tensors (default: the whole table). Raises `WeightSyncError` if any is
+        missing."""
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
@@ -231,7 +234,7 @@ class ExpectedDigests:
 
 
 def merged(parts: Iterable[Digests]) -> Digests:
-    """The digests of several senders as one. No two send the same tensor."""
+    """Merges the digests of several senders. No two of them send the same tensor."""
     out: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
     for part in parts:
         for layout, ranks in part.items():

@@ -1,17 +1,18 @@
-"""Sends experts to an engine of one rank as runs: neighbours in one copy, instead of thousands of tensors.
+"""Sends neighbouring experts to an engine of one rank as runs, one copy each instead of thousands of tensors.
 
-SGLang's loaders take experts one by one and search all names for each: 0.15 ms, or three seconds for 128 experts in 48
-layers (0.5.16). An engine of one rank holds the experts of a layer end to end in one tensor. So the sender names a run
-after that tensor and the element where the run begins (`named_runs`), and the engine copies it there (`load`).
+SGLang's loaders take experts one by one and search all names for each. That takes 0.15 ms per expert, or three seconds
+for 128 experts in 48 layers (0.5.16). An engine of one rank holds the experts of a layer end to end in one tensor. So
+the sender names a run after that tensor and the element where the run begins (`named_runs`), and the engine copies the
+run there (`load`).
 
-`load` runs in SGLang's scheduler, named by SGLang's own `--custom-weight-loader`. Other tensors go to the model's
+SGLang's scheduler calls `load`, because slime passes it as `--custom-weight-loader`. Other tensors go to the model's
 loader.
 
 Invariants
-1. A run covers elements of one resident tensor, in order, each once.
-2. The first expert of every resident tensor goes through the model's loader. An engine that stores experts in another
-   order (transposed, up before gate, in blocks) then reports a different digest, or fails. Copied bytes alone would not
-   prove that the engine reads them in the same order.
+1. A run consists of consecutive elements of one resident tensor, each once.
+2. The first expert of every resident tensor goes through the model's loader. If the engine stores experts in another
+   order (transposed, up before gate, in blocks), it then reports a different digest or fails. If all experts were
+   copied, digests could not detect this.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:  # transports are imported where torch is not
 LOADER = f"{__name__}.load"
 """The import path that SGLang gets."""
 _AT = "@"
-"""Between the name of a resident tensor and the element where a run begins. No tensor name contains it."""
+"""Separates the name of a resident tensor from the element where a run begins. No tensor name contains it."""
 
 Places = Mapping[str, tuple[str, int]]
-"""HF tensor of an expert -> (the engine's tensor that holds it, first element in it)."""
+"""HF tensor of an expert -> (the engine's tensor that holds it, its first element there)."""
 
 
 def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
-    """Where an engine of one rank holds each expert but the first. Padded and stacked experts are left out."""
+    """Returns where an engine of one rank holds each expert except the first. Omits padded and stacked experts."""
     from slime.models.common.table import DRAFT
     from slime.weights.engine_layout import held_as_given
     from slime.weights.holding import Share
@@ -58,9 +59,9 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
 
 
 def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tuple[str, int]]:
-    """Groups `tensors` for the trip: (name, number of tensors) of each run of experts, and of each other tensor."""
+    """Groups `tensors` for sending. Returns (name, number of tensors) for each run of experts and each other tensor."""
     runs: list[tuple[str, int]] = []
-    follows: tuple[str, int] | None = None  # the place where the run would go on
+    follows: tuple[str, int] | None = None  # the place that would continue the run
     for name, tensor in tensors:
         place = places.get(name)
         if place is not None and place == follows:
@@ -72,7 +73,7 @@ def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tu
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader: copies runs to their places and gives the rest to the loader of `model`."""
+    """Copies runs to their places and passes other tensors to the loader of `model`. SGLang calls it."""
     others = []
     for name, tensor in named_tensors:
         resident, mark, start = name.rpartition(_AT)

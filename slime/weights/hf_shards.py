@@ -1,8 +1,8 @@
-"""HF tensors <-> Megatron tensor-parallel shards, bitwise in both directions. Pure torch, without any engine.
+"""Converts HF tensors to Megatron tensor-parallel shards and back, bitwise exactly. Uses torch only, no engine.
 
 The HF tensors of a row, concatenated along the split dimension, consist of segments. Rank r of n holds the r-th of n
-equal parts of each segment. Within the shard, Megatron interleaves the segments in groups: as many as the row says (per
-KV head `[q..., k, v]`), or one (`[gate; up]`). Vocabulary rows may be padded with zeros.
+equal parts of each segment. Within the shard, Megatron interleaves the segments in groups. The row gives the number of
+groups: one per KV head (`[q..., k, v]`), or a single one (`[gate; up]`). Vocabulary rows may be padded with zeros.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from slime.models.common.table import Entry, FamilyTable, ModelSizes, Row, Unit
 
 
 def byte_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The bytes of `tensors` in order, as few flat uint8 views: neighbours in memory share one.
+    """Returns the bytes of `tensors` in order, as flat uint8 views. Neighbours in memory share one view.
 
-    Experts of a layer are views of one parameter, thousands in a model; one operation for each would cost more than
-    their bytes. A tensor that is not contiguous is copied.
+    A model has thousands of experts, and those of a layer are views of one parameter. One operation per expert would
+    take longer than copying the bytes. A tensor that is not contiguous is copied.
     """
     runs: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, first byte, end
     for tensor in tensors:
@@ -40,19 +40,18 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
 
 
 ReadHF = Callable[[str], Tensor]
-"""HF tensor name -> the full tensor."""
+"""A function from the name of an HF tensor to the full tensor."""
 
 
 def load_shard(
     table: FamilyTable, megatron_name: str, read_hf: ReadHF, *, tp_rank: int, tp_size: int, vocab_multiple: int = 1
 ) -> Tensor:
-    """The shard of a Megatron parameter that rank `tp_rank` holds, in the dtype of the checkpoint.
+    """Returns the shard of a Megatron parameter that rank `tp_rank` holds, in the dtype of the checkpoint.
 
-    It may be a view of what `read_hf` returned; only this rank's part is touched. For an expert, rank and size are
-    those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
-    `vocab_multiple * tp_size`, as Megatron does.
-    Raises `CheckpointError` if a tensor has another shape than the config implies, `ConfigError` if it cannot be split
-    evenly.
+    The shard may be a view of the tensor from `read_hf`; only this rank's part is read. For an expert, rank and size
+    refer to the experts' own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
+    `vocab_multiple * tp_size`, as Megatron does. Raises `CheckpointError` if a tensor does not have the shape that the
+    config implies, `ConfigError` if it cannot be split evenly.
     """
     assert 0 <= tp_rank < tp_size, f"tp_rank {tp_rank} of {tp_size}"
     entry = table.entry(megatron_name)
@@ -74,10 +73,10 @@ def load_shard(
 
 
 def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """The HF tensors of a Megatron parameter, from its shards in rank order (one is enough if it is replicated).
+    """Returns the HF tensors of a Megatron parameter from its shards in rank order (one is enough if replicated).
 
-    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged, without vocabulary padding.
-    Of stacked experts it returns this expert's part.
+    The result is (HF name, full tensor) in the order of the row, contiguous, dtype unchanged, without vocabulary
+    padding. If an HF tensor stacks all experts, the result has only this expert's part.
     """
     assert shards, f"no shard of {megatron_name}"
     entry = table.entry(megatron_name)
@@ -105,9 +104,10 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 
 
 def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """`export` of all experts, one after the other, from their `stack` [experts, *shape of a parameter].
+    """Does `export` for all experts, one after the other, from their `stack` [experts, *shape of a parameter].
 
-    Views of all experts at once cost less than a step for each tensor. HF tensors that hold all experts come whole.
+    Making the views of all experts at once is faster than tensor by tensor. HF tensors that stack all experts are
+    yielded whole.
     """
     row = entries[0].row
     assert row.groups <= 1, f"{row.megatron} is interleaved"
@@ -129,8 +129,8 @@ def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str,
 def by_segments(row: Row, shard: Tensor, num_shards: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Applies `change`, which keeps shapes, to this shard's part of each segment.
 
-    `shard`: one of `num_shards` of a row's parameter [*shape], or several stacked [n, *shape]. A part is one range of
-    the segment, in the layout of the HF tensors; a row that is not split is one part.
+    `shard`: one of `num_shards` shards of a row's parameter [*shape], or several stacked ones [n, *shape]. A part is a
+    contiguous range of the segment, in the layout of the HF tensors. A row that is not split has one part.
     """
     if row.dim is None:
         return change(shard)
@@ -154,12 +154,12 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
 
 
 def unit_count(sizes: ModelSizes, unit: Unit, size: int) -> int:
-    """How many units (heads, or single rows) a segment of `size` has."""
+    """Returns the number of units (heads or single rows) in a segment of `size`."""
     return {Unit.HEADS: sizes.num_heads, Unit.KV_HEADS: sizes.num_kv_heads}.get(unit, size)
 
 
 def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the segments of a row's full HF tensors."""
+    """Returns views of the segments of a row's full HF tensors."""
     dim = entry.row.dim
     assert dim is not None, f"{entry.megatron} is not split"
     out: list[Tensor] = []
@@ -174,7 +174,7 @@ def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
-    """`size` entries from `start` along `dim`: a view, followed by zeros for entries beyond the end."""
+    """Returns `size` entries from `start` along `dim`: a view, then zeros for entries beyond the end."""
     first = min(start, tensor.shape[dim])
     real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
     missing = list(real.shape)
@@ -183,12 +183,12 @@ def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor
 
 
 def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """`slice_shards` as one tensor; a view if nothing is missing."""
+    """Returns the result of `slice_shards` as one tensor, which is a view if it needs no zeros."""
     return _joined(slice_shards(tensor, dim, start, size), dim)
 
 
 def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `segments_of`, contiguous."""
+    """Inverts `segments_of`. The tensors are contiguous."""
     dim, left, out = entry.row.dim, list(segments), []
     assert dim is not None, f"{entry.megatron} is not split"
     for shape in entry.row.shapes:
@@ -200,14 +200,14 @@ def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _interleave(segments: Sequence[Tensor], dim: int, groups: int) -> Tensor:
-    """Interleaves the segments of one rank in `groups`."""
+    """Interleaves the segments of one rank in `groups` groups."""
     if groups <= 1 or len(segments) == 1:
         return _joined(segments, dim)
     return torch.cat([s.unflatten(dim, (groups, -1)) for s in segments], dim + 1).flatten(dim, dim + 1)
 
 
 def _separate(shard: Tensor, dim: int, sizes: Sequence[int], groups: int) -> list[Tensor]:
-    """The inverse of `_interleave`. `sizes`: length of each segment in one group."""
+    """Inverts `_interleave`. `sizes`: length of each segment in one group."""
     if groups <= 1 or len(sizes) == 1:
         return list(shard.split([size * max(groups, 1) for size in sizes], dim))
     parts = shard.unflatten(dim, (groups, -1)).split(list(sizes), dim + 1)
@@ -225,7 +225,7 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
 
 
 def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """The concatenation; a view if the shards lie end to end in memory."""
+    """Concatenates shards. The result is a view if the shards lie end to end in memory."""
     first = shards[0]
     if len(shards) == 1:
         return first

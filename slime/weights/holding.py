@@ -1,15 +1,15 @@
-"""Which part of each resident tensor an engine rank holds: its stage, its share of a tensor, its experts.
+"""Computes which part of each resident tensor an engine rank holds, from its stage, share and experts.
 
 The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`):
-- a pipeline stage holds its layers, the first one the embedding, the last one the final norm. The output layer is on
-  the last stage, or on every stage (`Spread.stages`); a tied one is a separate tensor there. In some models every stage
-  holds the embedding (`Spread.every_embedding`);
-- the ranks of a DP group share attention, the embedding unless it is whole (`Spread`), and with `dp_lm_head` the output
-  layer;
-- a rank holds the (neighbouring) experts of its EP group, and its share of each expert by its place in the group;
-- all ranks of a stage share everything else, such as shared experts and dense MLPs;
-- a draft model is divided in the same way, with embedding and output layer of the model.
+- a pipeline stage holds its layers. The first stage also holds the embedding, the last one the final norm. The output
+  layer is on the last stage, or on every stage (`Spread.stages`); if it is tied to the embedding, the last stage holds
+  it as a separate tensor. In some models every stage holds the embedding (`Spread.every_embedding`);
+- the ranks of a DP group split attention among them, and the embedding unless each rank holds it whole (`Spread`), and
+  with `dp_lm_head` the output layer;
+- a rank holds the (consecutive) experts of its EP group, of each expert the share given by its place in the group;
+- all ranks of a stage split everything else, such as shared experts and dense MLPs;
+- a draft model is split in the same way and also contains the model's embedding and output layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable, Head
 
 TIED_HEAD = "lm_head.weight"
-"""SGLang's name of an output layer that is tied to the embedding but has a tensor of its own."""
+"""SGLang's name for an output layer that is tied to the embedding but is a separate tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Share:
     part: int = 0
     parts: int = 1
     padded_for: int = 1
-    """On a CPU, heads and features are padded for this many ranks, whatever `parts` is."""
+    """On a CPU, heads and features are padded for this number of ranks, which may differ from `parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class Holding:
 
     share: Share
     experts: range | None = None
-    """Routed experts; None for a tensor without experts."""
+    """Numbers of the routed experts; None for a tensor without experts."""
 
     def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
-        """The entries of this rank among all entries of the resident tensor."""
+        """Returns this rank's entries among all entries of the resident tensor."""
         return held if self.experts is None else held[self.experts.start : self.experts.stop]
 
 
 def holdings(
     table: FamilyTable, held: Sequence[Entry], layout: EngineLayout
 ) -> Iterator[tuple[EngineRank, str, Holding]]:
-    """(rank, resident name, holding) of every rank that holds a part of these entries."""
+    """Yields (rank, resident name, holding) for every rank that holds a part of these entries."""
     entry = held[0]
     name = entry.row.megatron
     if entry.engine.startswith(DRAFT) and not layout.draft:
@@ -67,7 +67,7 @@ def holdings(
 
 
 def hf_names_held(table: FamilyTable, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
-    """Rank -> the HF tensors that it holds any part of."""
+    """Returns rank -> the HF tensors of which the rank holds a part."""
     names: dict[EngineRank, set[str]] = {rank: set() for rank in layout.ranks()}
     for held in table.resident.values():
         for rank, _, holding in holdings(table, held, layout):

@@ -1,7 +1,7 @@
 """The two sides of a weight sync: engines behind the control port, and the training ranks as peers.
 
 Control calls to several engines run in parallel threads, each with the limit of its control. The first failures are
-reported together, by engine.
+reported together, with the name of each engine.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ if TYPE_CHECKING:  # transports are imported where torch is not
 
 T = TypeVar("T")
 GRACE_S = 5.0
-"""How long the other engines may still take to answer once one has failed."""
+"""How long the other engines may take to answer after one has failed."""
 POLL_S = 0.05
-"""Interval of the check for lost engines."""
+"""Time between two checks for lost engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
     control: EngineControl
     gpu_ids: tuple[str, ...] = ()
-    """GPU of each engine rank, stage by stage, named as in `TransportContext.gpu_id`. Empty on a CPU; read only by
-    the tensor transport."""
+    """GPU of each engine rank, stage by stage, named as in `TransportContext.gpu_id`. Empty on a CPU. Only the tensor
+    transport and the mixed transport read it."""
     is_lost: Callable[[], bool] = field(default=lambda: False, compare=False)
-    """Whether the fleet's supervisor has given the engine up. Its answers are then not waited for."""
+    """Whether the fleet's supervisor has given up the engine. A weight sync then stops waiting for its answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The training ranks. The defaults are a trainer of one rank."""
+    """The training ranks and their communication. The defaults are for a trainer of one rank."""
 
     rank: int = 0
-    """This rank. Rank 0 conducts: it pauses the engines, verifies their weights and resumes them."""
+    """Number of this rank. Rank 0 conducts: it pauses the engines, verifies their weights and resumes them."""
     broadcast: Callable[[Any], Any] = lambda value: value
-    """Collective: every rank gets the conductor's (picklable) object."""
+    """Collective. Returns the conductor's (picklable) object on every rank."""
     gather: Callable[[Any], list[Any] | None] = lambda value: [value]
-    """Collective: the conductor gets every rank's (picklable) object in rank order, the others None."""
+    """Collective. Returns every rank's (picklable) object in rank order on the conductor, None on other ranks."""
     share: Callable[[Tensor, int], None] = lambda memory, source: None
-    """Collective: copies the memory of one rank to that of all others, which has the same size."""
+    """Collective. Copies the memory of rank `source` to all other ranks, where it has the same size."""
     tell: Callable[[int, bool], None] = lambda turn, good: None
-    """Tells the sender of a turn that it may begin, and whether all went well so far. From one thread."""
+    """Tells the sender of `turn` that it may begin, and in `good` whether all earlier turns succeeded. Called from one
+    thread."""
     hear: Callable[[int, int], bool] = lambda turn, num_turns: True
-    """Waits until a turn of this rank may begin, after `num_turns` turns of others. From one thread. Raises
-    `DeadlineExceeded`."""
+    """Waits until `turn` of this rank may begin, after `num_turns` turns of others. Returns whether all earlier turns
+    succeeded. Called from one thread. Raises `DeadlineExceeded`."""
 
     @property
     def conducts(self) -> bool:
@@ -61,11 +62,12 @@ class Peers:
 
 
 def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:
-    """Calls all engines in parallel and returns their answers in order.
+    """Calls all engines in parallel and returns their answers in order. `what`: the call's purpose, for error messages.
 
-    Raises a single failure as it is; several become one `EngineError` that names the engines that failed to `what`, and
-    has them as `engines`. After a failure the others get `GRACE_S` to answer or fail, since they may be waiting for the
-    failed engine. A lost engine ends the wait. Unfinished calls go on in their threads.
+    Raises the error of a single failed call unchanged. Several errors become one `EngineError`, or `DeadlineExceeded`
+    if all are; its message and `engines` name the failed engines. After a failure the other engines get `GRACE_S` to
+    answer or fail, because they may be waiting for the failed one. A lost engine ends the wait at once. Unfinished
+    calls continue in their threads.
     """
     futures = {_beside(call, receiver.control): receiver for receiver in receivers}
     failures: dict[str, BaseException] = {}
@@ -98,13 +100,13 @@ def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: st
 
 
 def _beside(call: Callable[[EngineControl], T], control: EngineControl) -> Future[T]:
-    """Makes a call in a daemon thread."""
+    """Runs a call in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call(control))
-        except BaseException as error:  # for the caller
+        except BaseException as error:  # passed to the caller
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"weights {control.url}", daemon=True).start()

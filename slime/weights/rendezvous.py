@@ -1,8 +1,8 @@
 """Rendezvous stores (`TCPStore`) that listen on one address instead of on every interface of the host.
 
-torch opens its store on all interfaces, without authentication, and sends pickles through it: anybody who reaches the
-port can run code in the trainer. Here the socket is bound to the address that peers get, and the store takes it over.
-On one host that address is loopback.
+torch opens its store on all interfaces, without authentication, and sends pickles through it, so anybody who reaches
+the port can run code in the trainer. This module binds the socket to the address that peers connect to, and the store
+takes the socket over. If all peers are on one host, the address is loopback.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from slime.core.processes import interface_variables, is_loopback
 
 BACKLOG = 1024
-"""Ranks that may connect at the same moment."""
+"""Number of ranks that may connect at the same moment."""
 
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on `address` only; port 0 takes a free port. Raises `OSError`."""
+    """Returns a socket that listens on `address` only. Port 0 takes a free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, wait: bool = True) -> Store:
-    """The store that other ranks join, with `join_store` or as any `TCPStore` client. It takes over `listener`.
+    """Opens the store that other ranks join, with `join_store` or any other `TCPStore` client. It takes over
+    `listener`.
 
-    `wait`: until `world_size` ranks, including this one, have joined.
+    `wait`: whether to wait until `world_size` ranks, including this one, have joined.
     """
     address, port = listener.getsockname()[:2]
     return TCPStore(
@@ -43,7 +44,7 @@ def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, 
 
 
 def join_store(address: str, port: int, *, world_size: int, timeout: timedelta) -> Store:
-    """The store that another rank opened at `address`. Waits up to `timeout` for it."""
+    """Joins the store that another rank opens at `address`. Waits up to `timeout` for it."""
     return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
 
 

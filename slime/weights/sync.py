@@ -1,29 +1,29 @@
 """Syncs one weight version to all engines: pause -> drain -> send -> verify -> resume.
 
 Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or an error on every rank. Waits
-for each engine's answers, with the limit of its control, and for the other ranks; nobody wakes it.
+for the answer of each engine, with the limit of its control, and for the other ranks.
 
-Every training rank calls it and walks through all turns (`turns`): filling a bucket is a collective of the ranks that
-have parts of its tensors, even after a failure. Rank 0 conducts: it pauses the engines, verifies and resumes them. At
-the end all ranks agree on the outcome; all raise or none does. Only a rank that breaks off a collective of the trainer
-(out of memory, say) cannot agree: it raises at once, which ends the run. A bucket travels from its sender to the
-engines while the next one is filled (`delivery`). If all ranks need each bucket (`Channel.everywhere`), turns follow
-one another.
+Every training rank calls `sync_weights` and walks through all turns (`turns`), even after a failure, because filling a
+bucket is a collective of the ranks that have parts of its tensors. Rank 0 conducts: it pauses the engines, verifies and
+resumes them. At the end all ranks agree on the outcome, so either all raise or none does. The exception is a rank that
+leaves a collective of the trainer early (out of memory, for example): it raises at once, which ends the run. A bucket
+travels from its sender to the engines while the next one is filled (`delivery`). If all ranks need each bucket
+(`Channel.everywhere`), one turn ends before the next begins.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
-2. After a failure the engines stay paused, except those that were resumed with the verified version before another one
-   could not be reached. The next weight sync may start from any such state.
-3. The rank that sends a tensor takes the digest of the trainer's own tensor, before it is copied into the bucket. A
-   rank has two buckets beside its model, which include what it gathers for a turn (`Outgoing.beside`). A parameter
-   larger than a bucket, and buckets that go everywhere, take more.
-4. No update flushes the engine's cache: an engine with running requests would die of it. The flush comes after the
-   pause and also shows that nothing runs; a paused engine admits no request that could refill the cache. With `retract`
-   and `in_place` requests stay, so nothing can be flushed. Then the cache is divided by weights
-   (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and finds a prefix only under its own count.
-   So no two sets of weights share a prefix, not even two that were sent as the same `version`, or a failed sync and
-   the next one. Caches that are not divided, or that a flush does not empty, are refused
-   (`slime.settings.groups.engines`).
+2. After a failure the engines stay paused, except engines that were resumed with the verified version before the sync
+   failed to reach another one. The next weight sync works from each of these states.
+3. The rank that sends a tensor computes the digest from the trainer's own tensor before it copies the tensor into the
+   bucket. Beside its model a rank needs the memory of two buckets, including memory for the tensors that it gathers for
+   a turn (`Outgoing.beside`). A parameter larger than a bucket, and buckets that go everywhere, need more.
+4. No update flushes the engine's cache, because that would crash an engine with running requests. With `abort`, a flush
+   follows the pause and also proves that no request runs; a paused engine admits no request that could refill the
+   cache. With `retract` and `in_place` requests stay, so the cache cannot be flushed. It is divided by weights instead
+   (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and finds only prefixes with the current
+   count. So no two sets of weights share a prefix, not even two that were sent as the same `version`, or by a failed
+   sync and the next one. `slime.settings.groups.engines` refuses caches that are not divided or that a flush does not
+   empty.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from slime.weights.turns import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How the tensors that one engine rank reports differ from those expected. Resident names, sorted."""
+    """Differences between the tensors that one engine rank reports and the expected ones. Sorted resident names."""
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]
     differing: tuple[str, ...]
-    """Reported with another digest."""
+    """Tensors reported with another digest."""
     num_equal: int
 
     def __bool__(self) -> bool:
@@ -80,14 +80,14 @@ def require_equal(
     transport: str,
     carried: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises one `WeightSyncError` that names every engine, rank and tensor that is missing, extra or different.
+    """Raises one `WeightSyncError` that lists all missing, extra and differing tensors by engine and rank.
 
-    Engines do not report buffers that are never loaded, such as rotary tables. Tensors that the trainer does not send
-    were loaded by the engine itself.
+    Engines do not report buffers that are never loaded, such as rotary tables. They load tensors that the trainer does
+    not send from the checkpoint.
 
-    `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks;
-    a rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
-    send (a vision tower). They are compared in engines of one rank.
+    `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks; a
+    rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
+    send (a vision tower). These are compared only in engines of one rank.
     """
     complaints: list[str] = []
     departing: set[str] = set()
@@ -113,7 +113,7 @@ def require_equal(
 
 
 def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:
-    """Why these are not the reports of all ranks of an engine with this layout, in words; None if they are."""
+    """Returns why these are not the reports of all ranks of an engine with this layout; None if they are."""
     named = ("tp_size", "pp_size", "dp_size")
     for report in ranks:
         if any(getattr(report.layout, name) != getattr(layout, name) for name in named):
@@ -124,7 +124,7 @@ def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | 
 
 
 def describe(table: FamilyTable, difference: Difference) -> str:
-    """Resident names with the HF tensors that they hold, in one line."""
+    """Describes a difference in one line: resident names, with the HF tensors that they hold."""
     hf = {name: tuple(n for e in held for n in e.hf) for name, held in table.resident.items()}
 
     def some(names: tuple[str, ...]) -> str:
@@ -149,18 +149,17 @@ def sync_weights(
     buffers: Buffers | None = None,
     carried: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """Sends `version` to all engines and returns its cost. Collective among training ranks.
+    """Sends `version` to all engines and returns the cost of doing so. Collective among training ranks.
 
-    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: size of a bucket. `pause_mode`: what happens to
+    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: size of a bucket. `pause_mode`: how the pause treats
     running requests: `abort`, `retract` or `in_place`. `buffers`: this rank's buckets from an earlier weight sync.
     `carried`: see `require_equal`.
 
     Returns seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`, `update_weights_send_time`
-    (while a bucket was on its way), `update_weights_verify_time` (engines' digests and the comparison),
+    (time in which a bucket was in flight), `update_weights_verify_time` (engines' digests and the comparison),
     `update_weights_digest_time` (the trainer's digests on the slowest rank; overlaps the sending),
-    `update_weights_bytes`.
-    Raises on every rank: `WeightSyncError` if an engine holds other weights, `EngineError` or `DeadlineExceeded` if one
-    cannot be reached.
+    `update_weights_bytes`. Raises on every rank: `WeightSyncError` if an engine holds other weights, `EngineError` or
+    `DeadlineExceeded` if an engine cannot be reached.
     """
     run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)
@@ -178,9 +177,9 @@ class _Part:
 
     failure: SlimeError | None
     digests: Digests = field(default_factory=dict)
-    """Expected digests of the tensors that it sent."""
+    """Expected digests of the tensors that this rank sent."""
     report: Any = None
-    """`Channel.report`."""
+    """The result of `Channel.report`."""
     sends: bool = False
     send_s: float = 0.0
     digest_s: float = 0.0
@@ -216,12 +215,12 @@ class _WeightSync:
         return Buffers(lambda num_bytes: self._channel.allocate(num_bytes, self._outgoing.device))
 
     def send_all(self, buffers: Buffers, buffer_bytes: int) -> None:
-        """Walks through all turns. When it returns, this rank's buckets have arrived or something has failed."""
+        """Walks through all turns. On return, this rank's buckets have arrived or the sync has failed."""
         turns = tuple(self._outgoing.turns(buffer_bytes))
         self._num_bytes = sum(turn.num_bytes for turn in turns)
         if self._peers.conducts:
             sent = {name for turn in turns for name in turn.hf_names}
-            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before any engine is paused
+            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before it pauses any engine
             self._guarded(self._pause)
         if self._channel.everywhere:
             self._send_everywhere(turns, buffers)
@@ -235,7 +234,7 @@ class _WeightSync:
             for number, turn in enumerate(turns):
                 if turn.sender == self._peers.rank:
                     needs = turn.num_bytes + self._outgoing.beside(turn)
-                    if max(needs, before) > limit_bytes:  # no room for a bucket that is on its way
+                    if max(needs, before) > limit_bytes:  # no room for another bucket in flight
                         delivery.wait(0)
                         buffers.free()
                     delivery.wait(NUM_BUFFERS - 1)
@@ -265,15 +264,15 @@ class _WeightSync:
             raise AssertionError("only the sender of a turn gets its tensors")
 
     def _filled(self, turn: Turn, buffers: Buffers) -> Bucket | None:
-        """A bucket of a turn's tensors; None after any failure."""
+        """Returns a bucket with a turn's tensors; None after any failure."""
         made: list[Bucket] = []
         self._guarded(lambda: made.append(buffers.next(turn.specs)))
         return made[0] if self._fill(turn, made[0] if made else None) else None
 
     def _fill(self, turn: Turn, bucket: Bucket | None) -> bool:
-        """Takes digests of a turn's tensors and copies them into the bucket. False after any failure.
+        """Computes digests of a turn's tensors and copies the tensors into the bucket. Returns False after any failure.
 
-        Even then it takes all parts of the turn, because other ranks wait for that.
+        Even after a failure it walks through all tensors of the turn, because other ranks wait in the same collectives.
         """
         self._sent.append(turn)
         views = dict(bucket.tensors) if bucket is not None else {}
@@ -281,7 +280,7 @@ class _WeightSync:
             for name, tensor in self._outgoing.tensors(turn):
                 if name in views:
                     self._guarded(self._take, name, tensor, views[name])
-        except SlimeError as error:  # after the last part
+        except SlimeError as error:  # raised after the last part
             self._note(error)
         return bucket is not None and self._failure is None
 
@@ -299,7 +298,7 @@ class _WeightSync:
         self._channel.deliver(prepared, self._receivers, version=self._version)
 
     def _pause(self) -> None:
-        """Pauses every engine. With `abort`, also makes sure that nothing runs any more."""
+        """Pauses every engine. With `abort`, also makes sure that no request is left."""
         with self._timed("pause"):
             on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
             if self._pause_mode == "abort":
@@ -308,7 +307,7 @@ class _WeightSync:
             self._begun = True
 
     def agree(self) -> SlimeError | dict[str, float]:
-        """The outcome on all ranks: the failure, or the cost."""
+        """Returns the outcome, the same on all ranks: the failure or the cost."""
         parts = self._peers.gather(self._part())
         outcome: SlimeError | dict[str, float] | None = None
         if parts is not None:
@@ -365,7 +364,7 @@ class _WeightSync:
         return {**total, **seconds, "update_weights_bytes": float(self._num_bytes)}
 
     def _guarded(self, step: Callable[..., Any], *args: Any, **named: Any) -> None:
-        """Runs a step unless an earlier one failed. Keeps the failure for the agreement at the end."""
+        """Runs a step unless an earlier one failed. Keeps its failure for `agree`."""
         if self._failure is None:
             try:
                 step(*args, **named)
@@ -377,7 +376,7 @@ class _WeightSync:
         self._failure = self._failure or self._as_failure(error)
 
     def _as_failure(self, error: BaseException | None) -> SlimeError | None:
-        """An error that can be sent to the other ranks."""
+        """Converts an error to one that can be sent to the other ranks."""
         if error is None or isinstance(error, SlimeError):
             return error
         kind = type(error).__name__
@@ -387,7 +386,7 @@ class _WeightSync:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds of a block to the cost of `name`."""
+        """Adds the duration of the block to the cost of `name`."""
         began = time.monotonic()
         try:
             yield
@@ -396,6 +395,6 @@ class _WeightSync:
 
 
 def _first_cause(failures: Sequence[SlimeError | None]) -> SlimeError | None:
-    """The most telling failure: one that names engines, then any other, and only then a wait that ran out."""
+    """Returns the likely cause: first a failure that names engines, then any other, and last an expired wait."""
     found = [failure for failure in failures if failure is not None]
     return min(found, key=lambda f: (not f.engines, isinstance(f, DeadlineExceeded)), default=None)

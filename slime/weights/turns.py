@@ -1,18 +1,19 @@
-"""The order of a weight sync: which training rank sends which tensors, bucket by bucket. All ranks compute the same.
+"""The order of a weight sync: which training rank sends which tensors, bucket by bucket. All ranks compute the same
+order.
 
-A pipeline stage sends its own layers. In a model with experts, the ranks that share the experts of a stage take turns
-with some layers each. The sender of a turn gets the experts of the others (`training.state.outgoing`). So each engine
-tensor comes from one rank, in order, and that rank can take its digest without holding it whole.
+A pipeline stage sends its own layers. In a model with experts, the ranks that share the experts of a stage take turns,
+and each sends some layers. The sender of a turn gathers the experts of the others (`training.state.outgoing`). So each
+engine tensor comes from one rank, in order, and that rank can compute its digest without holding the whole tensor.
 
-A bucket is tensors that travel together, end to end in memory that is reused. While one bucket is on its way the next
-is filled, so a sender has two buckets beside its model.
+A bucket consists of tensors that travel together, end to end in memory that is reused. The sender fills the next bucket
+while one is in flight, so it has two buckets beside its model.
 
 Invariants
-1. Each tensor is in one turn, each turn has one sender, and all ranks know all turns.
+1. Each tensor belongs to one turn, each turn has one sender, and all ranks know all turns.
 2. One sender sends all parts of an engine tensor, in the order in which the engine stacks them.
-3. A bucket exceeds its limit only for a single tensor, or for tensors that an engine loads together.
+3. A bucket exceeds its size limit only for a single tensor or for tensors that an engine must load together.
 4. The tensors of a bucket lie end to end, wider types first. So each begins at a multiple of its element size, and
-   names, types and shapes tell where.
+   names, types and shapes determine its position.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_BUFFERS = 2
-"""One is filled while the other is sent."""
+"""One bucket is filled while the other is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Name, shape and type of a tensor that is sent."""
+    """Name, shape and type of a tensor to send."""
 
     name: str
     """The HF name."""
@@ -54,7 +55,7 @@ class Bucket:
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
-        """Views of `memory` [bytes] uint8, from its start. The content is not touched."""
+        """Makes a bucket of views into `memory` ([bytes] uint8), from its start. Does not touch the content."""
         tensors, start = [], 0
         for spec in in_memory_order(specs):
             end = start + spec.num_bytes
@@ -68,7 +69,7 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """[num_bytes] uint8: all tensors as one view; a copy if they do not lie end to end."""
+        """All tensors as one view, [num_bytes] uint8. A copy if they do not lie end to end."""
         import torch
 
         from slime.weights.hf_shards import byte_runs
@@ -78,26 +79,26 @@ class Bucket:
 
 
 def in_memory_order(specs: Iterable[Spec]) -> list[Spec]:
-    """Wider types first, otherwise in the given order."""
+    """Sorts wider types first and otherwise keeps the order."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 
 
 class Buffers:
-    """The memory of a sender's buckets, used in turn."""
+    """The memory of a sender's buckets, which alternate."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        """`allocate` returns [bytes] uint8 of memory that the transport sends from."""
+        """`allocate` returns memory that the transport can send from, [bytes] uint8."""
         self._allocate = allocate
         self._held: list[Tensor | None] = [None] * NUM_BUFFERS
         self._number = 0
 
     def next(self, specs: Sequence[Spec]) -> Bucket:
-        """An unfilled bucket of these tensors, in memory of the last bucket but one, which nobody may still read."""
+        """Returns an unfilled bucket in the memory of the last bucket but one, which no engine may still read."""
         place, self._number = self._number % NUM_BUFFERS, self._number + 1
         num_bytes = sum(spec.num_bytes for spec in specs)
         held = self._held[place]
         if held is None or held.numel() < num_bytes:
-            self._held[place] = held = None  # before the larger one is allocated
+            self._held[place] = held = None  # frees it before the larger one is allocated
             self._held[place] = held = self._allocate(num_bytes)
         return Bucket.of(specs, held)
 
@@ -106,15 +107,15 @@ class Buffers:
 
 
 MAX_SENDERS = 4
-"""Most senders per stage, because each process group with engines costs every engine rank a communicator's memory."""
+"""Maximum number of senders per stage. Each sender's process group costs every engine rank a communicator's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Tensors that must be in one bucket: of one parameter, or of experts that share HF tensors."""
+    """The tensors of one parameter, or of experts that share HF tensors. They must be in one bucket."""
 
     entries: tuple[Entry, ...]
-    """Entries of the table; several if HF tensors hold all experts of a layer."""
+    """The entries of the table; several if HF tensors stack all experts of a layer."""
     specs: tuple[Spec, ...]
     stage: int = 0
     """Pipeline stage."""
@@ -129,7 +130,7 @@ class Turn:
     """One bucket and its sender."""
 
     sender: int
-    """Training rank."""
+    """The training rank that sends."""
     portions: tuple[Portion, ...]
 
     @property
@@ -149,10 +150,10 @@ class Turn:
 def turns_of(
     portions: Iterable[Portion], *, senders: Sequence[Sequence[int]], limit_bytes: int, together: Mapping[str, str]
 ) -> tuple[Turn, ...]:
-    """All turns, stage after stage.
+    """Returns all turns, stage after stage.
 
-    `portions`: in the order of the table. `senders`: for each stage, the ranks that take turns. `together`: HF tensor
-    -> a name shared by the tensors that must be in one bucket.
+    `portions`: in the order of the table. `senders`: the ranks of each stage that take turns. `together`: HF tensor ->
+    key. Tensors with the same key must be in one bucket.
     """
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     turns: list[Turn] = []
@@ -165,7 +166,7 @@ def turns_of(
 
 
 def _shares(portions: Iterable[Portion], least_bytes: int | None) -> Iterator[list[Portion]]:
-    """Splits a stage between senders: whole layers, at least a bucket each; all in one if `least_bytes` is None."""
+    """Splits a stage between senders, at whole layers, at least a bucket each. One share if `least_bytes` is None."""
     share: list[Portion] = []
     for _, layer in groupby(portions, lambda portion: portion.entries[0].layer):
         share += layer
@@ -203,16 +204,16 @@ class Outgoing(Protocol):
     def device(self) -> torch.device: ...
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Every bucket of every rank, in order; the same on all ranks."""
+        """Returns every bucket of every rank, in order. The result is the same on all ranks."""
 
     def beside(self, turn: Turn) -> int:
-        """Bytes that the sender needs while it fills the bucket of a turn, beside that bucket and the parameters, as
-        far as they exceed the room that every bucket leaves."""
+        """Returns the bytes that the sender needs to fill the bucket of a turn, beside that bucket, the parameters and
+        the room that every bucket leaves."""
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """On the sender, the (HF name, full tensor) of a turn. A tensor is valid while somebody holds it.
+        """Yields (HF name, full tensor) for a turn on its sender, and nothing on other ranks.
 
-        All ranks walk through all turns: ranks that have a part of its tensors give it, and get nothing. A bad tensor
-        raises a `SlimeError` after all parts of the turn were given. After any other error the ranks are in different
-        collectives, and the caller must not go on.
+        All ranks must walk through all turns, because ranks that have a part of a turn's tensors send it to the sender.
+        A tensor stays valid as long as it is referenced. A bad tensor raises a `SlimeError` after the last part of the
+        turn. After any other error the ranks are in different collectives, and the caller must not continue.
         """

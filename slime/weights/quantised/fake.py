@@ -1,7 +1,7 @@
-"""Fake quantisation of a trainer's shard: the weights that engines get after quantising and dequantising it.
+"""Fake quantisation of a trainer's shard: quantises and dequantises it, which gives the weights that engines use.
 
-Law: fake-quantised weights do not depend on the partition. Each rank quantises its own part of a weight, so a
-part must begin and end at whole blocks; `check` refuses other layouts.
+Law: fake-quantised weights do not depend on the partition. Each rank quantises its own part of a weight, so a part must
+begin and end at whole blocks; `check` refuses other layouts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
 
 
 def fake_quantised(shard: Tensor, row: Row, num_shards: int, quantised: QuantisedFormat) -> Tensor:
-    """The weights that engines will multiply with instead of `shard`, in the dtype and layout of `shard`.
+    """Returns the weights that engines multiply with instead of `shard`, in the dtype and layout of `shard`.
 
-    `shard`: one of `num_shards` of a row's parameter, or a stack of experts. The gradient goes to it unchanged (the
-    straight-through estimator, arXiv:1308.3432): no entry is clipped by more than half a step.
+    `shard`: one of `num_shards` shards of a row's parameter, or a stack of experts. The gradient passes unchanged (the
+    straight-through estimator, arXiv:1308.3432), because clipping moves no entry by more than half a step.
     """
     faked: Tensor = _StraightThrough.apply(shard, lambda weight: by_segments(row, weight, num_shards, quantised.fake))
     return faked

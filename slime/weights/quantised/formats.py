@@ -1,11 +1,11 @@
-"""Quantised formats of checkpoints and engines, a class each: which weights are quantised, the arithmetic to plain
-weights and back, and the weight table of an engine that serves them. `format_of` finds the format of a checkpoint.
+"""Quantised formats of checkpoints and engines, one class each. A class says which weights are quantised, converts them
+from and to plain weights, and builds the weight table of an engine. `format_of` finds the format of a checkpoint.
 
 Invariants
-1. Codes and scales of a weight depend only on that weight. So every rank with the whole tensor makes the same bits, in
-   any layout of trainer or engine.
-2. The entries of a `block` share a scale. So a part of a weight that begins and ends at whole blocks is quantised as it
-   is within the whole weight.
+1. Codes and scales of a weight depend only on that weight. So every rank with the whole tensor computes the same bits,
+   in any layout of trainer or engine.
+2. The entries of a `block` share a scale. So if a part of a weight begins and ends at whole blocks, quantising it alone
+   gives the same codes and scales as quantising the whole weight.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
 
 WHOLE = 0
-"""Number of rows or columns that means all of them."""
+"""Stands for all rows or columns in a block size."""
 
 
 def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
-    """Raises `CheckpointError` if a scale of `weights` [..., out, in] is not finite, because an entry is not."""
+    """Raises `CheckpointError` if a scale, and so an entry of `weights` [..., out, in], is not finite."""
     if not scales.isfinite().all():
         raise CheckpointError(
             f"a weight {list(weights.shape[-2:])} has an infinite or undefined entry, which {kind} cannot hold; look "
@@ -44,21 +44,21 @@ class QuantisedFormat(ABC):
     """The quantisation of one checkpoint."""
 
     names: frozenset[str]
-    """HF names, `<module>.weight`, of the quantised weights. All others are plain."""
+    """HF names (`<module>.weight`) of the quantised weights. All other weights are plain."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """The format's name in messages."""
+        """Name of the format for messages."""
 
     @property
     @abstractmethod
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the entries that share a scale; `WHOLE`: all of the weight."""
+        """Rows and columns of a block, whose entries share a scale. `WHOLE` means all rows or columns."""
 
     @abstractmethod
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
-        """Names in the files of the tensors that replace the weight `hf_name`."""
+        """Returns the names of the tensors that replace the weight `hf_name` in the files."""
 
     @property
     @abstractmethod
@@ -66,29 +66,32 @@ class QuantisedFormat(ABC):
         """The type of each part, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
-        """A further tensor of the files, which repeats a fact about the weight (its shape)."""
+        """Returns the name of another tensor in the files that repeats a fact about the weight (its shape), if any."""
         return None
 
     @abstractmethod
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Weights [..., out, in] -> their parts, each [..., *shape of the part], on the same device.
+        """Quantises weights [..., out, in] into parts, each [..., *shape of the part], on the same device.
 
         Raises `CheckpointError` for a weight that is not finite.
         """
 
     @abstractmethod
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
-        """The weight [..., out, in] of these parts, in float32: what the engine multiplies with, before its rounding.
+        """Returns the weight [..., out, in] of these parts in float32, as the engine uses it before its own rounding.
 
-        Raises `CheckpointError` if their shapes do not fit each other.
+        Raises `CheckpointError` if the shapes do not match.
         """
 
     @abstractmethod
     def rows(self, row: Row) -> tuple[Row, ...]:
-        """The rows, one per part, that an engine holds for a quantised row. Raises `ConfigError` if it cannot."""
+        """Returns the rows, one per part, that an engine holds for a quantised row.
+
+        Raises `ConfigError` if engines cannot hold the row quantised.
+        """
 
     def row_of_part(self, row: Row, part: int, **changes: Any) -> Row:
-        """`row` with the names of its `part`-th part, and `changes`."""
+        """Returns `row` with the names of its part number `part` and with `changes` applied."""
 
         def name(weight: str) -> str:
             return self.parts_of(weight)[part]
@@ -98,7 +101,7 @@ class QuantisedFormat(ABC):
         return dataclasses.replace(row, megatron=megatron, hf=hf, engine=name(row.engine), engines=engines, **changes)
 
     def require_linear(self, row: Row) -> None:
-        """Raises `ConfigError` for a row that engines do not hold quantised."""
+        """Raises `ConfigError` if engines cannot hold the row quantised."""
         if row.stacked or Unit.VOCAB in row.units:
             raise ConfigError(
                 f"got {row.hf[0]} in {self.title}, but engines cannot hold vocabularies and stacked experts quantised; "
@@ -106,16 +109,16 @@ class QuantisedFormat(ABC):
             )
 
     def fake(self, weights: Tensor) -> Tensor:
-        """Weights as engines use them: as bfloat16, quantised, dequantised to bfloat16; returned in their own dtype."""
+        """Rounds weights as engines do: to bfloat16, quantised, and back to bfloat16. Keeps their dtype."""
         return self.dequantise(self.quantise(weights.to(torch.bfloat16))).to(torch.bfloat16).to(weights.dtype)
 
     def is_quantised(self, hf_names: Sequence[str]) -> bool:
-        """Whether these weights, which an engine fuses, are quantised: all or none of them."""
+        """Whether these weights, which an engine fuses into one tensor, are all quantised."""
         found = [name in self.names for name in hf_names]
         return bool(found) and all(found)
 
     def one_by_one(self, names: Sequence[str], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, part) of several weights [n, out, in], quantised together."""
+        """Quantises several weights [n, out, in] together and yields (name, part) for each part of each weight."""
         parts = self.quantise(weights)
         for i, name in enumerate(names):
             for part_name, part in zip(self.parts_of(name), parts, strict=True):
@@ -123,26 +126,26 @@ class QuantisedFormat(ABC):
 
 
 SMALLEST = 1e-4
-"""Least value taken as a block's largest entry, so that no scale is zero; SGLang's value."""
+"""Lower bound for a block's largest entry, which keeps scales above zero. The value is SGLang's."""
 E4M3_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 SCALE_SUFFIX = "_scale_inv"
-"""Added to the name of a weight for its scales, in files and in engines."""
+"""Suffix that turns the name of a weight into that of its scales, in files and engines."""
 
 
 @dataclass(frozen=True)
 class BlockFp8(QuantisedFormat):
-    """FP8 with a scale per block, as in the public files of DeepSeek-V3 and Qwen3, in the engine's arithmetic.
+    """FP8 with a scale per block, as in the public files of DeepSeek-V3 and Qwen3, with the engine's arithmetic.
 
-    `<name>` in e4m3 beside `<name>_scale_inv` in float32: the block's largest entry / 448; codes are the quotients,
-    rounded to nearest. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit for bit, SGLang's
-    `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are powers of two, rounded
-    up, as in SGLang's `per_block_cast_to_fp8`.
+    `<name>` holds codes in e4m3, `<name>_scale_inv` scales in float32. A scale is the block's largest entry / 448; a
+    code is an entry / scale, rounded to nearest. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit
+    for bit, SGLang's `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are
+    rounded up to powers of two, as in SGLang's `per_block_cast_to_fp8`.
 
-    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that its files quantise to the same bits
-    again. A weight sync needs no such way back: the trainer's weights have passed bfloat16, which moves the largest
-    entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights still stay the same, because half a
-    step of e4m3 is at least eight times as much.
+    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that dequantising its files and quantising
+    again gives the same bits. A weight sync does not need that: the trainer's weights were rounded to bfloat16, which
+    moves the largest entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights still stay the
+    same, because half a step of e4m3 is at least eight times larger.
     """
 
     block_rows: int
@@ -198,7 +201,7 @@ class BlockFp8(QuantisedFormat):
 
 
 def power_of_two_above(scales: Tensor) -> Tensor:
-    """Positive numbers, rounded up to powers of two."""
+    """Rounds positive numbers up to powers of two."""
     bits = scales.view(torch.int32)
     exponents = (bits >> 23) + (bits & 0x7FFFFF != 0).to(torch.int32)
     return (exponents.clamp(1, 254) << 23).view(torch.float32)
@@ -207,17 +210,17 @@ def power_of_two_above(scales: Tensor) -> Tensor:
 # --- block-scaled FP8 files of `slime convert --to fp8`, in the format of `BlockFp8`
 #
 # Invariants
-# 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for what `quantise` wrote: scales have 20 significant bits and
-#    codes at most 4, so their product is exact in float32. Other programs' scales use all 24 bits and may move by
-#    2^-19; their codes stay if the largest code of each block is the largest one there is, as in public files.
+# 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for files that `quantise` wrote: scales have 20 significant bits
+#    and codes at most 4, so their product is exact in float32. Scales from other programs use all 24 bits and may move
+#    by 2^-19; the codes stay if each block contains the largest code of e4m3, as in public files.
 # 2. A block's error is at most max(|w| / 16, scale / 1024): half a step of e4m3, normal or subnormal.
 
 BLOCK = (128, 128)
-"""Block size [rows, columns] that is written. Files that are read have their own."""
+"""Block size [rows, columns] of written files. Files to read define their own."""
 _SMALLEST = 2.0**-90
-"""A block with no larger entry is written as zeros, since its scale would leave float32's normal range."""
+"""A block without a larger entry is written as zeros, because its scale would leave float32's normal range."""
 _DROPPED_BITS = 0b1111
-"""The low bits of a float32 mantissa that are zero in a scale."""
+"""The low bits of a float32 mantissa, which are zero in a scale."""
 _LINEAR = re.compile(
     r"(?:^|.*\.)layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(?:wq_b|wk))"
     r"|linear_attn\.(?:in_proj_(?:qkvz|qkv|z)|out_proj)"
@@ -228,7 +231,7 @@ _STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
 
 
 def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
-    """Block size [rows, columns] of the `quantization_config` of an FP8 checkpoint.
+    """Returns the block size [rows, columns] in the `quantization_config` of an FP8 checkpoint.
 
     Raises `ConfigError` for FP8 of another kind.
     """
@@ -242,7 +245,7 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def quantises(hf_name: str) -> bool:
-    """Whether `--to fp8` quantises a tensor: linear weights of attention, MLP and experts, as in the public files.
+    """Whether `--to fp8` quantises a tensor: a linear weight of attention, MLP or experts, as in the public files.
 
     Embeddings, norms, routers, gates, convolutions and the output layer stay plain.
     """
@@ -250,7 +253,7 @@ def quantises(hf_name: str) -> bool:
 
 
 def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Splits stacked experts, [gate; up] each, into the tensors that FP8 files have. Other tensors pass unchanged."""
+    """Splits stacked experts, also [gate; up], into the tensors that FP8 files have. Yields other tensors unchanged."""
     stacked = _STACKED.fullmatch(hf_name)
     if stacked is None:
         yield hf_name, tensor
@@ -262,9 +265,9 @@ def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
-    """Codes [..., out, in] in float8_e4m3fn and scales [..., ceil(out / rows), ceil(in / columns)] in float32.
+    """Returns codes [..., out, in] in float8_e4m3fn and scales [..., ceil(out / rows), ceil(in / columns)] in float32.
 
-    A scale is the block's largest entry / 448, rounded up to 20 bits; 1 for a block of zeros. Works on one row of
+    A scale is the block's largest entry / 448, rounded up to 20 bits, or 1 for a block of zeros. Processes one row of
     blocks at a time. Raises `CheckpointError` for a weight that is not finite.
     """
     codes, scales = [], []
@@ -272,7 +275,7 @@ def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
         largest = rows.abs().amax(-2)
         largest = torch.nn.functional.pad(largest, (0, -largest.shape[-1] % block[1]))
         largest = largest.unflatten(-1, (-1, block[1])).amax(-1)
-        scale = torch.where(largest <= _SMALLEST, 1.0, _round_up(largest / E4M3_MAX))  # NaN goes on to the check
+        scale = torch.where(largest <= _SMALLEST, 1.0, _round_up(largest / E4M3_MAX))  # keeps NaN for the check below
         codes.append((rows / _widen(scale, block[1], rows.shape[-1])).to(torch.float8_e4m3fn))
         scales.append(scale)
     stacked = torch.stack(scales, -2)
@@ -282,9 +285,9 @@ def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
 
 
 def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """The weight [..., out, in] in float32. `scale`: [..., ceil(out / rows), ceil(in / columns)].
+    """Returns the weight [..., out, in] in float32. `scale`: [..., ceil(out / rows), ceil(in / columns)].
 
-    Raises `CheckpointError` if the shapes do not fit each other.
+    Raises `CheckpointError` if the shapes do not match.
     """
     *lead, out, columns = codes.shape
     want = [*lead, -(-out // block[0]), -(-columns // block[1])]
@@ -300,7 +303,7 @@ def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def config_entry(kept: list[str]) -> dict[str, Any]:
-    """`quantization_config` of written files. `kept`: modules with plain matrices."""
+    """Returns the `quantization_config` for written files. `kept`: modules with plain matrices."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -311,18 +314,18 @@ def config_entry(kept: list[str]) -> dict[str, Any]:
 
 
 def _widen(scale: Tensor, block_columns: int, columns: int) -> Tensor:
-    """One row of block scales [..., blocks] -> [..., 1, columns]."""
+    """Expands one row of block scales [..., blocks] to [..., 1, columns]."""
     return scale.repeat_interleave(block_columns, -1)[..., :columns].unsqueeze(-2)
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """Positive float32, rounded up to 20 significant bits."""
+    """Rounds positive float32 numbers up to 20 significant bits."""
     bits = scale.contiguous().view(torch.int32)
     return ((bits + _DROPPED_BITS) & ~_DROPPED_BITS).view(torch.float32)
 
 
 CHANNEL_SCALE = "weight_scale"
-"""Name in the files, beside `weight`."""
+"""Name of the scales in the files, beside `weight`."""
 
 
 def require_channels(quantisation: Mapping[str, Any]) -> None:
@@ -340,9 +343,9 @@ def require_channels(quantisation: Mapping[str, Any]) -> None:
 class ChannelFp8(QuantisedFormat):
     """FP8 with a scale per output feature, as compressed-tensors writes it (`float-quantized`; GLM-4.5-FP8).
 
-    `<module>.weight` in e4m3 beside `weight_scale` [out, 1]: the row's largest entry / 448, in the dtype of the weight
-    as in compressed-tensors; codes are the quotients, rounded to nearest. Engines keep scales in float32, so they are
-    sent in float32.
+    `<module>.weight` holds codes in e4m3, `weight_scale` [out, 1] the scales. A scale is the row's largest entry / 448,
+    computed in the dtype of the weight as in compressed-tensors; a code is an entry / scale, rounded to nearest. Scales
+    are sent in float32, because engines keep them in float32.
     """
 
     @property
@@ -384,15 +387,15 @@ class ChannelFp8(QuantisedFormat):
 
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-"""Names in the files, instead of `weight`."""
+"""Names of the tensors in the files, which replace `weight`."""
 PER_WORD = 8
-"""Codes in an int32."""
+"""Number of codes in an int32."""
 BITS = 4
 LOWEST, HIGHEST = -8, 7
 
 
 def group_of(quantisation: Mapping[str, Any]) -> int:
-    """Group size of a compressed-tensors checkpoint. Raises `ConfigError` for anything but symmetric INT4 in groups."""
+    """Returns the group size of a compressed-tensors checkpoint. Raises `ConfigError` unless it is symmetric INT4."""
     groups = list((quantisation.get("config_groups") or {}).values())
     found = [g.get("weights") or {} for g in groups]
     want = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group"}
@@ -411,9 +414,10 @@ def group_of(quantisation: Mapping[str, Any]) -> int:
 class GroupedInt4(QuantisedFormat):
     """INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric).
 
-    `<module>.weight_packed` holds eight codes in an int32, the first one in the lowest bits, each as code + 8.
-    `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight, which must be
-    the engine's for the same bits. `weight_shape` of the files is not sent, since engines know it from config.json.
+    `<module>.weight_packed` holds eight codes in each int32, the first one in the lowest bits, each as code + 8.
+    `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight. To get the same
+    bits, that must be the engine's dtype. `weight_shape` is in the files but is not sent, because engines know it from
+    config.json.
     """
 
     group: int
@@ -449,7 +453,7 @@ class GroupedInt4(QuantisedFormat):
         codes = (groups / scales.unsqueeze(-1)).clamp(LOWEST, HIGHEST).round().to(torch.int32) - LOWEST
         words = codes.flatten(-2).unflatten(-1, (-1, PER_WORD))
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=weights.device)
-        packed = (words << shifts).sum(-1, dtype=torch.int32)  # bits of different codes never meet
+        packed = (words << shifts).sum(-1, dtype=torch.int32)  # bits of different codes do not overlap
         return packed, scales
 
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
@@ -491,9 +495,9 @@ KNOWN = (
 
 
 def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedFormat | None:
-    """The format of a checkpoint by its config.json and its tensors' names; None if it is plain.
+    """Returns the format of a checkpoint, given its config.json and tensor names; None if it is plain.
 
-    Weights with scales are the quantised ones. Raises `ConfigError` for a format that slime does not read.
+    A weight is quantised if it has scales. Raises `ConfigError` for a format that slime does not read.
     """
     found = quantisation_of(config)
     if found is None:
@@ -521,10 +525,10 @@ def format_of_folder(hf_checkpoint: str) -> QuantisedFormat | None:
 
 
 def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> FamilyTable:
-    """`table` with a row for each part of a quantised weight. Raises `ConfigError` if engines cannot hold it so.
+    """Returns `table` with a row for each part of a quantised weight. Raises `ConfigError` if engines cannot hold them.
 
-    Whatever reads a table works with it: names and shapes of tensors that are sent, shares and stages of ranks, fusing,
-    and the digests (`weights.engine_layout`). But its Megatron names do not name parameters of the model.
+    The table serves for all purposes of a weight sync: names and shapes of tensors to send, shares and stages of ranks,
+    fusing, and digests (`weights.engine_layout`). But its Megatron names are not names of model parameters.
     """
     if quantised is None:
         return table

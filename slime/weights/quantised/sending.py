@@ -1,7 +1,7 @@
-"""Sends the trainer's weights to engines that serve them quantised: codes and scales instead of weights.
+"""Quantises the trainer's weights while sending them, for engines that hold codes and scales instead of weights.
 
-The sending rank quantises, since it has the whole tensor; so codes and scales do not depend on the trainer's layout.
-Digests are taken of them before they are copied into a bucket, as of any tensor (`weights.sync`).
+The sending rank quantises, because it has the whole tensor. So codes and scales do not depend on the trainer's layout.
+As for all tensors, digests are computed before codes and scales are copied into a bucket (`weights.sync`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from slime.weights.quantised.formats import QuantisedFormat, engine_table
 from slime.weights.turns import Outgoing, Portion, Spec, Turn
 
 RUN_BYTES = 64 * 2**20
-"""Limit for neighbours of one shape that are quantised together."""
+"""Maximum size of the consecutive tensors of one shape that are quantised together."""
 TIMES = 6.5
-"""Peak memory of quantising, in sizes of its input: the input, float32, scaled, rounded, and codes."""
+"""Peak memory of quantising as a multiple of its input: the input, float32, scaled, rounded, and codes."""
 
 
 def quantised_stream(
     named_tensors: Iterable[tuple[str, Tensor]], quantised: QuantisedFormat, run_bytes: int = RUN_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream with codes and scales instead of the weights that `quantised` names, in order.
+    """Replaces the weights in `quantised.names` by codes and scales and keeps the order of the stream.
 
-    A single expert would cost a dozen small kernels, so neighbours of one shape are quantised together, in runs of
-    `run_bytes`. Each tensor is copied before the next one is asked for.
+    Quantising one expert takes a dozen small kernels, so consecutive tensors of one shape are quantised together, in
+    runs of up to `run_bytes`. Each tensor is copied before the next one is requested.
     """
     names: list[str] = []
     stack: Tensor | None = None
@@ -59,23 +59,23 @@ def quantised_stream(
 
 
 RUNS = 16
-"""Least number of runs in a bucket, because a run is in memory `TIMES` times."""
+"""Minimum number of runs per bucket, because a run needs `TIMES` its size in memory."""
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
-    """`weights`, in bfloat16, in the engines' format. Raises `ConfigError` for weights that engines cannot hold so."""
+    """Converts `weights` (bfloat16) to the engines' format. Raises `ConfigError` if engines cannot hold them in it."""
     return weights if quantised is None else QuantisedOutgoing(weights, quantised)
 
 
 class QuantisedOutgoing:
-    """`Outgoing` of parts. Its turns are those of the plain weights, so a bucket is about half full."""
+    """An `Outgoing` of codes and scales. It has the turns of the plain weights, so a bucket is about half full."""
 
     def __init__(self, weights: Outgoing, quantised: QuantisedFormat) -> None:
         self.table = engine_table(weights.table, quantised)
         self._weights, self._quantised = weights, quantised
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
         self._plain: dict[int, Turn] = {}
-        """`id` of each turn that was handed out -> the turn of the plain weights."""
+        """`id` of each turn from `turns` -> the turn of the plain weights."""
 
     @property
     def device(self) -> torch.device:
@@ -107,11 +107,11 @@ class QuantisedOutgoing:
 
     @property
     def _run_bytes(self) -> int:
-        """Half of a plain bucket is free, so a bucket's bytes for both buckets. A run takes less than half of that."""
+        """Two half-empty buckets leave the memory of one bucket; quantising a run needs less than half of that."""
         return min(RUN_BYTES, self._turns[0] // RUNS)
 
     def beside(self, turn: Turn) -> int:
-        """That of the plain weights, and the memory of quantising."""
+        """Adds the memory of quantising to that of the plain weights."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
         return self._weights.beside(plain) + int(
@@ -122,7 +122,7 @@ class QuantisedOutgoing:
         return spec.name in self._quantised.names
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """On the sender, the parts of a turn. Collective, as for the plain weights."""
+        """Yields the codes, scales and plain tensors of a turn on its sender. Collective, as for the plain weights."""
         broken: list[Exception] = []
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -136,7 +136,7 @@ class QuantisedOutgoing:
         try:
             yield from quantised_stream(plain, self._quantised, self._run_bytes)
         except Exception as error:
-            for _ in plain:  # other ranks are in its collectives
+            for _ in plain:  # continues, because other ranks are in its collectives
                 pass
             if broken or isinstance(error, SlimeError):
                 raise
