@@ -1,23 +1,24 @@
-"""`Call`: one call of the client, through however many requests it takes. `Generation`: what was sampled.
+"""`Call`: one call of the client, which may take several requests. `Generation`: a sampled answer.
 
 A call makes the payload of the next request, takes the events of the running one and joins the parts to an answer. It
-waits for nothing.
+never waits.
 
 Invariants
-1. The joined parts are what one request would have sampled: each token of an event is in the answer once, with the
-   log-prob and version it was sampled with. The next request reads them all, and may sample only what is left of
-   `max_new_tokens` and `min_new_tokens`.
+1. The joined parts are the answer that one request would have sampled: each token of an event is in the answer once,
+   with the log-prob and version it was sampled with. The next request reads all of them, and its `max_new_tokens` and
+   `min_new_tokens` are reduced by their number.
 2. An answer ends where one request would have ended. An interruption at the last allowed token, at an end token or at
    the end of a stop string ends it, and so does a stop string across the joint of two requests. Engines look for stop
    strings in new text only, so `EndOfText` looks across the joint.
 3. An answer under a grammar cannot be continued, because the engine would begin its grammar again: it starts over.
 4. Penalties count only the tokens of the running request. Log-probs are exact.
-5. Nothing is sent that an engine or the router is known to mishandle: an id outside the vocabulary kills the scheduler
-   of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
+5. Requests that an engine or the router is known to mishandle are not sent: an id outside the vocabulary kills the
+   scheduler of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
 6. The ids of a `Generation` are those the engine sampled, an end or stop token included. Its text lacks the end token
    but keeps a matched stop string.
-7. Each id has a finite log-prob and a weight version: its own if requests live through weight syncs, else one for all.
-8. Routed experts have a row for each token that the engine read, from the one asked for to the last but one.
+7. Each id has a finite log-prob and a weight version. If requests survive weight syncs, ids have separate versions;
+   otherwise all ids share one.
+8. Routed experts have a row for each token that the engine read, from the first requested one to the last but one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FORWARDED_SAMPLING_PARAMS = frozenset(
         *("json_schema", "regex", "ebnf"),
     )
 )
-"""The sampling parameters that every way to an engine passes on; sglang-router 0.3.2 silently drops others."""
+"""Sampling parameters that reach the engine on every path; sglang-router 0.3.2 silently drops others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +59,23 @@ class Generation:
     finish_reason: str
     """stop | length | abort"""
     weight_version: WeightVersion | tuple[WeightVersion, ...]
-    """Of all tokens, or [T] of each; `NOT_SAMPLED` only if no request reached an engine."""
+    """One version for all tokens, or [T] versions; `NOT_SAMPLED` only if no request reached an engine."""
     text: str
-    """Without the end token, with a matched stop string."""
+    """Lacks the end token, but has a matched stop string."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its prefix cache."""
     routed_experts: RoutedExperts | None = None
-    """Of the prompt and all sampled tokens but the last; None if not asked for, or if nothing was sampled."""
+    """Experts for the prompt and all sampled tokens but the last; None if not requested, or if nothing was sampled."""
 
     @property
     def versions(self) -> list[WeightVersion]:
-        """[T] the weight version of each token."""
+        """The [T] weight versions of the tokens."""
         version = self.weight_version
         return [version] * len(self.tokens) if isinstance(version, int) else list(version)
 
     def first(self, num: int) -> Generation:
-        """Its first `num` tokens; text and routed experts as they are."""
+        """Returns the first `num` tokens, with unchanged text and routed experts."""
         version = self.weight_version
         return replace(
             self,
@@ -86,7 +87,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Speculative decoding of one request, in tokens but for `verified`."""
+    """Counts of speculative decoding for one request, in tokens except for `verified`."""
 
     verified: int
     """Passes of the model over proposed tokens; each samples one token more than it accepts."""
@@ -100,7 +101,7 @@ NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
 
 
 def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
-    """Raises `RequestRejected` for what an engine or the router is known to mishandle."""
+    """Raises `RequestRejected` for a request that an engine or the router is known to mishandle."""
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
@@ -117,7 +118,7 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
 
 
 def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> Generation:
-    """An interrupted part without the tokens that may begin a stop string: engines look for one in new text only."""
+    """Removes tokens that may begin a stop string from an interrupted part: engines look for one in new text only."""
     stops = [stop] if isinstance(stop, str) else stop
     begun = max((n for s in stops for n in range(1, len(s)) if part.text.endswith(s[:n])), default=0)
     num = len(part.tokens)
@@ -185,7 +186,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
 
 
 def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
-    """The counts of speculative decoding so far; None without any."""
+    """Returns the counts of speculative decoding so far; None without any."""
     meta = event.get("meta_info") or {}
     if not meta.get("spec_verify_ct"):
         return None
@@ -196,10 +197,10 @@ def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
 def parse_experts(
     answer: Mapping[str, Any], experts: ExpertFormat, *, start: int, num_tokens: int
 ) -> RoutedExperts | None:
-    """The routed experts at the end of a request of `num_tokens` ids, sampled ones included.
+    """Returns the routed experts at the end of a request of `num_tokens` ids, including sampled ones.
 
-    None for a request that was aborted in the queue, whose tokens the engine has forgotten. Raises `EngineError` if
-    they are missing otherwise, or do not fit.
+    None if the request was aborted in the queue, because the engine has then forgotten its tokens. Raises `EngineError`
+    if the experts are missing otherwise, or do not fit.
     """
     meta = answer.get("meta_info") or {}
     text = meta.get("routed_experts")
@@ -220,10 +221,10 @@ def parse_experts(
 class Pictures:
     """The images of one request, in the order of its prompt.
 
-    A prompt has a placeholder for each token that an image is read as. SGLang 0.5.16 wants one placeholder per image
-    and expands it itself; it reports the length of the prompt that it read, which `Call` compares. Images go as PNG in
-    data URIs: SGLang takes bare base64 that begins with a slash (a JPEG's does) for a path, and may decode a JPEG on a
-    GPU, to other pixels.
+    A prompt has one placeholder for each token of an image. SGLang 0.5.16 wants one placeholder per image and expands
+    it itself; it reports the length of the prompt that it read, which `Call` checks. Images are sent as PNG in data
+    URIs: SGLang takes bare base64 that begins with a slash (a JPEG's does) for a path, and may decode a JPEG on a GPU,
+    to other pixels.
     """
 
     token_id: int
@@ -236,9 +237,10 @@ class Pictures:
         return cls(token_id, tuple(f"data:image/png;base64,{file}" for file in files))
 
     def written(self, ids: Sequence[int]) -> list[int]:
-        """The ids with one placeholder per image.
+        """Returns the ids with one placeholder per image.
 
-        Raises `RequestRejected` if their number differs, for example because the model sampled a placeholder.
+        Raises `RequestRejected` if the numbers of placeholders and images differ, for example because the model sampled
+        a placeholder.
         """
         out: list[int] = []
         for token in ids:
@@ -256,12 +258,12 @@ ENGINE_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
 GRAMMARS = ("json_schema", "regex", "ebnf")
 NOT_HANDED_OVER = "KVTransferError"
-"""In SGLang's error for a request whose keys and values did not reach the decode engine."""
+"""Part of SGLang's error if the keys and values of a request did not reach the decode engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfText:
-    """How to see, as an engine does, that an answer has ended."""
+    """Detects the end of an answer as an engine does."""
 
     token_ids: frozenset[int] = frozenset()
     """Tokens that end any answer."""
@@ -289,7 +291,9 @@ class Call:
         end: EndOfText | None = None,
         pictures: Pictures | None = None,
     ) -> None:
-        """`experts`: their format; they are asked for from token `experts_from` on. `pictures`: the prompt's images."""
+        """`experts`: the format of routed experts, which are requested from token `experts_from` on. `pictures`: the
+        prompt's images.
+        """
         self.input_ids, self._params = list(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
         self._token_versions, self._format, self._experts_from = token_versions, experts, experts_from
         self._end = end or EndOfText()
@@ -311,7 +315,7 @@ class Call:
         self.read = (0, 0)
         """Tokens of the prompt that the latest request's engine read, and how many of them it had cached."""
         self.drafted = NO_DRAFTS
-        """By the latest request."""
+        """Counts of speculative decoding for the latest request."""
         self._joint = 0
         """Number of tokens that earlier requests sampled."""
         self._received, self._start = 0, 0
@@ -319,7 +323,7 @@ class Call:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def payload(self, rid: str, stream_interval: int) -> dict[str, Any]:
-        """The next request, which continues the tokens so far. `stream_interval`: tokens per event."""
+        """Returns the next request, which continues the tokens so far. `stream_interval`: tokens per event."""
         self.num_requests += 1
         self._joint, self._received, self.read = len(self.tokens), 0, (0, 0)
         self.drafted = NO_DRAFTS
@@ -356,9 +360,10 @@ class Call:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def take_event(self, event: Mapping[str, Any]) -> tuple[Generation, bool]:
-        """The new part of an event, and whether its request has ended. Sets `finish` if the answer has ended, too.
+        """Returns the new part of an event, and whether its request has ended. Sets `finish` if the answer has ended,
+        too.
 
-        Raises `Refused` if the engine refused the request, `EngineError` for what cannot be trained on.
+        Raises `Refused` if the engine refused the request, `EngineError` for data that cannot be trained on.
         """
         refuse(event)
         self.drafted = parse_drafts(event) or self.drafted
@@ -380,7 +385,7 @@ class Call:
         return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
 
     def settle(self) -> None:
-        """After an interruption: sets `finish` if the tokens already are a whole answer."""
+        """Sets `finish` if the tokens already are a whole answer. Called after an interruption."""
         if not self.tokens:
             return
         most = self._params["max_new_tokens"]
@@ -390,7 +395,7 @@ class Call:
             self.finish = "stop"
 
     def answer(self) -> Generation:
-        """All parts joined; finish reason `abort` if the answer has not ended."""
+        """Returns all parts joined; finish reason `abort` if the answer has not ended."""
         if not self.num_requests:
             return NEVER_SENT
         return Generation(
@@ -405,17 +410,17 @@ class Call:
         )
 
     def last_part(self, part: Generation | None) -> Generation:
-        """`part`, or an empty one, as the end of a stream, with the routed experts of all parts."""
+        """Returns the end of a stream: `part`, or an empty one, with the routed experts of all parts."""
         if not self.num_requests:
             return NEVER_SENT
         part = part or Generation((), (), "abort", () if self._token_versions else self._version, "")
         return replace(part, finish_reason=self.finish or "abort", routed_experts=self._experts)
 
     def _new_of(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The event without what earlier ones brought.
+        """Returns the event without the content of earlier events.
 
-        When a waiting request is aborted, SGLang 0.5.16 repeats all its log-probs and text, reports no prompt length
-        and no versions.
+        When a waiting request is aborted, SGLang 0.5.16 repeats all its log-probs and text, and reports no prompt
+        length and no versions.
         """
         meta = event.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") != "abort" or "prompt_tokens" in meta:
@@ -453,7 +458,7 @@ class Call:
     # ---- the end of the text ---------------------------------------------------------------------------------------
 
     def _until_stop(self, part: Generation) -> tuple[Generation, bool]:
-        """The part up to a stop string that began before the joint, and whether there is one."""
+        """Returns the part up to a stop string that began before the joint, and whether there is one."""
         before, joint = len(self.tokens), self._joint
         if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
             return part, False
@@ -477,7 +482,7 @@ class Call:
         return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
 
     def _text(self) -> str:
-        """The engine's text; after a joint, where it may lack a character, decoded again."""
+        """Returns the engine's text. After a joint, where it may lack a character, decodes the tokens again."""
         if not self._joint or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
@@ -495,7 +500,9 @@ class Call:
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 
     def _join_experts(self, more: RoutedExperts) -> None:
-        """Adds new rows. Those of an earlier request's tokens count only under the version that sampled them."""
+        """Adds new rows. A row for a token of an earlier request counts only under the version that
+        sampled the token.
+        """
         known, num = self._experts, len(self.input_ids)
         read_under = self._versions[self._joint]  # the version of the first token after they were read
         more = without_newer(more, self._versions[: self._joint], num, num + self._joint, read_under)
@@ -508,8 +515,8 @@ class Call:
 def refuse(event: Mapping[str, Any]) -> None:
     """Raises `Refused` for an error in a stream.
 
-    Except if keys and values did not reach the decode engine: its partner failed, or the request was aborted while it
-    waited for them. SGLang 0.5.16 calls both an internal error.
+    Ignores the error if keys and values did not reach the decode engine: its partner failed, or the request was aborted
+    while it waited for them. SGLang 0.5.16 calls both an internal error.
     """
     error = event.get("error")
     if error:
@@ -521,7 +528,9 @@ def refuse(event: Mapping[str, Any]) -> None:
 
 
 def require_joinable(call: Call, handed_out: bool) -> None:
-    """After an interruption: starts over a call that cannot be continued. Raises `EngineError` if parts are out."""
+    """Starts an interrupted call over if it cannot be continued. Raises `EngineError` if parts were
+    already handed out.
+    """
     if call.can_continue or not call.tokens:
         return
     if handed_out:

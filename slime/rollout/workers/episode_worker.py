@@ -1,12 +1,12 @@
 """`EpisodeWorker`: a worker process runs whole episodes, with its own engine clients, graders and tokenizer.
 
-`WorkerFleet` calls it: groups to work on, engines that come and go, orders to end requests. Calls begin in the order in
-which they were made (`InOrder`). All on one event loop.
+`WorkerFleet` sends it groups to run, admissions and dismissals of engines, and orders to end requests. Calls begin in
+the order in which they were made (`InOrder`). Everything runs on one event loop.
 
 Invariants
 1. A group is packed into a `GroupRecord` here, in a thread, so that the rollout's process need not encode it.
-2. When `cancel` returns, the work has ended or is left behind by name; it returns nothing any more.
-3. Orders of the rollout's process (`abort`, `pause`) do to the worker's requests what they do to its own.
+2. When `cancel` returns, the work has ended, or is left behind with a warning that names it; it returns no result.
+3. The orders `abort` and `pause` have the same effect on the worker's requests as on those of the rollout's process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def share_of(args: Args, num_workers: int) -> Args:
-    """The settings of one of several workers: its share of the requests per engine, and of the grader processes."""
+    """Returns the settings of one worker: its share of the requests per engine, and of the grader processes."""
     return args.replace(
         sglang_server_concurrency=math.ceil(args.sglang_server_concurrency / num_workers),
         reward_num_workers=math.ceil(args.reward_num_workers / num_workers),
@@ -47,12 +47,13 @@ def share_of(args: Args, num_workers: int) -> Args:
 
 
 class EpisodeWorker:
-    """Made once per process, before or after its event loop starts."""
+    """Built once per process, before or after its event loop starts."""
 
     def __init__(
         self, args: Args, num_workers: int, *, keys: EngineKeys = NO_KEYS, last_words: Path | None = None
     ) -> None:
-        """`num_workers`: how many share engines and graders. `last_words`: the watchdog's file; None: no watchdog.
+        """`num_workers`: number of workers that share engines and graders. `last_words`: the watchdog's file; None: no
+        watchdog.
 
         Raises `ConfigError`, `HookError`.
         """
@@ -66,24 +67,24 @@ class EpisodeWorker:
         self._last_words = last_words
         self._watchdog: Watchdog | None = None
         self._scopes: dict[int, RequestScope] = {}
-        """By their numbers in the rollout's process; only those with running work."""
+        """Scopes with running work, by their numbers in the rollout's process."""
         self._running: dict[int, tuple[Work, asyncio.Task[Done]]] = {}
 
     async def ready(self) -> None:
-        """Answers when the worker is made, and starts its watchdog."""
+        """Returns once the worker is built, and starts its watchdog."""
         if self._last_words is not None and self._watchdog is None:
             loop, limit_s = asyncio.get_running_loop(), self._args.execution_timeout_s
             self._watchdog = Watchdog(loop, limit_s=limit_s, last_words=self._last_words)
 
     def longest_stall_s(self) -> float:
-        """The longest time without a turn of the event loop since the last call."""
+        """Returns the longest time without a turn of the event loop since the last call."""
         return 0.0 if self._watchdog is None else self._watchdog.take_longest_s()
 
     def num_left_behind(self) -> int:
         return num_left_behind()
 
     async def run(self, work: Work) -> Done:
-        """Works on a group. Raises what ends the run, and `asyncio.CancelledError` after `cancel`."""
+        """Runs a group. Raises errors that end the run, and `asyncio.CancelledError` after `cancel`."""
         if work.scope is not None:
             self._scopes.setdefault(work.scope, RequestScope())  # an abort may come before its first request
         task = asyncio.create_task(self._work(work), name=f"group-{work.group.group_index}")
@@ -96,7 +97,7 @@ class EpisodeWorker:
                 del self._scopes[work.scope]
 
     async def cancel(self, number: int) -> None:
-        """Ends a work; does nothing if it has ended."""
+        """Ends the work with this number; does nothing if it has ended."""
         if number in self._running:
             _, task = self._running[number]
             await end_tasks([task], 2 * END_LIMIT_S)
@@ -108,25 +109,25 @@ class EpisodeWorker:
         self._models[model].dismiss(urls, died=died)
 
     def stalled(self, within_s: float) -> list[str]:
-        """As `RolloutManager.stalled`, for requests of this worker."""
+        """Like `RolloutManager.stalled`, for requests of this worker."""
         return [url for client in self._models.values() for url in client.stalled(within_s)]
 
     def progressing(self, within_s: float) -> list[str]:
-        """As `RolloutManager.progressing`, for requests of this worker."""
+        """Like `RolloutManager.progressing`, for requests of this worker."""
         return [url for client in self._models.values() for url in client.progressing(within_s)]
 
     def traffic(self) -> Sums | None:
-        """The sums of its requests to the policy since the last call."""
+        """Returns the sums of the worker's requests to the policy since the last call."""
         return None if self._client is None else self._client.take_traffic()
 
     async def abort(self, scope: int) -> None:
-        """Takes back the requests of a scope; later ones are not sent."""
+        """Takes back the requests of a scope, and sends no later ones."""
         if self._client is not None and scope in self._scopes:
             self._scopes[scope].aborted = True
             await self._client.abort_scope(self._scopes[scope])
 
     async def pause(self, scope: int | None) -> None:
-        """Ends every request until `resume`; those of `scope` are taken back."""
+        """Ends every request until `resume`, and takes back those of `scope`."""
         if self._client is not None:
             await self._client.pause(None if scope is None else self._scopes.get(scope))
 
@@ -188,8 +189,8 @@ TURN_LIMIT_S = 120.0
 class InOrder:
     """Begins calls of an object's methods in the order of their numbers.
 
-    Calls that run side by side in a process may arrive in another order than they were made: `resume` before `pause`,
-    `cancel` before its `run`. A call waits until its predecessors have begun; the last of them wakes it.
+    Concurrent calls may arrive in another order than they were made: `resume` before `pause`, or `cancel` before its
+    `run`. A call waits until its predecessors have begun; the last of them wakes it.
     """
 
     def __init__(self, called: Any) -> None:
@@ -198,8 +199,9 @@ class InOrder:
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """Calls `method` after the calls of all smaller numbers. Raises what it raises, and `DeadlineExceeded` if one
-        of those does not come.
+        """Calls `method` after all calls with smaller numbers have begun.
+
+        Raises the errors of the method, and `DeadlineExceeded` if a call with a smaller number does not arrive.
         """
         await self._turn(number, method)
         try:
@@ -208,7 +210,7 @@ class InOrder:
             self._next += 1
             if (following := self._waiting.get(self._next)) is not None and not following.done():
                 following.set_result(None)
-        # Begins in this turn of the event loop: as a task it would begin after a call that comes in the same turn.
+        # Begins in this turn of the event loop. A task would begin only after a call that arrives in the same turn.
         return await answer if isinstance(answer, Awaitable) else answer
 
     async def _turn(self, number: int, method: str) -> None:

@@ -1,7 +1,7 @@
-"""`Episodes`: works on groups for a loop, here or in other processes. `Here` does so in this process.
+"""`Episodes`: runs groups for a loop, in this or other processes. `Here`: runs them in this process.
 
 Invariants
-1. A cancelled call returns when nothing of its group runs any more, or is left behind after a limit.
+1. A cancelled call returns when all work on its group has ended, or was left behind after a limit.
 2. `abort` ends the requests of one scope, wherever they run; `pause` ends all requests and holds new ones back.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Episodes(ABC):
-    """How a loop has groups worked on."""
+    """Runs groups for a loop."""
 
     @abstractmethod
     async def run(
@@ -50,13 +50,13 @@ class Episodes(ABC):
         hooks: RolloutHooks,
         scope: RequestScope,
     ) -> GroupResult:
-        """Works on a group until it is finished or interrupted. Raises what ends the run."""
+        """Runs a group until it is finished or interrupted. Raises errors that end the run."""
 
     @abstractmethod
     async def evaluate(
         self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks
     ) -> Execution:
-        """Runs one execution of an evaluation. Raises what ends the run."""
+        """Runs one execution of an evaluation. Raises errors that end the run."""
 
     @abstractmethod
     async def abort(self, scope: RequestScope) -> None:
@@ -64,11 +64,11 @@ class Episodes(ABC):
 
     @abstractmethod
     async def pause(self, scope: RequestScope | None) -> None:
-        """Ends every request until `resume`; those of `scope` are taken back."""
+        """Ends every request until `resume`, and takes back those of `scope`."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Lets requests go again after `pause`."""
+        """Lets requests continue after `pause`."""
 
     @abstractmethod
     async def drain(self) -> None:
@@ -76,11 +76,11 @@ class Episodes(ABC):
 
     @abstractmethod
     async def num_left_behind(self) -> int:
-        """Number of tasks and threads of user code that still run, and that nobody waits for."""
+        """Returns the number of tasks and threads of user code that still run but are no longer awaited."""
 
 
 class Here(Episodes):
-    """In this process. `client`: None if no engine runs."""
+    """Runs groups in this process. `client`: None if no engine runs."""
 
     def __init__(self, client: EngineClient | None) -> None:
         self._client = client
@@ -122,9 +122,10 @@ class Here(Episodes):
 
 
 async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:
-    """Runs what is left of a group, and asks the user's filter about a finished one. Raises what ends the run.
+    """Runs the unfinished executions of a group, then the user's filter if the group is finished.
 
-    If the run took back a request of the filter, the group is ABORTED; its executions stay finished.
+    If the run took back a request of the filter, the group is ABORTED; its executions stay finished. Raises errors that
+    end the run.
     """
     result = await run_group(context, group, dict(params), hooks.generate)
     if hooks.dynamic_filter is None or result.outcome is not Outcome.FINISHED:
@@ -157,9 +158,9 @@ class Work:
     params: Mapping[str, Any]
     """Sampling parameters."""
     group: Group
-    """Packed: its numbers are arrays. In an evaluation: one execution."""
+    """Packed, so its numbers are arrays. In an evaluation it has one execution."""
     dataset: EvalDatasetConfig | None = None
-    """In an evaluation."""
+    """None except in an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Done:
     """A worker's answer."""
 
     record: GroupRecord
-    """Text and arrays; nobody has to look into it before training."""
+    """Text and arrays, which the rollout's process need not decode before training."""
     outcome: Outcome
     reason: str
     verdict: DynamicFilterOutput | None

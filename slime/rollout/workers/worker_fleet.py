@@ -1,15 +1,16 @@
-"""`WorkerFleet`: works on groups in worker processes (`EpisodeWorker`).
+"""`WorkerFleet`: runs groups in worker processes (`EpisodeWorker`).
 
-A call waits for the worker that has its group; the answer, the worker's death or a cancellation, which it passes on,
-wakes it. All on the event loop of the rollout's process, which never looks into the tokens of a group.
+A call waits for the worker that runs its group. The answer, the worker's death or a cancellation wakes it; it passes a
+cancellation on to the worker. Everything runs on the event loop of the rollout's process, which never reads the tokens
+of a group.
 
 Invariants
-1. A group goes to the worker with the fewest groups. A dead worker is replaced by a new process that learns the current
-   engines and pause; each of its groups goes to a worker again, as it was issued. None is lost.
-2. A group that `SUSPECT` workers died with runs alone in a process of its own. If that dies as well, the group has
-   failed, and the groups that ran beside it have not.
+1. A group goes to the worker with the fewest groups. A new process replaces a dead worker and learns the current
+   engines and pause. The groups of the dead worker are sent again, as they were issued; none is lost.
+2. If `SUSPECT` workers died while they ran a group, the group runs alone in its own process. If that process dies too,
+   the group fails; the groups that ran with it before do not.
 3. Orders reach each worker, and the clients of this process, in the order in which they were given.
-4. A worker that dies `MAX_DEATHS` times in a row without a finished group, or does not start, ends the run.
+4. If a worker dies `MAX_DEATHS` times in a row without a finished group, or does not start, the run ends.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ from slime.settings.eval_config import EvalDatasetConfig
 logger = logging.getLogger(__name__)
 
 SUSPECT = 4
-"""Deaths after which a group runs alone. Few, so that a group that kills its process is found soon; but enough that
-others rarely run beside it each time, because groups that run alone wait for each other."""
+"""Deaths after which a group runs alone. Low, so that a group that kills its process is found soon. High enough that
+other groups rarely share all these deaths, because groups that run alone wait for each other.
+"""
 STALL_COUNTS = 2
-"""A stall counts as this many deaths, because it took `--execution-timeout-s`."""
+"""A stall counts as this many deaths, because it cost `--execution-timeout-s`."""
 MAX_DEATHS = SUSPECT + 2
-"""More than it takes to find one group that kills its process."""
+"""Higher than the number of deaths that reveals a group that kills its process."""
 ORDER_LIMIT_S = 60.0
-"""How long a worker may take to obey an order; its code may hold its event loop."""
+"""How long a worker may take to obey an order; user code may block its event loop."""
 CLOSE_LIMIT_S = 30.0
 QUESTION_LIMIT_S = 2.0
 """How long a worker may take to answer a question."""
@@ -61,7 +63,7 @@ class _WorkerLost(Exception):
 
 
 class _Guilty(Exception):
-    """A group killed the process that it ran in alone."""
+    """A group killed the process in which it ran alone."""
 
 
 class _Ended(Exception):
@@ -69,12 +71,12 @@ class _Ended(Exception):
 
 
 class WorkerPort(Protocol):
-    """A worker process, as the fleet calls it."""
+    """The fleet's interface to a worker process."""
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """Calls a method of the `EpisodeWorker`. Calls begin there in the order in which they were made.
 
-        The answer raises `ActorDied` if the process is gone, and what the method raised.
+        Awaiting the answer raises `ActorDied` if the process is gone, and errors of the method.
         """
 
     def kill(self) -> None:
@@ -91,41 +93,41 @@ class _Member:
     """Whether it takes any group; otherwise it runs one group alone."""
     num_running: int = 0
     num_deaths: int = 0
-    """In a row, without a finished group."""
+    """Consecutive deaths without a finished group."""
     orders: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Orders that nobody waits for."""
+    """Orders that run in the background."""
 
 
 class WorkerFleet(Episodes):
     """All workers of a run. Use on one event loop; `close` at the end."""
 
     def __init__(self, start: Callable[[int], WorkerPort], num_workers: int, *, start_limit_s: float = 600.0) -> None:
-        """`start`: starts the process of a worker, by its number, and returns at once. `start_limit_s`:
+        """`start`: starts the process of the worker with the given number, and returns at once. `start_limit_s`:
         `--engine-start-timeout-s`.
         """
         self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """Started by the first call; then they learn what was said before."""
+        """Started by the first call; then they learn the earlier orders."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
-        """(model, engine) -> the part of a request that it does."""
+        """(model, engine) -> the part of a request that the engine serves."""
         self._conductor = Here(None)
         self._paused = self._closing = False
         self._verdict: ActorDied | None = None
-        """Why the run ends."""
+        """The error that ends the run."""
         self._deaths = Counter[tuple[int, int | None]]()
-        """(group, its first execution) -> workers that died with it."""
+        """(group, its first execution) -> number of workers that died while they ran it."""
         self._alone = asyncio.Semaphore(num_workers)
         self._counts: dict[_Member, Sums] = {}
-        """Sums of a worker's requests that no call of `traffic` has taken."""
+        """Sums of each worker's requests that `traffic` has not yet returned."""
 
     def include(self, conductor: Here) -> None:
-        """Orders also go to this process, which sends the requests of the user's functions."""
+        """Also sends orders to this process, which sends the requests of user functions."""
         self._conductor = conductor
 
     async def ready(self) -> None:
-        """Answers when all workers are made. Raises what a constructor raised, and `DeadlineExceeded`."""
+        """Returns once all workers are built. Raises errors of their constructors, and `DeadlineExceeded`."""
         self._begin()
         try:
             starts = asyncio.gather(*(member.port.call("ready") for member in self._members))
@@ -148,7 +150,7 @@ class WorkerFleet(Episodes):
         hooks: RolloutHooks,
         scope: RequestScope,
     ) -> GroupResult:
-        """As in `Episodes`; the workers have hooks of their own."""
+        """See `Episodes.run`. The workers load their own hooks."""
         group.pack()
         try:
             done = await self._done(scope, context.rollout_id, params, group)
@@ -179,7 +181,9 @@ class WorkerFleet(Episodes):
         group: Group,
         dataset: EvalDatasetConfig | None = None,
     ) -> Done:
-        """The answer of the first worker that does not die. Raises `_Ended`, `_Guilty`, and what ends the run."""
+        """Returns the answer of the first worker that does not die. Raises `_Ended`, `_Guilty`, and errors that end the
+        run.
+        """
         key = group.group_index, group.samples[0].index
         while True:
             self._begin()
@@ -203,7 +207,7 @@ class WorkerFleet(Episodes):
             return done
 
     async def _done_alone(self, work: Work) -> Done:
-        """In a process of its own; as many at a time as there are workers."""
+        """Runs the work alone in a new process; at most `num_workers` at a time."""
         with waiting():
             async with self._alone:
                 member = _Member(self._num_workers, self._start(self._num_workers), is_shared=False)
@@ -216,7 +220,7 @@ class WorkerFleet(Episodes):
                     member.port.kill()
 
     async def _done_by(self, member: _Member, work: Work) -> Done:
-        """Raises `_WorkerLost` if the worker died, and what ends the run."""
+        """Raises `_WorkerLost` if the worker died, and errors that end the run."""
         port = member.port
         member.num_running += 1
         try:
@@ -235,10 +239,10 @@ class WorkerFleet(Episodes):
         return replace(done, record=record)
 
     def _replace(self, member: _Member, port: WorkerPort, death: ActorDied) -> None:
-        """Starts another process for a dead one; only the first call that notices the death does."""
+        """Replaces a dead process, once for each death."""
         if member.port is not port or not member.is_shared or self._closing or self._verdict is not None:
             return
-        port.kill()  # it may only be out of reach
+        port.kill()  # it may be alive but unreachable
         member.num_deaths += 1
         if member.num_deaths >= MAX_DEATHS:
             self._verdict = ActorDied(
@@ -262,7 +266,7 @@ class WorkerFleet(Episodes):
                 self._tell_state(member)
 
     def _tell_state(self, member: _Member) -> None:
-        """Tells a new process what it must know; of a pause first, before it knows an engine."""
+        """Sends the state to a new process: the pause first, then the engines."""
         self._follow(member, self._started(member, member.port))
         if self._paused:
             self._tell(member, "pause", None)
@@ -297,29 +301,30 @@ class WorkerFleet(Episodes):
         self._tell_all("dismiss", model, list(urls), died)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """As `RolloutManager.stalled`, by workers that answer at once."""
+        """Like `RolloutManager.stalled`, for the workers that answer in time."""
         return [url for urls in await self._ask_all("stalled", within_s) for url in urls or ()]
 
     async def progressing(self, within_s: float) -> list[str]:
-        """As `RolloutManager.progressing`, by workers that answer at once."""
+        """Like `RolloutManager.progressing`, for the workers that answer in time."""
         return [url for urls in await self._ask_all("progressing", within_s) for url in urls or ()]
 
     async def longest_stall_s(self) -> float:
-        """The longest time without a turn of a worker's event loop since the last call. A worker that does not answer
-        at once stands still now.
+        """Returns the longest time without a turn of a worker's event loop since the last call.
+
+        A worker that does not answer in time is stalled now, and counts as `QUESTION_LIMIT_S`.
         """
         seen = await self._ask_all("longest_stall_s")
         return max((QUESTION_LIMIT_S if s is None else s for s in seen), default=0.0)
 
     async def traffic(self) -> list[Sums]:
-        """The sums of each worker's requests; those that come too late are handed out by the next call."""
+        """Returns the sums of each worker's requests. Late sums are returned by the next call."""
         if asked := [self._follow(member, self._counted(member)) for member in self._members]:
             await asyncio.wait(asked, timeout=QUESTION_LIMIT_S)
         counted, self._counts = self._counts, {}
         return list(counted.values())
 
     async def num_left_behind(self) -> int:
-        """Of this process and the workers that answer at once."""
+        """Returns the number for this process and the workers that answer in time."""
         here = await self._conductor.num_left_behind()
         return here + sum(num or 0 for num in await self._ask_all("num_left_behind"))
 
@@ -328,7 +333,7 @@ class WorkerFleet(Episodes):
         await asyncio.gather(self._order("abort", scope.number), self._conductor.abort(scope))
 
     async def pause(self, scope: RequestScope | None) -> None:
-        """As in `Episodes`, but only logs a worker that does not answer in time."""
+        """See `Episodes.pause`. Only logs a worker that does not answer in time."""
         self._paused = True
         number = None if scope is None else scope.number
         await asyncio.gather(self._order("pause", number), self._conductor.pause(scope))
@@ -352,7 +357,7 @@ class WorkerFleet(Episodes):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
-        """Gives all workers an order; waits until each has obeyed, is gone or takes too long."""
+        """Sends an order to all workers; waits until each has obeyed, is gone or takes too long."""
         members = list(self._members)
         await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
@@ -361,7 +366,7 @@ class WorkerFleet(Episodes):
             self._tell(member, method, *arguments)
 
     def _tell(self, member: _Member, method: str, *arguments: Any) -> None:
-        """Gives an order that nobody waits for."""
+        """Sends an order in the background."""
         self._follow(member, self._bounded(member, method, *arguments))
 
     @staticmethod
@@ -374,7 +379,7 @@ class WorkerFleet(Episodes):
     def _bounded(
         self, member: _Member, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S
     ) -> Coroutine[Any, Any, None]:
-        """Gives an order now; the coroutine waits for its end."""
+        """Sends an order now. The returned coroutine waits until the worker has obeyed."""
         port = member.port
         return self._obeyed(member, port, port.call(method, *arguments), method, limit_s)
 
@@ -394,7 +399,7 @@ class WorkerFleet(Episodes):
             logger.warning("%s of rollout worker %d: %s", method, member.number, error)
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers; None from one that does not answer at once or is gone."""
+        """Returns the answers of all workers; None for a worker that does not answer in time or is gone."""
         return await asyncio.gather(*(self._asked(member, method, *arguments) for member in list(self._members)))
 
     async def _asked(self, member: _Member, method: str, *arguments: Any) -> Any:
@@ -409,7 +414,9 @@ class WorkerFleet(Episodes):
         return None
 
     async def _counted(self, member: _Member) -> None:
-        """Asks a worker for its sums, which it reports once, and keeps them whenever they come."""
+        """Asks a worker for its sums and keeps them even if they are late, because the worker
+        reports them only once.
+        """
         port = member.port
         try:
             sums: Sums | None = await port.call("traffic")
