@@ -1,15 +1,16 @@
-"""Another host of a run than the driver's: its actor (`HostActor`) and the driver's handle of it (`HostHandle`).
+"""The actor on each host of a run other than the driver's (`HostActor`), and the driver's handle of it (`HostHandle`).
 
-The actor is the first and the last process of the run on its host. The driver calls it, one call at a time beside
-`watching`: it tells the host's facts, checks that it sees the shared folders, and keeps a guardian. Its waits have
-limits, except `watching`, which returns when no guardian watches any more.
+The actor is the first and the last process of the run on its host. It reports facts about the host, checks that the
+host sees the shared folders, and keeps a guardian. The driver makes one call at a time, besides `watching`. All calls
+have time limits except `watching`, which returns when the guardian has ended and no other one will start.
 
-The handle serves the driver's thread and waits only in `close`. A host that comes back has a thread of its own, which
-writes the tokens of its contract (slow in a network folder) and removes them once the host has answered, or at `drop`.
+The handle is used on the driver's thread and waits only in `close`. For a host that comes back, it starts a thread that
+writes the tokens of the contract, which is slow in a network folder. The thread removes them once the host has
+answered, or at `drop`.
 
 Invariants
 1. The tokens of a contract exist only while the host looks for them.
-2. Only the driver's thread calls Ray: a call after Ray's end would start a new one.
+2. Only the driver's thread calls Ray, because a call after Ray has shut down would start Ray again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from slime.settings import Args
 class HostFacts:
     name: str
     num_cores: int
-    """Available to processes that Ray starts there."""
+    """Cores that processes which Ray starts there may use."""
 
 
 def facts_here() -> HostFacts:
@@ -51,7 +52,7 @@ def facts_here() -> HostFacts:
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=2)
 class HostActor:
-    """Shell around `HostGuardian`."""
+    """Runs a `HostGuardian` and checks the shared folders on its host."""
 
     def __init__(self) -> None:
         self._guardian: HostGuardian | None = None
@@ -63,25 +64,25 @@ class HostActor:
         return not_seen(contract)
 
     def guard(self, log_dir: str) -> None:
-        """Starts the guardian: from now on nothing of the run outlives its driver here. `log_dir` is shared."""
+        """Starts the guardian, so that no process of the run on this host outlives the driver. `log_dir` is shared."""
         name = socket.gethostname()
         setup_logging(Path(log_dir) / f"host_{name}.log", crashes=True)
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:
-        """For a host that came back: returns what it does not see; if it sees everything, starts the guardian."""
+        """Prepares a host that came back: returns the folders that it does not see, or starts the guardian if none."""
         problems = not_seen(contract)
         if not problems:
             self.guard(log_dir)
         return problems
 
     def watching(self) -> None:
-        """Returns when no guardian watches here any more and none will start."""
+        """Returns when the guardian has ended and no other one will start."""
         assert self._guardian is not None, "watching() before guard()"
         self._guardian.wait()
 
     def close(self) -> None:
-        """Ends what is left of the run here, except this process."""
+        """Ends all processes of the run on this host, except this one."""
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
@@ -90,35 +91,37 @@ class HostActor:
 logger = logging.getLogger(__name__)
 
 EMPTY_LIMIT_S = 120.0
-"""For the guardian to end what is left on its host, which takes 15 s."""
+"""Time limit for a guardian to end all processes on its host, which usually takes up to 15 s."""
 TOKENS_LIMIT_S = 5.0
-"""For the removal of tokens at the end of the run."""
+"""Time limit for removing tokens at the end of the run."""
 
 
 class HostHandle:
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
-        """Starts the actor. `host`: for messages. `limit_s`: of each of its answers (--engine-start-timeout-s): the
-        process starts, imports, and may wait for a shared folder.
+        """Starts the actor. `host` is its name in messages.
+
+        `limit_s` limits the wait for an answer (--engine-start-timeout-s). The process first starts and imports
+        modules, and may wait for a shared folder.
         """
         self._node_id, self._host, self._limit_s = node_id, host, limit_s
         actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
         self.actor = introduce(actor, Process("the owner of the guardian", host))
         self._watching: Any = None
-        """The answer to `watching`; there when no guardian watches any more."""
+        """Reference to the answer of `watching`, which arrives when the guardian has ended."""
         self._contract: Future[Contract] = Future()
         self._answered = threading.Event()
         self._holder: threading.Thread | None = None
-        """Writes and removes the tokens."""
+        """The thread that writes and removes the tokens."""
         self._log_dir = Path()
         self._asked: Any = None
         self._asked_at = 0.0
 
     def guarded(self) -> None:
-        """The actor has started a guardian; `watches` says for how long."""
+        """Starts watching the guardian that the actor has started. `watches` says whether it still runs."""
         self._watching = self.actor.watching.remote()
 
     def take_up(self, args: Args, log_dir: Path) -> None:
-        """Makes the actor look for the shared folders and start a guardian; `unseen` says how that goes."""
+        """Makes the actor check the shared folders and start a guardian. `unseen` returns the outcome."""
 
         def keep_tokens() -> None:
             try:
@@ -136,9 +139,9 @@ class HostHandle:
         self._holder.start()
 
     def unseen(self) -> list[str] | None:
-        """The shared folders that the host does not see; empty if it is guarded; None before its answer. Never waits.
+        """Returns the shared folders that the host does not see; None if it has not answered yet. Never waits.
 
-        Raises `SlimeError` or `OSError` if there is no guardian.
+        An empty list means that the host has a guardian. Raises `SlimeError` or `OSError` if no guardian started.
         """
         if not self._contract.done():
             return None
@@ -166,14 +169,14 @@ class HostHandle:
         ray.kill(self.actor)
 
     def close(self) -> None:
-        """Ends what is left of the run on the host. Never raises."""
-        if self._holder is not None and self._watching is None:  # no other process of the run is there
+        """Ends all processes of the run on the host. Never raises."""
+        if self._holder is not None and self._watching is None:  # the actor is the only process of the run there
             self.drop()
             self._holder.join(TOKENS_LIMIT_S)
             return
         try:
             wait_for([self.actor.close.remote()], for_what=f"host {self._host} to be empty", limit_s=EMPTY_LIMIT_S)
-        except SlimeError as error:  # Ray ends the actor with the driver, and then its guardian ends the run there
+        except SlimeError as error:  # the guardian ends the run there once Ray has ended the actor
             logger.warning("host %s did not confirm that it is empty: %s", self._node_id, str(error).splitlines()[0])
 
 
@@ -182,7 +185,7 @@ class RayNodes:
         self._args, self._log_dir = args, log_dir
 
     def living(self) -> dict[str, list[str]]:
-        """Address -> living nodes there."""
+        """Returns address -> ids of the living Ray nodes at that address."""
         found: dict[str, list[str]] = {}
         for node in ray.nodes():
             if node["Alive"]:
@@ -190,7 +193,7 @@ class RayNodes:
         return found
 
     def take_up(self, node_id: str) -> HostHandle:
-        """Starts an actor there that checks the shared folders and starts a guardian. Never waits."""
+        """Starts an actor on the node that checks the shared folders and starts a guardian. Never waits."""
         handle = HostHandle(node_id, node_id[:8], limit_s=self._args.engine_start_timeout_s)
         handle.take_up(self._args, self._log_dir)
         return handle

@@ -1,14 +1,14 @@
-"""The hosts of a run: which ones it takes, which ones have a guardian, and whether each sees the shared folders.
+"""Chooses the hosts of a run, keeps a guardian on each, and checks that each sees the shared folders.
 
-    a Ray that the run starts        this host, on loopback; planned before anything starts (`plan_here`)
-    a Ray cluster that runs already  a plan over the free slots of its hosts, then an actor on each host but the
-                                     driver's: facts, shared folders, guardian (`hosts_of_run`)
+    a Ray that the run starts    uses only this host, on loopback; planned before any process starts (`plan_here`)
+    an existing Ray cluster      a plan over the free slots of its hosts, then an actor on each host but the driver's,
+                                 which reports facts, checks folders and starts a guardian (`hosts_of_run`)
 
-`GuardedHosts` keeps a guardian on every host. The driver's host has its own, which the driver restarts if it was killed
-(`Guardian`). On another host an actor owns it (`HostActor`, in the driver's hands by a `HostHandle`). `tend` handles
-each Ray node at the address of a host by its state (nothing it calls waits):
+`GuardedHosts` keeps a guardian on every host. On the driver's host, the driver restarts a killed guardian (`Guardian`).
+On any other host an actor owns the guardian (`HostActor`), and the driver has a `HostHandle` of the actor. `tend`
+handles each Ray node at the address of a host according to its state, without waiting:
 
-    guarded                                engines may start there; the handle says when that ends
+    guarded                                engines may start there; the handle says when the guardian ends
     lost its actor or its guardian         another actor after `AFTER_LOSS_S`; the host counts as present meanwhile
     new, because the host was away         an actor at once; the host counts as present once it is guarded
     refused, because it does not see a     asked again every `ASK_AGAIN_S`; the host counts as away
@@ -20,17 +20,17 @@ Every host must see certain folders, which is checked before any engine starts (
     read by its ranks    --hf-checkpoint and other models                              the same files; copies will do
     working directory    for relative paths and the user's modules                     it exists
 
-The driver writes a token into each folder that is written, and every host reads it back. Of folders that are read,
-driver and host compare the names and sizes of the files. Slow network folders get `SEEN_WITHIN_S`.
+The driver writes a token into each folder of the first kind, and every host reads it back. For the second kind, driver
+and host compare the names and sizes of the files. A slow network folder has `SEEN_WITHIN_S` to show them.
 
-Everything runs on the driver's thread. Only `hosts_of_run` and `close` wait for actors of hosts, with limits.
+All of this runs on the driver's thread. Only `hosts_of_run` and `close` wait for actors of hosts, with time limits.
 
 Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
-2. Later, nothing starts on another host while no guardian is known to watch there (`is_guarded`).
+2. Later, no engine starts on another host unless a guardian is known to watch there (`is_guarded`).
 3. A refused host is asked again for as long as the run lasts.
 4. The driver's host is `hosts[0]` of the plan. The rollout side runs there, beside the data and the user's modules.
-5. Processes of a plan on one host meet on loopback, also on a cluster.
+5. If a plan has only one host, its processes connect on loopback, also on a cluster.
 """
 
 from __future__ import annotations
@@ -63,30 +63,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0
-"""After a refusal: a shared folder may be mounted late."""
+"""Time between a refusal and the next attempt. A shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
-"""After the end of an actor: its guardian ends every process of the run on the host, even a new actor."""
+"""Time between the loss of an actor and the start of another. Meanwhile the old guardian would also end a new actor."""
 MOST_DEATHS = 12
-"""Actors in a row that an old guardian may end, which is a minute of tries. One more is a refusal."""
+"""How many actors in a row an old guardian may end, which takes about a minute. After one more, the host is refused."""
 
 
 @dataclass(slots=True)
 class _Node:
     host: Host
     handle: HostHandle | None = None
-    """None between two tries."""
+    """None between two attempts."""
     is_guarded: bool = False
     is_there: bool = False
-    """It was guarded, and not refused since."""
+    """Whether the node was guarded and has not been refused since."""
     again_at: float = 0.0
     refusal: str = ""
-    """The last logged reason."""
+    """The last logged reason for a refusal."""
     num_died: int = 0
-    """Actors that ended there since it was last guarded."""
+    """Number of actors that ended there since the node was last guarded."""
 
 
 class GuardedHosts:
-    """The hosts of a plan, the driver's first."""
+    """Keeps a guardian on each host of a plan."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class GuardedHosts:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`first`: the handles of the other hosts, all guarded. `nodes`: needed if there are any."""
+        """`first` holds handles of all hosts but the driver's, already guarded; `nodes` is needed if there are any."""
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
 
     def tend(self) -> None:
-        """Checks once, and replaces lost guardians."""
+        """Checks all hosts once and replaces lost guardians."""
         self._own.tend()
         for node in self._nodes.values():
             if node.is_guarded and node.handle is not None and not node.handle.watches():
@@ -120,15 +120,15 @@ class GuardedHosts:
             self._put_off(self._nodes.pop(node_id), 0.0)
 
     def is_guarded(self, host: Host) -> bool:
-        """Whether engines may start there now."""
+        """Whether engines may start on the host now."""
         return host not in self._others or any(node.is_guarded for node in self._at(host))
 
     def has(self, host: Host) -> bool:
-        """Whether the host is present: guarded, or about to be guarded again."""
+        """Whether the host is present, which means guarded or soon guarded again."""
         return host not in self._others or any(node.is_there for node in self._at(host))
 
     def close(self) -> None:
-        """Ends what is left on the other hosts. Never raises."""
+        """Ends all processes of the run on the other hosts. Never raises."""
         for node in self._nodes.values():
             if node.handle is not None:
                 node.handle.close()
@@ -147,7 +147,7 @@ class GuardedHosts:
         try:
             if (unseen := node.handle.unseen()) is None:
                 return
-        except ActorDied as error:  # an old guardian ended it, or the host was lost again
+        except ActorDied as error:  # an old guardian ended the actor, or the host was lost again
             node.num_died += 1
             if node.num_died > MOST_DEATHS:
                 self._refuse(node, f"its actor ended {node.num_died} times before it had a guardian: {error}")
@@ -178,16 +178,16 @@ class GuardedHosts:
 
 
 def plan_here(args: Args) -> PlacementPlan:
-    """The plan of a run that starts its own Ray. `preflight` has checked that this host has enough."""
+    """Returns the plan of a run that starts its own Ray. `preflight` has checked the number of GPUs or cores."""
     num_slots = args.actor_num_nodes * args.actor_num_gpus_per_node + args.rollout_num_gpus
     return _plan(args, [Host("this host", LOOPBACK, num_slots, usable_cores())])
 
 
 @contextmanager
 def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
-    """The plan on a Ray cluster that the driver has joined, and its guarded hosts.
+    """Yields the plan on a Ray cluster that the driver has joined, and its guarded hosts.
 
-    `guardian`: of this host. Raises `ConfigError` if the hosts have too few slots or do not share the folders.
+    `guardian` is this host's. Raises `ConfigError` if the hosts have too few slots or do not share the folders.
     """
     import ray
 
@@ -222,9 +222,9 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[
 
 
 def nodes_of_cluster(args: Args) -> list[Host]:
-    """The living nodes of the cluster with their free slots, the driver's first, then by address."""
+    """Returns the living nodes of the cluster with their free slots, the driver's first, then by address."""
     import ray
-    from ray._private.state import available_resources_per_node  # the public state API gives only totals (2.60)
+    from ray._private.state import available_resources_per_node  # Ray's public state API reports only totals (2.60)
 
     free = available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
@@ -237,7 +237,7 @@ def nodes_of_cluster(args: Args) -> list[Host]:
 
 
 def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: str, most: int | None) -> Host:
-    """A Ray node as the plan sees it. `free`: its free resources; `most`: slots to take from one host."""
+    """Converts a Ray node to a `Host`. `free` holds its free resources; `most` limits the slots of one host."""
     num_cpus = num_slots = int(free.get("CPU", 0))
     held_back = ""
     if device == "cuda":
@@ -255,7 +255,7 @@ def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: 
 
 
 def by_number(address: str) -> tuple[int, int]:
-    """Sorts 10.0.0.9 before 10.0.0.10, host names first and IPv6 last."""
+    """Sort key that puts 10.0.0.9 before 10.0.0.10, host names first and IPv6 last."""
     ip = ip_of(address)
     return (0, 0) if ip is None else (ip.version, int(ip))
 
@@ -272,7 +272,7 @@ def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
 
 
 def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> PlacementPlan:
-    """The plan with the hosts' own names and cores, which decide the threads."""
+    """Plans again with the names and cores that the hosts report. The cores decide the numbers of threads."""
     from slime.cluster.host_actor import facts_here
 
     facts = [facts_here(), *_on_all(args, actors, "facts", "the hosts of the run")]
@@ -284,7 +284,7 @@ def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> Placement
 
 
 def _check(args: Args, plan: PlacementPlan) -> None:
-    """Warns about tensor-parallel groups on two hosts. Raises `ConfigError` if weights cannot reach an engine."""
+    """Warns about tensor-parallel groups that span hosts. Raises `ConfigError` if weights cannot reach an engine."""
     tp_size = int(args.megatron["tensor_model_parallel_size"])
     if plan.split_groups(tp_size):
         logger.warning(
@@ -299,7 +299,7 @@ def _check(args: Args, plan: PlacementPlan) -> None:
 def require_reach(args: Args, plan: PlacementPlan) -> None:
     """Raises `ConfigError` if a policy engine cannot map the memory through which the transport sends weights."""
     if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
-        return  # on cuda each engine shares the GPU of a training rank that sends to it
+        return  # on cuda each engine shares a GPU with the training rank that sends to it
     sender = plan.slot_hosts[plan.train_slots[0]]
     running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
     apart = [
@@ -315,7 +315,7 @@ def require_reach(args: Args, plan: PlacementPlan) -> None:
 
 
 def _tell(plan: PlacementPlan) -> None:
-    """Logs which process is where, and which addresses listen on a network."""
+    """Logs which processes run on which host, and which addresses listen on a network."""
     for h, host in enumerate(plan.hosts):
         ranks = [r for r, slot in enumerate(plan.train_slots) if plan.slot_hosts[slot] == h]
         engines = [e.index for e in plan.engines if any(plan.slot_hosts[slot] == h for slot in e.slots)]
@@ -337,7 +337,7 @@ def _on_all(args: Args, actors: list[Any], method: str, for_what: str, *argument
 
 
 SEEN_WITHIN_S = 30.0
-"""NFS caches a folder for so long by default."""
+"""Time for a host to see a new file: NFS caches a folder for up to 30 s by default."""
 POLL_S = 0.5
 
 
@@ -346,17 +346,17 @@ class Contract:
     """The folders that every other host must see as the driver does."""
 
     tokens: dict[str, tuple[str, str]]
-    """Flag -> (file, content)."""
+    """Flag of a written folder -> (token file, its content)."""
     digests: dict[str, tuple[str, str]]
-    """Flag -> (folder, `listing`)."""
+    """Flag of a read folder -> (folder, its `listing`)."""
     start_folder: str
 
 
 @contextmanager
 def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterator[Contract]:
-    """Writes the tokens, and removes them after the block.
+    """Writes the tokens and yields the contract; removes the tokens after the block.
 
-    `under_way`: the run may be writing checkpoints, so their folders are not compared.
+    With `under_way`, folders of checkpoints are not compared, because the run may be writing them.
     """
     tokens: dict[str, tuple[str, str]] = {}
     made: list[Path] = []
@@ -372,12 +372,12 @@ def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterat
         for name, _ in tokens.values():
             Path(name).unlink(missing_ok=True)
         for folder in reversed(made):
-            with contextlib.suppress(OSError):  # in use by now
+            with contextlib.suppress(OSError):  # no longer empty
                 folder.rmdir()
 
 
 def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]:
-    """The folders that this host does not see as the driver does, in words."""
+    """Returns the folders that this host does not see as the driver does, in words. Waits up to `limit_s` for them."""
     deadline = time.monotonic() + limit_s
     while (problems := _look(contract)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -385,7 +385,7 @@ def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]
 
 
 def require_seen(found: dict[str, list[str]]) -> None:
-    """Raises one `ConfigError` with all folders that hosts do not see. `found`: host -> its `not_seen`."""
+    """Raises one `ConfigError` with all folders that hosts do not see. `found` maps each host to its `not_seen`."""
     told = [f"{host} does not see {problem}" for host, problems in found.items() for problem in problems]
     if told:
         raise ConfigError(
@@ -395,7 +395,10 @@ def require_seen(found: dict[str, list[str]]) -> None:
 
 
 def listing(folder: Path) -> str:
-    """A digest of the names and sizes of a folder's files and of its config.json; for a file, of its size."""
+    """Returns a digest of the names and sizes of a folder's files and the content of config.json.
+
+    For a file, the digest is of its name and size.
+    """
     hasher = hashlib.sha256()
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     for file in files:
@@ -407,7 +410,7 @@ def listing(folder: Path) -> str:
 
 
 def _written(args: Args, run_dir: Path) -> dict[str, Path]:
-    """Flag -> folder that the run writes and other hosts read or write."""
+    """Returns flag -> folder that the run writes and other hosts read or write."""
     found = {"--run-dir": run_dir}
     if args.save:
         found["--save"] = Path(args.save)
@@ -421,7 +424,7 @@ def _written(args: Args, run_dir: Path) -> dict[str, Path]:
 
 
 def _read(args: Args, under_way: bool) -> dict[str, Path]:
-    """Flag -> folder or file that every rank reads, that is older than the run, and that nobody changes now."""
+    """Returns flag -> folder or file that every rank reads. Leaves out those that the run may be changing."""
     changing = {Path(path).absolute() for path in (args.load, args.save) if path} if under_way else set()
     given = {
         "--hf-checkpoint": args.hf_checkpoint,
@@ -439,7 +442,7 @@ def _read(args: Args, under_way: bool) -> dict[str, Path]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Makes a folder and its parents; returns the new ones, outermost first."""
+    """Makes a folder and its parents. Returns those that did not exist, outermost first."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]

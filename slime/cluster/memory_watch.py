@@ -1,7 +1,7 @@
-"""Whether a run failed because memory ran out: how much each of its processes held, and whether the kernel killed one.
+"""Tells whether a run failed because memory ran out, and how much memory each of its processes held.
 
 A process that the kernel kills leaves no message, and its memory is gone. So a thread of the driver measures the run's
-processes on this host every `LOOK_EVERY_S`, and the error of a failed run gets its last measurement.
+processes on this host every `LOOK_EVERY_S`. The error of a failed run shows the last measurements.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ class Usage:
     id: ProcessId
     name: str
     rss_bytes: int
-    """Resident memory; shared pages count for each process."""
+    """Resident memory. Shared pages count once for each process that maps them."""
     peak_bytes: int
-    """The largest `rss_bytes` seen."""
+    """The largest measured `rss_bytes`."""
 
 
 def num_oom_kills() -> int | None:
-    """Processes that the kernel killed for lack of memory: in this control group, else on this host."""
+    """Counts the processes that the kernel killed for lack of memory, in this control group or else on this host.
+
+    Returns None if the kernel reports no such count.
+    """
     for path in (
         _own_group() / "memory.events",
         Path("/sys/fs/cgroup/memory/memory.oom_control"),
@@ -55,7 +58,7 @@ def _own_group() -> Path:
 
 
 def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage | None:
-    """None if the process is gone."""
+    """Returns the memory use of a process; None if the process is gone."""
     try:
         pages = int(Path(f"/proc/{id.pid}/statm").read_text().split()[1])
         words = Path(f"/proc/{id.pid}/cmdline").read_bytes().split(b"\0")
@@ -66,7 +69,7 @@ def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage |
 
 
 def _name(words: Sequence[bytes], default: str) -> str:
-    """A title that Ray or SGLang has set, a Python module, or the program."""
+    """Returns a process's title set by Ray or SGLang, its Python module, or its program."""
     text = [w.decode(errors="replace") for w in words if w.strip()]
     if not text:
         return default
@@ -76,7 +79,7 @@ def _name(words: Sequence[bytes], default: str) -> str:
 
 
 class MemoryWatch:
-    """A context manager whose thread runs in the block."""
+    """Measures the run's processes in a thread during a `with` block."""
 
     def __init__(self, run_id: str) -> None:
         self._family = ProcessFamily(RUN_ID_ENV, run_id)
@@ -96,7 +99,7 @@ class MemoryWatch:
         self._thread.join(timeout=2.0)
 
     def look(self) -> list[Usage]:
-        """Measures the run's processes; for dead ones the last measurement stays."""
+        """Measures the run's processes. Dead processes keep their last measurement."""
         with self._lock:
             for stat in self._family.refresh():
                 last = self._usages.get(stat.id)
@@ -106,12 +109,12 @@ class MemoryWatch:
             return list(self._usages.values())
 
     def was_killed_for_memory(self) -> bool:
-        """Whether `num_oom_kills` has grown since this watch was made."""
+        """Whether the kernel killed a process for lack of memory since this watch was made."""
         now = num_oom_kills()
         return now is not None and self._before is not None and now > self._before
 
     def report(self) -> str:
-        """A note for the error of a process that ended."""
+        """Returns a note for the error of a run, with the largest processes and whether any was killed."""
         usages = sorted(self.look(), key=lambda u: u.peak_bytes, reverse=True)
         if self.was_killed_for_memory():
             kills = (num_oom_kills() or 0) - (self._before or 0)

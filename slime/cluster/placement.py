@@ -1,19 +1,19 @@
-"""The placement plan: which process gets which slot of which host. Pure, and made before any process is placed.
+"""Plans which process gets which slot of which host. The code is pure and runs before any process is placed.
 
-A *slot* is one GPU, or on a host without GPUs one of the CPUs that Ray counts there. Training takes `num_nodes` hosts
-with `num_per_node` slots each. An engine takes slots of one host. If no host is large enough for the whole engine, it
-takes equal parts of several. With `colocate` the first engines share the slots of training ranks until all of these are
-shared; further engines have their own slots.
+A *slot* is one GPU, or one CPU (as Ray counts them) on a host without GPUs. Training takes `num_nodes` hosts with
+`num_per_node` slots each. An engine takes slots of one host. If no host is large enough for the whole engine, it takes
+equal parts of several hosts. With `colocate`, engines share the slots of training ranks until all of these are shared;
+the remaining engines have their own slots.
 
 Invariants
 1. Every training rank has exactly one slot; every engine has consecutive slots on each of its hosts.
-2. Slots are numbered host by host, so neighbouring training ranks are on one host as long as it has slots.
+2. Slots are numbered host by host, so consecutive training ranks are on the same host while it has slots.
 3. A slot holds at most one training rank and one engine rank, and both only with `colocate`. An engine shares all its
    slots or none.
-4. The threads of processes that compute on one host at the same time never exceed its cores (but each has at least
-   one).
-5. The choice is greedy, the fullest host with room first, so planning again with only the chosen hosts gives the same
-   plan.
+4. Processes that compute on one host at the same time have no more threads together than the host has cores, unless
+   there are more processes than cores. Each process has at least one thread.
+5. Hosts are chosen greedily: of those with room, the fullest one first. So planning again with only the chosen hosts
+   gives the same plan.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Host:
     """One host as the plan sees it."""
 
     name: str
-    """For people."""
+    """The name in messages."""
     address: str
-    """Where other hosts reach it."""
+    """The address at which other hosts reach it."""
     num_slots: int
-    """That the run may take."""
+    """Number of slots that the run may take."""
     num_cores: int
     node_id: str | None = None
-    """Ray's id; None before Ray runs."""
+    """Ray's id of the node; None before Ray runs."""
     held_back: str = ""
-    """Why it has more free GPUs than slots, for messages."""
+    """The reason, for messages, if the host has more free GPUs than slots."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -50,36 +50,36 @@ class Host:
 class EngineDemand:
     num_slots: int
     runs: bool = True
-    """False: the slots are kept free."""
+    """If false, the slots are reserved but no engine starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
     index: int
     parts: tuple[tuple[int, ...], ...]
-    """[hosts of the engine] the slots there, in the order of its ranks."""
+    """[hosts of the engine] slots on that host, in the order of the engine's ranks."""
     colocated: bool
-    """Training ranks share its slots."""
+    """Whether training ranks share its slots."""
     num_threads: int
-    """CPU threads per engine rank; CPU only."""
+    """CPU threads per engine rank; only used on a CPU."""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """In the order of its ranks."""
+        """All slots, in the order of the engine's ranks."""
         return tuple(slot for part in self.parts for slot in part)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     hosts: tuple[Host, ...]
-    """The driver's host, even without a slot, then all others with slots."""
+    """The driver's host first, even if no slot of it is used, then all others with used slots."""
     slot_hosts: tuple[int, ...]
-    """[slots] index of the host, ascending."""
+    """[slots] index of the slot's host in `hosts`, ascending."""
     train_slots: tuple[int, ...]
-    """[training ranks] slot; empty without training."""
+    """[training ranks] slot of the rank; empty without training."""
     engines: tuple[EnginePlacement, ...]
     train_threads: tuple[int, ...]
-    """[training ranks] CPU threads, for a CPU and for an optimizer in host memory."""
+    """[training ranks] CPU threads of the rank, used on a CPU and by an optimizer in host memory."""
 
     @property
     def num_slots(self) -> int:
@@ -90,18 +90,18 @@ class PlacementPlan:
         return len(self.hosts) > 1
 
     def address_of(self, slot: int) -> str:
-        """Where processes on a slot listen."""
+        """Returns the address on which processes of a slot listen."""
         return self.hosts[self.slot_hosts[slot]].address if self.several_hosts else LOOPBACK
 
     def split_groups(self, size: int) -> bool:
-        """Whether a group of `size` neighbouring training ranks is on two hosts."""
+        """Whether any group of `size` consecutive training ranks spans several hosts."""
         hosts = [self.slot_hosts[slot] for slot in self.train_slots]
         return any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size))
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The hosts of one engine; each gives the same number of slots."""
+    """The hosts of one engine. Each provides the same number of slots."""
 
     demand: EngineDemand
     on: tuple[int, ...]
@@ -109,7 +109,7 @@ class _Place:
 
     @property
     def width(self) -> int:
-        """Slots on each host."""
+        """Number of slots on each host."""
         return self.demand.num_slots // len(self.on)
 
 
@@ -122,10 +122,10 @@ def plan_placement(
     hosts: Sequence[Host],
     max_threads: int | None = None,
 ) -> PlacementPlan:
-    """Plans `num_nodes` x `num_per_node` training ranks, then the engines in order.
+    """Places `num_nodes` x `num_per_node` training ranks, then the engines in order.
 
-    `hosts`: the driver's first. `num_nodes`: 0 without training. `max_threads`: of one process. Raises `ConfigError`
-    if the hosts have too few slots, or if an engine would share only some of its slots.
+    `hosts` starts with the driver's. `num_nodes` is 0 without training. `max_threads` limits the threads of one
+    process. Raises `ConfigError` if the hosts have too few slots, or if an engine would share only some of its slots.
     """
     free = [host.num_slots for host in hosts]
     train_on = _training_hosts(num_nodes, num_per_node, free, hosts)
@@ -144,7 +144,7 @@ def plan_placement(
 
 
 def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: Sequence[Host]) -> list[int]:
-    """The hosts that train, in order. Takes their slots from `free`."""
+    """Chooses the training hosts. Returns their indices in order, and subtracts their slots from `free`."""
     able = sorted((n, h) for h, n in enumerate(free) if n >= num_per_node)
     if len(able) < num_nodes:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: S
 
 
 def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on: list[int]) -> list[_Place]:
-    """Places of the first engines, which share training slots."""
+    """Places the first engines on training slots, until these are used up."""
     room = dict.fromkeys(train_on, num_per_node)
     places: list[_Place] = []
     for demand in engines:
@@ -183,7 +183,10 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
 
 
 def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """The fullest host with room for engine `index`, or the fewest hosts. Takes their slots from `free`."""
+    """Chooses the fullest host with room for engine `index`, or else as few hosts as possible.
+
+    Returns their indices, and subtracts their slots from `free`.
+    """
     size = engines[index].num_slots
     for num_hosts in (n for n in range(1, size + 1) if size % n == 0):
         narrow = (num_hosts == 1 or host.num_slots < size for host in hosts)
@@ -212,7 +215,10 @@ def _told(free: list[int], hosts: Sequence[Host]) -> str:
 def _numbered(
     hosts: tuple[Host, ...], ranks: list[int], places: Sequence[_Place], *, max_threads: int | None
 ) -> PlacementPlan:
-    """Numbers the slots host by host: training ranks, then engines with their own slots. `ranks`: the host of each."""
+    """Numbers the slots host by host: those of training ranks, then those of engines with their own slots.
+
+    `ranks` holds the index of each training rank's host.
+    """
     slot_hosts: list[int] = []
     rank_slots: dict[int, int] = {}
     train_threads: dict[int, int] = {}
@@ -228,7 +234,8 @@ def _numbered(
             parts[p].append(tuple(range(begin, begin + width)))
             next_slot[places[p].shared] += width
         slot_hosts += [h] * (next_slot[False] - first)
-        # Phases that share slots alternate, so each may use all cores. Engines with their own slots run beside both.
+        # Training and the engines that share its slots take turns, so each may use the same cores. Engines with their
+        # own slots run at the same time as both.
         beside = sum(places[p].width for p in here if places[p].demand.runs and not places[p].shared)
         sharing = sum(places[p].width for p in here if places[p].demand.runs and places[p].shared)
         train_threads |= dict.fromkeys(ours, _threads(host, len(ours) + beside, max_threads))
@@ -246,13 +253,14 @@ def _numbered(
 
 
 def _threads(host: Host, together: int, most: int | None) -> int:
-    """Threads of each of `together` processes that compute on a host at the same time."""
+    """Returns the threads of each process, if `together` processes compute on the host at the same time."""
     return max(1, min(most or host.num_cores, host.num_cores // max(together, 1)))
 
 
 def in_device_order(slot_hosts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    """[slots] bundle, ordered on each host by device. `places`: [bundles] place of the bundle's device on its host;
-    bundle i is on the host of slot i.
+    """Returns [slots] the bundle of each slot, so that slots on each host are in the order of devices.
+
+    `places` is [bundles] the position of the bundle's device on its host. Bundle i is on the host of slot i.
     """
     order = sorted(range(len(places)), key=lambda bundle: (slot_hosts[bundle], places[bundle]))
     return tuple(order)

@@ -1,6 +1,6 @@
-"""Checks of this machine, the run folder and the data before any process starts.
+"""Checks this machine, the run folder and the data before any process starts.
 
-They are not rules of the settings: the same settings may be right on another machine.
+These checks are not rules of the settings, because the same settings may be right on another machine.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from slime.settings.groups.training import has_checkpoint
 from slime.settings.topology_yaml import settings_of_group, topology_of
 
 EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-"""An HTTP/2 frame (RFC 9113, 6.5): length, type, flags, stream."""
+"""An empty SETTINGS frame of HTTP/2 (RFC 9113, 6.5): length, type, flags, stream."""
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
 CONNECT_LIMIT_S = 5.0
-"""For the head of a Ray cluster, which answers in milliseconds."""
+"""Time limit for an answer of a Ray cluster's head, which usually takes milliseconds."""
 
 
 @paths_in_words()
 def preflight(args: Args) -> None:
-    """Raises one `ConfigError` with all problems. Reads the first rows of the data; takes at most a second."""
+    """Raises one `ConfigError` with all problems. Reads the first rows of the data. Takes at most a second."""
     found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
     found += _of_temporary_folder(args)
     refuse([*found, *data_problems(args), *code_problems(args)])
 
 
 def _of_machine(args: Args) -> Iterator[str]:
-    """Too few GPUs; on a CPU, fewer cores than processes that compute at the same time."""
+    """Reports too few GPUs, or on a CPU fewer cores than training ranks or engine ranks."""
     if args.ray_address is not None:  # the processes run elsewhere
         return
     num_train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -64,11 +64,11 @@ def _of_machine(args: Args) -> Iterator[str]:
 
 
 def _of_pairs(args: Args) -> Iterator[str]:
-    """What paired engines lack on this host. On another host it shows when an engine starts."""
+    """Reports what prefill-decode pairs lack on this host. On other hosts, the start of an engine would fail."""
     groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
     if args.ray_address is not None or not groups:
         return
-    first = groups[0]  # usually all of a run have the same transfer backend
+    first = groups[0]  # usually all pairs of a run have the same transfer backend
     if problem := pair_problem(first.worker, settings_of_group(args, first), args.device, args.engine_start_timeout_s):
         yield problem
 
@@ -84,15 +84,15 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
 
 
 WRITTEN = tuple(sorted(OUTPUTS - {"run_dir"}))
-"""Settings of folders and files that a run writes on the driver's host, beside the run folder. A name with
-`{rollout_id}` is one per step."""
+"""Settings of folders and files, other than the run folder, that a run writes on the driver's host. A path with
+`{rollout_id}` stands for one per step."""
 FILES = ("save_debug_rollout_data", "save_debug_train_data")
 
 
 def _of_folders(args: Args) -> Iterator[str]:
-    """Folders that cannot be written, which would otherwise show at the first save."""
+    """Reports folders that cannot be written, and a --save folder of another run."""
     for name in WRITTEN:
-        if getattr(args, name, None) is None:  # off, or of a component that the run does not have
+        if getattr(args, name, None) is None:  # switched off, or a setting of a component that the run does not have
             continue
         path = Path(getattr(args, name)).absolute()
         tried = [path.parent] if name in FILES else [path]
@@ -107,19 +107,19 @@ def _of_folders(args: Args) -> Iterator[str]:
 
 
 def _holds_another_run(args: Args) -> bool:
-    """Whether --save has checkpoints that this run does not continue: it would replace and remove them."""
+    """Whether --save has checkpoints of another run, which this run would replace and remove."""
     save = Path(args.save or "").resolve()
     continued = args.load is not None and save in (Path(args.load).resolve(), Path(args.load).resolve().parent)
     return not continued and has_checkpoint(str(save))
 
 
 def _of_run_folder(args: Args) -> Iterator[str]:
-    """A folder with metrics of another run. An earlier start that logged nothing does not matter."""
+    """Reports a run folder that cannot be written or has metrics of another run. Empty metrics are accepted."""
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
         yield f"got run_dir {shorten(args.run_dir, 300)}, {problem}; name another --run-dir"
         return
     metrics = Path(args.run_dir) / "metrics.jsonl"
-    resumes = not args.origins.get("load", "default").startswith("default")  # given, if dropped as still empty
+    resumes = not args.origins.get("load", "default").startswith("default")  # also if an empty --load was dropped
     if resumes or not metrics.is_file() or not metrics.stat().st_size:
         return
     yield (
@@ -129,7 +129,7 @@ def _of_run_folder(args: Args) -> Iterator[str]:
 
 
 def _cannot_be_made(folder: Path) -> str | None:
-    """Why the folder cannot be made, as a clause to follow a comma; None if it can."""
+    """Returns why the folder cannot be made, as a clause to follow a comma; None if it can."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:
@@ -144,7 +144,7 @@ def _cannot_be_made(folder: Path) -> str | None:
 
 
 def _takes_folders(folder: Path) -> bool:
-    """By trying: a file system such as /proc lets root write but creates nothing."""
+    """Tries to make a folder. Permissions are not enough: in /proc, root has them but cannot create folders."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=folder))
     except OSError:
@@ -153,7 +153,7 @@ def _takes_folders(folder: Path) -> bool:
 
 
 def _of_temporary_folder(args: Args) -> Iterator[str]:
-    """Too long a path for the sockets of Ray, or of torch in trainers."""
+    """Reports temporary folders with paths too long for the sockets of Ray or torch, or that cannot be made."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; name a folder of at most {most} characters"
@@ -168,7 +168,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
 
 
 def cluster_problems(args: Args) -> Iterator[str]:
-    """No Ray server at the address of the cluster. Ray itself would try for long and report it in C++."""
+    """Reports an address without a Ray server. Ray itself would try for a long time and print C++ errors."""
     if args.ray_address in (None, "auto"):
         return
     host, port = split_address(args.ray_address)
@@ -185,7 +185,7 @@ def cluster_problems(args: Args) -> Iterator[str]:
 
 
 def _is_other_server(connection: socket.socket) -> str | None:
-    """Why this is not the gRPC server of a cluster's head, which would begin with its HTTP/2 settings."""
+    """Returns why this is not the gRPC server of a cluster's head, or None. gRPC first sends its HTTP/2 settings."""
     connection.sendall(HTTP2_GREETING)
     begun = b""
     while len(begun) < len(EMPTY_SETTINGS):

@@ -1,9 +1,10 @@
-"""One training rank's part of the weight sync: transport, peers, receivers.
+"""The weight sync on one training rank: transport, peers, receivers.
 
-The driver calls it on all ranks together, and all ranks get the same outcome. A rank waits for the others (in its own
-gloo group, and for its turn through a store that rank 0 keeps) and, where it sends, for engines, each with a limit.
+The driver calls all ranks at the same time, and all ranks get the same outcome. A rank waits for the other ranks, in a
+gloo group of the weight sync and, for its turn to send, through a store on rank 0. Ranks that send also wait for
+engines. Each wait has a time limit.
 
-It is here because only this room sees the trainer, the weights and the control plane of the engines.
+The module is in this package because only `cluster` may import the trainer, the weights and the engines' control.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ logger = logging.getLogger(__name__)
 CONDUCTOR = 0
 """The training rank that pauses engines, verifies their weights and resumes them."""
 LEAST_LIMIT_S, LIMITS_OF_A_SYNC = 1800.0, 100
-"""Limit of a wait for the other ranks, which may take a whole weight sync: the limits of many calls to engines."""
+"""A wait for other ranks may take a whole weight sync, so its limit is at least `LEAST_LIMIT_S` and
+`LIMITS_OF_A_SYNC` times the limit of one call to an engine."""
 
 
 class RankWeightSync:
-    """Sends the weights of `backend` to engines, on every training rank together."""
+    """Sends the weights of `backend` to engines. All training ranks call each method together."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class RankWeightSync:
         slots: Sequence[int],
         address: str,
     ) -> None:
-        """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
+        """`slots` holds the placement slot of every training rank; `address` is where engines reach this host."""
         self._args, self._backend = args, backend
         self._rank = rank
         limit_s = max(LEAST_LIMIT_S, LIMITS_OF_A_SYNC * args.weight_sync_timeout_s)
@@ -79,9 +81,10 @@ class RankWeightSync:
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
-        """(address, incarnation) -> receiver of the last weight sync. A restarted engine is new: it is in no group."""
+        """(address, incarnation) -> receiver of the last weight sync. A restarted engine gets a new receiver: it is in
+        no process group yet."""
         self._given_up: set[tuple[str, int]] = set()
-        """(address, incarnation) of lost engines; written by another thread."""
+        """(address, incarnation) of lost engines. Another thread adds to it."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -100,10 +103,10 @@ class RankWeightSync:
         self._buffers = Buffers(lambda num_bytes: self._channel.allocate(num_bytes, backend.device))
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
-        """Sends to these engines, verifies, resumes. Returns `perf/update_weights_*`.
+        """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
 
-        A failed sync is tried once more if it may succeed with all weights sent whole. Raises `WeightSyncError` on
-        every rank.
+        A sync that failed with deltas is tried once more with all weights sent whole. Raises `WeightSyncError` on every
+        rank.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
@@ -112,14 +115,16 @@ class RankWeightSync:
         try:
             metrics = self._send()
         except SlimeError as error:
-            if isinstance(error, DeadlineExceeded):  # on all ranks, or their group is gone
+            if isinstance(error, DeadlineExceeded):  # all ranks raise it, or their process group is broken
                 raise
-            if not self._peers.broadcast(self._channel.heals):  # only the conductor knows
+            if not self._peers.broadcast(self._channel.heals):  # only the conductor knows whether this can help
                 raise
             logger.warning("%s; all weights are sent again, whole", error)
             metrics = self._send()
         finally:
-            if self._backend.device.type == "cuda":  # a CPU keeps them: new shared memory is ten times slower to fill
+            if (
+                self._backend.device.type == "cuda"
+            ):  # on a CPU they are kept: filling new shared memory is ten times slower
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
@@ -140,7 +145,7 @@ class RankWeightSync:
         )
 
     def give_up(self, url: str, incarnation: int) -> None:
-        """Stops waiting for a lost engine. From any thread."""
+        """Stops waiting for a lost engine. May be called from any thread."""
         self._given_up.add((url, incarnation))
 
     def _receiver(self, info: EngineInfo) -> Receiver:
@@ -163,7 +168,7 @@ class RankWeightSync:
         self.free()
 
     def _gpus(self, slot: int) -> dict[int, str]:
-        """Slot -> UUID of its training rank's GPU; empty on a CPU. Collective."""
+        """Returns slot -> UUID of the GPU of the training rank there; empty on a CPU. Collective."""
         if self._args.device != "cuda":
             return {}
         mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
@@ -172,7 +177,7 @@ class RankWeightSync:
         return dict(everyone)
 
     def _meet(self, address: str, limit_s: float) -> Words:
-        """Joins the store that the conductor keeps. Collective."""
+        """Opens the store on the conductor, or joins it on other ranks. Collective."""
         if dist.get_world_size() == 1:
             return Words(HashStore(), limit_s=limit_s)
         limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
@@ -202,7 +207,10 @@ class RankWeightSync:
 
 @contextmanager
 def _named(for_what: str) -> Iterator[None]:
-    """Turns a failed collective into `DeadlineExceeded` that says what it waited for. Its group is gone then."""
+    """Turns the error of a failed collective into `DeadlineExceeded`, which names what it waited for.
+
+    After a failure, the process group is unusable.
+    """
     began = time.monotonic()
     try:
         yield

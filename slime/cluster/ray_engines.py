@@ -1,14 +1,14 @@
-"""The engines of a run as Ray actors: how the fleet's supervisor starts, watches and ends them.
+"""Runs the engines as Ray actors, for the fleet's supervisor.
 
 An engine has an actor (`EngineActor`) on each of its hosts. The first one, its head, owns the server that answers.
-Requests never pass through an actor: rollout and weight sync talk HTTP to the server.
+Requests never pass through an actor: rollout and weight sync send HTTP to the server.
 
-`RayEngines` serves the supervisor on the driver's thread and never waits: it calls actors in the background and reads
-their answers later (`troubles`, `started`). Each incarnation of an engine gets new actors on the same slots.
+The supervisor calls `RayEngines` on the driver's thread. No method waits: actors are called in the background, and
+their answers are read later (`troubles`, `started`). Each incarnation of an engine gets new actors on the same slots.
 
 Invariants
-1. An actor and everything below it are dead before another one starts in its place: a server dies with its owner.
-2. On GPUs that a trainer lends, a restarting engine takes memory only while it is lent.
+1. An actor and all its child processes are dead before another one starts in its place; a server dies with its owner.
+2. On GPUs that the trainer lends, a restarting engine takes memory only while the trainer lends it.
 3. An engine restarts only on hosts with a guardian; it waits while a host has lost its guardian.
 """
 
@@ -51,18 +51,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host of an engine that spans hosts."""
+    """One host of an engine that spans several."""
 
     rank: int
-    """Rank 0 answers for the engine."""
+    """Index of the host in the engine. The server on host 0 answers requests."""
     num_nodes: int
     gpu_ids: tuple[str, ...] | None
-    """GPUs of its ranks there; None on a CPU."""
+    """GPUs of the engine's ranks on this host; None on a CPU."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class EngineActor:
-    """Shell around `SGLangServer`. Runs one call at a time, and `problem` beside it."""
+    """Owns an `SGLangServer`. Runs one call at a time, and `problem` in parallel."""
 
     def __init__(
         self,
@@ -75,9 +75,12 @@ class EngineActor:
         meeting_point: str | None = None,
         takes_weights: bool = True,
     ) -> None:
-        """`name`: for logs: number of the engine, then of a later incarnation, then of a further host. `host`: address
-        that the server listens on. `node`: for an engine on several hosts. `meeting_point`: of their servers; the first
-        one chooses it. `takes_weights`: whether it serves the trainer's weights.
+        """Starts the server.
+
+        `name` is used in logs: the engine's number, and the incarnation and the host if they are not the first.
+        `host` is the address that the server listens on. `node` and `meeting_point` are for an engine on several
+        hosts; the actor on the first host chooses the meeting point of their servers. `takes_weights` is whether the
+        engine serves the trainer's weights.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log", crashes=True)
         self._name = name
@@ -103,16 +106,16 @@ class EngineActor:
             self._start_watch()
 
     def meeting_point(self) -> str:
-        """HOST:PORT where the servers of this engine meet."""
+        """Returns HOST:PORT where the servers of this engine connect to each other."""
         assert self._spec.dist_init_addr is not None, "an engine on one host has no meeting point"
         return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
-        """Lets the server take its memory. `_lent`: the lenders' answers, which Ray awaits before this call."""
+        """Lets the server take its memory. `_lent` makes Ray wait for the trainers' answers before this call."""
         self._server.open_gate()
 
     def wait_ready(self, timeout_s: float) -> str:
-        """The server's URL once it answers."""
+        """Waits until the server answers, and returns its URL."""
         self._server.wait_ready(timeout_s)
         args, spec, url = self._args, self._spec, self._server.url
         self._control = HttpEngineControl(url, spec.layout, args.weight_sync_timeout_s, spec.keys.control)
@@ -122,7 +125,7 @@ class EngineActor:
         return url
 
     def _agent_settings(self) -> AgentSettings | None:
-        """None if the engine loads no checkpoint from its own host."""
+        """Returns the settings of the weights agent; None if the engine loads no checkpoints from its own host."""
         args, local_dir = self._args, self._args.components.get("update_weight_local_checkpoint_dir")
         if local_dir is None or args.update_weight_transport != "disk" or not self._takes_weights:
             return None
@@ -132,7 +135,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="watch")
     def problem(self, expects_answers: bool) -> str | None:
-        """See `ServerWatch.trouble`."""
+        """Returns the result of `ServerWatch.trouble`. Also restarts a weights agent that has ended."""
         if self._agent is not None:
             self._agent.tend()
         return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
@@ -145,16 +148,17 @@ class EngineActor:
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
-            # Not on a GPU: there a scheduler that waits for a hanging kernel also uses a core.
+            # Processor time shows progress only on a CPU: with a GPU, a scheduler that waits for a hanging kernel also
+            # uses a core.
             used_s=self._server.processor_s if self._spec.device == "cpu" else None,
         )
 
     def warm_digests(self) -> None:
-        """Makes the server compile its digest kernel. After `wait_ready`."""
+        """Makes the server compile its digest kernel. Call it after `wait_ready`."""
         self._control.weight_checksums()
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Releases the device memory of these tags, by default all. The engine must be idle."""
+        """Releases the device memory with these tags, by default all of it. The engine must be idle."""
         self._control.flush_cache()
         self._control.release_memory(tags)
 
@@ -162,7 +166,7 @@ class EngineActor:
         self._control.resume_memory(tags)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
-        """Traces the next forward passes, as the settings say. If the server refuses, only logs it."""
+        """Traces the next forward passes, as configured. If the server refuses, only logs a warning."""
         args = self._args
         try:
             self._control.start_profile(
@@ -186,16 +190,16 @@ class EngineActor:
 
 
 ENGINE_SHARE = 0.2
-"""Share of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
+"""Share of a slot's GPU (or CPU) that an engine reserves; a training rank may take another share of the slot."""
 LOOK_EVERY_S = 1.0
 OWNER_LIMIT_S = 7.0
-"""How long an engine's actor may be silent; it does nothing but answer. So a frozen host is noticed long before Ray
-gives it up."""
+"""How long an engine's actor may be silent. It has no other work on that thread, so silence shows a frozen host long
+before Ray gives the host up."""
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
-"""How long tokens count as a sign of life; they are asked for every few seconds."""
+"""How long a delivered token counts as a sign of life. The rollout side is asked about tokens every few seconds."""
 END_LIMIT_S = 5.0
-"""For an actor that is given up to end its server in order."""
+"""Time for the actor of a lost engine to stop its server, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +208,17 @@ class _Ending:
 
     actors: tuple[Any, ...]
     stopped: list[Any]
-    """Answers to their `stop`."""
+    """References to the answers of their `stop`."""
     deadline: float
     incarnation: int
-    """Of the next actors."""
+    """The incarnation of the new actors."""
 
 
 class RayEngines:
     def __init__(
         self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
     ) -> None:
-        """Creates the first actors, whose servers start at once."""
+        """Creates the first actors. Their servers start at once."""
         self._args, self._plan, self._slots, self._hosts = args, plan, slots, hosts
         self._log_dir, self._keys = log_dir, keys
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
@@ -224,18 +228,18 @@ class RayEngines:
         self.dismissed: Callable[[Engine], None] = lambda engine: None
         """Called with an engine that gets no more requests; `Engines` sets it."""
         self._gates: dict[int, bool] = {}
-        """Engine that restarts on lent GPUs -> whether its gate is open."""
+        """Index of an engine that restarts on lent GPUs -> whether its gate is open."""
         self._ready: dict[int, Any] = {}
         self._ending: dict[int, _Ending] = {}
         self._looks: dict[tuple[int, int], tuple[Any, Silence]] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._heard_at: dict[int, float] = {}
-        """Engine -> when it last brought tokens."""
+        """Index of an engine -> when it last delivered tokens."""
         self._crews = [self._create(index, 0) for index in range(len(self._placed))]
         self._watched: dict[int, State] = {}
 
     def engines(self) -> list[Engine]:
-        """As placed, before any has started."""
+        """Returns the records of all engines as placed, in the state before their start."""
         return [
             Engine(
                 placed.index,
@@ -252,12 +256,12 @@ class RayEngines:
 
     @property
     def heads(self) -> list[Any]:
-        """[engines] the actor that answers for the engine."""
+        """[engines] the actor that owns the answering server of the engine."""
         return [crew[0] for crew in self._crews]
 
     @property
     def urls(self) -> list[str]:
-        """Empty: no address is known before an engine answers."""
+        """Always empty, because no address is known before an engine answers."""
         return []
 
     @property
@@ -265,26 +269,26 @@ class RayEngines:
         return [actor for crew in self._crews for actor in crew]
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        """Calls the actor that answers for an engine; returns a reference to the answer."""
+        """Calls a method of an engine's head. Returns a reference to the answer."""
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks the actors of these engines to end, unless they were asked before; returns references to the answers."""
+        """Asks the actors of these engines to stop, unless they are stopping. Returns references to the answers."""
         return [actor.stop.remote() for index in indices if index not in self._ending for actor in self._crews[index]]
 
     def close(self) -> None:
         self._watched.clear()
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Empty: the plan has all engines of the run."""
+        """Always empty, because the plan has all engines of the run."""
         return ()
 
     def is_gated(self, index: int) -> bool:
-        """Whether an engine takes memory only when a trainer lends it."""
+        """Whether the engine may take memory only while the trainer lends it."""
         return lends_at_start(self._args) and self._placed[index][0].colocated
 
     def watch(self, engine: Engine) -> None:
-        """Watches an engine as its state requires; a dead or starting one not at all."""
+        """Watches an engine according to its state. Dead and starting engines are not watched."""
         if engine.answers and engine.state is not State.DEAD:
             self._watched[engine.index] = engine.state
         else:
@@ -293,7 +297,7 @@ class RayEngines:
                 self._looks.pop((engine.index, member), None)
 
     def heard(self, index: int) -> None:
-        """The engine has brought tokens, so it lives."""
+        """Records that the engine delivered tokens, which is a sign of life."""
         self._heard_at[index] = time.monotonic()
 
     def troubles(self) -> Mapping[int, str]:
@@ -305,7 +309,7 @@ class RayEngines:
         return found
 
     def start(self, engine: Engine) -> None:
-        """Asks the old actors to end; `started` replaces them when they have, or after `END_LIMIT_S`."""
+        """Asks the old actors to stop. `started` replaces them once they have, or after `END_LIMIT_S`."""
         old = self._crews[engine.index]
         stopped = [actor.stop.remote() for actor in old]
         self._ending[engine.index] = _Ending(old, stopped, time.monotonic() + END_LIMIT_S, engine.incarnation)
@@ -316,7 +320,7 @@ class RayEngines:
         self.require_followers(index)
         if not self._gates.get(index, True):
             self._open_gate(index)
-        if index not in self._ready:  # its gate is closed
+        if index not in self._ready:  # the gate of the engine is still closed
             return None
         done, _ = ray.wait([self._ready[index]], timeout=0)
         if not done:
@@ -330,7 +334,10 @@ class RayEngines:
         return url
 
     def require_followers(self, index: int) -> None:
-        """Raises `EngineError` if a starting engine has lost a host other than the first, which reports itself."""
+        """Raises `EngineError` if a starting engine has a problem on a host other than the first.
+
+        A problem on the first host shows in the answer of `wait_ready`.
+        """
         for member in range(1, len(self._crews[index])):
             if problem := self._look(index, member, State.STARTING):
                 raise EngineError(f"engine {index} cannot start: on its host {member}, {problem}")
@@ -348,7 +355,10 @@ class RayEngines:
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
-        """The problem found by the last look, if any; looks again if that is old."""
+        """Returns the problem of an actor, if a look at it has just ended with one or has lasted too long.
+
+        Starts another look if the last one is older than `LOOK_EVERY_S`.
+        """
         now, key = time.monotonic(), (index, member)
         asked = self._looks.get(key)
         if asked is None:
@@ -374,7 +384,9 @@ class RayEngines:
             for actor in self._crews[index]:
                 actor.open_gate.remote()
             self._gates[index] = True
-            self._wait_ready(index)  # not before: the head runs one call at a time, and this would block `open_gate`
+            self._wait_ready(
+                index
+            )  # called last: the head runs one call at a time, and this call would block `open_gate`
 
     def _wait_ready(self, index: int) -> None:
         self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
@@ -402,7 +414,9 @@ class RayEngines:
     def _spec(self, index: int) -> ServerSpec:
         placed, wanted = self._placed[index]
         overrides = dict(wanted.group.overrides)
-        if placed.colocated and not wanted.model.trained:  # nobody sends its weights again after it lent their memory
+        if (
+            placed.colocated and not wanted.model.trained
+        ):  # no weight sync restores the weights of a frozen model after it lent its memory
             overrides.setdefault("enable_weights_cpu_backup", True)
         return ServerSpec.from_args(
             self._args,
@@ -421,15 +435,16 @@ class RayEngines:
         return {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
 
     def _gpus(self, slots: Sequence[int]) -> tuple[str, ...] | None:
-        """Names of the GPUs on their host; None where Ray shows each process only its own."""
+        """Returns the names of the slots' GPUs on their host; None where Ray shows each process only its own GPU."""
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
 
     def _layout(self, wanted: WantedEngine) -> EngineLayout:
         return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
-        """Replaces an engine's actors if the old ones have ended or take too long, and all its hosts have a guardian.
-        Returns whether it did.
+        """Replaces the actors of an engine. Returns whether it did.
+
+        It waits until the old actors have stopped or are late, and until all hosts of the engine have a guardian.
         """
         ending = self._ending[index]
         if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):

@@ -1,13 +1,13 @@
-"""The guardian and the Ray cluster of one run, as two context managers.
+"""Context managers for the guardian and the Ray cluster of one run.
 
-`guarded` is the outer block, `RaySession` or `JoinedRay` the inner one; views with their own processes, which outlive
-Ray (W&B), are between them. `slime.cluster.driver` sets the environment up before. With `--ray-address` or
-`RAY_ADDRESS` the run joins that cluster and leaves its daemons alone. SIGTERM becomes an exception.
+`guarded` is the outer block, `RaySession` or `JoinedRay` the inner one. Between them are views with processes that
+outlive Ray (W&B). `slime.cluster.driver` sets the environment before both. With `--ray-address` or `RAY_ADDRESS` the
+run joins that cluster and does not touch its daemons. SIGTERM becomes an exception.
 
 Invariants
-1. The guardian starts before the first process that it may have to end, and outlives the driver.
-2. Whatever ends the driver (return, exception, Ctrl-C, SIGTERM, SIGKILL), nothing of the run is left.
-3. After a return, an exception or Ctrl-C everything gets the chance to end by itself before the guardian ends the rest.
+1. The guardian starts before any process that it may have to end, and outlives the driver.
+2. No process of the run is left after the driver ends, by return, exception, Ctrl-C, SIGTERM or SIGKILL.
+3. After a return, an exception or Ctrl-C, processes have time to stop in order before the guardian ends the rest.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ from slime.settings.groups.training import longest_sample
 logger = logging.getLogger(__name__)
 
 SLOW_START = "timed out during startup"
-"""In Ray's error message (2.60)."""
+"""A part of Ray's error message for a slow start (2.60)."""
 LEAST_STORE_BYTES = 512 * 2**20
 BYTES_PER_TOKEN = 32
-"""Upper limit for a batch (`core.batch`) without routed experts: ids, mask, log-probs of two policies, versions."""
+"""Upper bound for a token in a batch (`core.batch`), without routed experts: id, mask, two log-probs, version."""
 NUM_BATCHES = 3
-"""In the store at the same time: two steps, and one that is about to be freed."""
+"""Number of batches in the store at the same time: two steps, and one that is about to be freed."""
 MEMORY_SHARE = 0.3
-"""Upper limit of the store, as a share of the host's memory and of its shared memory."""
+"""Largest share of the host's memory, and of its shared memory, that the store may take."""
 
 
 def store_bytes_for(args: Args) -> int:
-    """Size of the object store for a run's batches, within the limits of this host. Unused pages take no memory."""
+    """Returns the size of the object store for a run's batches, limited by this host's memory.
+
+    Unused pages of the store take no memory.
+    """
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     length = longest_sample(args)
     shared = os.statvfs("/dev/shm")
@@ -58,7 +61,7 @@ def store_bytes_for(args: Args) -> int:
 
 
 def _bytes_of_experts(args: Args) -> int:
-    """Bytes of a token's routed experts, at most; 0 if engines do not return them."""
+    """Returns the most bytes that a token's routed experts take; 0 if engines do not return them."""
     if not args.sglang.get("enable_return_routed_experts"):
         return 0
     config = read_hf_config(args.hf_checkpoint)
@@ -66,19 +69,25 @@ def _bytes_of_experts(args: Args) -> int:
 
 
 def _closed_folder(run_id: str) -> Path:
-    """The folder for a local Ray's files. Raises `ClusterFailed` if another user has made it."""
+    """Makes the folder for the files of a local Ray, which only this user can enter.
+
+    Raises `ClusterFailed` if the folder belongs to another user.
+    """
     around = ray_folder(run_id)
     around.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = around.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ClusterFailed(f"the folder {around} belongs to another user; start the run again, under another name")
     around.chmod(0o700)
-    return around / "r"  # Ray creates it, and opens it to everybody
+    return around / "r"  # Ray makes this folder accessible to every user, so it is inside the closed one
 
 
 @contextmanager
 def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[Guardian]:
-    """Nothing of the run outlives the block, or this process, on this host. `own_ray`: the run starts its own Ray."""
+    """Starts a guardian, so that no process of the run on this host outlives the block or this process.
+
+    `own_ray` is whether the run starts its own Ray; then the guardian also removes Ray's folder.
+    """
     temp_dirs = [str(ray_folder(run_id))] if own_ray else []
     guardian = start_guardian(run_id, temp_dirs=temp_dirs, log_path=log_path)
     try:
@@ -108,26 +117,26 @@ class RaySession:
     ) -> None:
         ray.shutdown()
         if self._is_terminated and not isinstance(exc, Terminated):
-            # A waiting Ray turns the exception of a signal into its own exit; or the end of another process that got
-            # the signal showed first.
+            # While Ray waits, it turns the signal's exception into its own; or the exit of another process that got the
+            # same signal raised an error first.
             raise Terminated(128 + signal.SIGTERM) from exc
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        """Makes the first SIGTERM unwind like Ctrl-C, so that every `with` block ends its own processes."""
+        """Raises `Terminated` at the first SIGTERM, so that every `with` block ends its processes as after Ctrl-C."""
         if not self._is_terminated:
             self._is_terminated = True
             raise Terminated(128 + signum)
 
 
 class JoinedRay(RaySession):
-    """The cluster at `args.ray_address`. Its daemons stay as they are."""
+    """Joins the cluster at `args.ray_address`. Leaves its daemons running."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args.run_id, num_cpus=0, num_gpus=0)
         self._args = args
 
     def _start(self) -> None:
-        """Raises `ActorFailed` if the cluster does not take the driver."""
+        """Joins the cluster. Raises `ActorFailed` if that fails."""
         _join(self._args)
 
 
@@ -150,7 +159,10 @@ def _join(args: Args) -> None:
 
 
 def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
-    """Raises `ClusterFailed` after three tries: Ray gives its processes only 30 s, too few on a busy machine."""
+    """Starts Ray. Raises `ClusterFailed` if that fails.
+
+    A slow start is tried three times, because Ray waits only 30 s for its processes, too short on a busy machine.
+    """
     for last in (False, False, True):
         try:
             _init_local(run_id, num_cpus, num_gpus, store_bytes)
@@ -166,7 +178,7 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) ->
 
 def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
     ray.init(
-        address="local",  # whatever RAY_ADDRESS says
+        address="local",  # ignores RAY_ADDRESS
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         include_dashboard=False,

@@ -1,7 +1,7 @@
-"""Routed experts of a train batch, which stay in Ray's object store until a rank needs them.
+"""Keeps the routed experts of a train batch in Ray's object store until a rank needs them.
 
-Routed experts are nearly all bytes of a batch (48 layers with 8 choices: 384 per token, all else 16). A rank fetches
-them only for the samples that it computes, and the ranks of a host share what one of them fetched.
+Routed experts make up most bytes of a batch (48 layers with 8 experts: 384 values per token, all else 16). A rank
+fetches them only for the samples that it computes, and the ranks of a host share the fetched arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.routed_experts import digests_of
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:
-    """An array in Ray's object store (`slime.core.batch.Elsewhere`). It lives as long as this object or a copy."""
+    """An array in Ray's object store (`slime.core.batch.Elsewhere`). The store keeps it while a copy of this exists."""
 
     ref: Any
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class RemoteArray:
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], *, compared: bool = False) -> RemoteArray:
-        """Puts an array into the store. `compared`: with digests."""
+        """Puts an array into the store. With `compared`, also computes its digests."""
         return cls(ray.put(array), array.shape, array.dtype, digests_of(array) if compared else None)
 
     @property
@@ -38,14 +38,16 @@ class RemoteArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """A read-only view of this host's object store, into which the array is fetched if need be."""
+        """Fetches the array into this host's object store, if needed, and returns a read-only view of it."""
         found = np.asarray(ray.get(self.ref), dtype=dtype)
         return found.copy() if copy else found
 
 
 def set_apart(batch: TrainBatch, *, compared: bool = False) -> TrainBatch:
-    """The same batch with its routed experts in the store. `compared`: with digests, so that ranks can compare the
-    experts of samples without fetching them (`slime.data.shared_prefixes`).
+    """Returns the batch with its routed experts in the store.
+
+    With `compared`, adds digests, so that ranks can compare the experts of samples without fetching them
+    (`slime.data.shared_prefixes`).
     """
     return dataclasses.replace(batch, samples=tuple(_apart(s, compared) for s in batch.samples))
 

@@ -1,28 +1,29 @@
-"""`--max-restarts`: a run that failed by a fault starts again by itself, from its newest checkpoint.
+"""`--max-restarts` restarts a run after a fault, from its newest checkpoint.
 
-    keeper (this process)   only the settings, one thread: no Ray, no torch, nothing of the run
-      └─ start 0, 1, ...    forked from it, one after the other: the driver of a whole run
+    keeper (this process)   has only the settings and one thread; no Ray, no torch, no state of the run
+      └─ start 0, 1, ...    processes forked from the keeper, one after the other; each is the driver of a whole run
 
-Each start is a process of its own, because Ray reads its environment when it is imported and keeps threads and
-references of a dead cluster, because a save in the background may hang on a dead rank, and because a killed driver
-could start nothing. It is forked, because the settings are parsed already. Without `--max-restarts` there is no keeper,
-and this process is the driver.
+Each start is a separate process for three reasons. Ray reads its environment when it is imported, and keeps threads and
+references of a dead cluster. A save in the background may hang on a dead rank. A killed driver could not restart
+anything. Starts are forked because the settings are parsed already. Without `--max-restarts` there is no keeper, and
+this process is the driver.
 
-The keeper waits for a start to end, reads the reason from a pipe, waits until nothing of that start is left on this
-host, and begins the next start on the same run folder, or exits with the status of the last one. It passes SIGINT and
-SIGTERM on to the start; then no other one follows.
+The keeper waits for a start to end, reads the reason from a pipe, and waits until all its processes on this host have
+ended. Then it begins the next start on the same run folder, or exits with the status of the last one. It forwards
+SIGINT and SIGTERM to the running start, and then begins no other one.
 
     faults                 a process is gone (`ActorDied`, the driver), an engine or a router was given up
-                           (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait ran out
-    ends that would recur  a mistake in the settings, an exception of a hook, a library or slime, non-finite numbers, a
-                           request that can never succeed, groups that fail one after the other
-    ends on request        Ctrl-C, SIGTERM
+                           (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait exceeded its limit
+    errors that would      a mistake in the settings, an exception of a hook, a library or slime, non-finite numbers, a
+    recur                  request that can never succeed, many failed groups in a row
+    requested ends         Ctrl-C, SIGTERM
 
 Invariants
-1. A start begins when nothing of the one before is left on this host; its guardian ends that. The keeper does not adopt
-   orphans: the guardian would become one, and end with the keeper's descendants.
+1. A start begins only when no process of the previous one is left on this host; that start's guardian ends them. The
+   keeper does not adopt orphans. Otherwise the guardian would become its child, and a command that kills all
+   descendants of the keeper would kill the guardian too.
 2. No start outlives the keeper.
-3. A start resumes as `--load` does by hand: the ledger continues from the checkpoint.
+3. A restart resumes like a run with `--load`: the ledger continues from the checkpoint.
 4. There are at most `--max-restarts` restarts, and none after `MOST_IN_VAIN` starts in a row without a new step.
 """
 
@@ -77,7 +78,7 @@ class End:
 
     reason: str
     is_fault: bool
-    """Whether another start may succeed."""
+    """Whether a restart may help."""
 
     @classmethod
     def by(cls, error: BaseException) -> End:
@@ -93,7 +94,10 @@ class Restarts:
         self._trained, self._in_vain = trained, 0
 
     def refusal(self, end: End, trained: int) -> str | None:
-        """Why the run does not start again; None counts a restart. `trained`: the last step by now."""
+        """Returns why the run is not restarted. If it may be, counts a restart and returns None.
+
+        `trained` is the last trained step.
+        """
         self._in_vain = 0 if trained > self._trained else self._in_vain + 1
         self._trained = max(trained, self._trained)
         if not end.is_fault:
@@ -111,28 +115,28 @@ class Restarts:
 
 Loop = Callable[[Args], None]
 PAUSE_S = 5.0
-"""Between two starts: a joined Ray cluster needs a moment to free the slots of the dead one."""
+"""Time between two starts, in which an existing Ray cluster frees the slots of the last one."""
 ORPHANS_LIMIT_S = 60.0
-"""For processes that a start left to end; its guardian has 15 s."""
+"""Time limit for remaining processes of a start to end. The guardian usually needs less than 15 s."""
 LOOK_S = 0.2
 BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which people end a process; others come from the kernel, also when memory runs out."""
+"""Signals by which people end a process. Other signals come from the kernel, for example when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A start of a run after the first."""
+    """Facts about a restart."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     most: int
     because: str
-    """How the start before ended."""
+    """How the previous start ended."""
     checkpoint: str | None
-    """Where it resumes; None: from the beginning, because nothing was saved."""
+    """The checkpoint from which it resumes; None if none was saved, so it starts from the beginning."""
     step: int
-    """Its first step, from 0."""
+    """The first step of this start, counted from 0."""
 
     def __str__(self) -> str:
         whence = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
@@ -146,12 +150,12 @@ _restart: Restart | None = None
 
 
 def this_restart() -> Restart | None:
-    """The restart that this process is; None in the first start of a run."""
+    """Returns the facts about this process's restart; None in the first start of a run."""
     return _restart
 
 
 def restarting(loop: Loop) -> Loop:
-    """The loop, restarted after faults as `--max-restarts` says."""
+    """Wraps a loop so that it is restarted after faults, up to `--max-restarts` times."""
 
     @functools.wraps(loop)
     def run(args: Args) -> None:
@@ -164,10 +168,10 @@ def restarting(loop: Loop) -> Loop:
 
 
 class _Keeper:
-    """Starts a run until it succeeds, is asked to end, or a restart would not help."""
+    """Starts a run repeatedly, until it succeeds, is asked to end, or a restart would not help."""
 
     def __init__(self, loop: Loop, args: Args) -> None:
-        """Raises `ConfigError` in a process that cannot be forked."""
+        """Raises `ConfigError` if this process cannot be forked safely."""
         if threading.active_count() > 1 or "ray" in sys.modules:
             raise ConfigError(
                 "got --max-restarts in a process that has threads or has imported Ray, so no start can be forked from "
@@ -181,7 +185,7 @@ class _Keeper:
         """The signal that asked the run to end."""
 
     def run(self) -> None:
-        """Returns when a start has succeeded; else raises `SystemExit` with the status of the last one."""
+        """Returns after a successful start. Otherwise raises `SystemExit` with the status of the last start."""
         before = {number: signal.signal(number, self._hand_on) for number in BY_PEOPLE}
         try:
             self._run()
@@ -204,7 +208,7 @@ class _Keeper:
             time.sleep(PAUSE_S)
 
     def _next(self, restarts: Restarts, end: End) -> Restart:
-        """Prepares the next start, which loads what is saved by now."""
+        """Prepares the next start, which loads the newest checkpoint."""
         save = str(self._args.save)
         saved = has_checkpoint(save)
         self._args = self._args.replace(run_id=new_run_id(), load=save if saved else None)
@@ -212,7 +216,7 @@ class _Keeper:
         return Restart(restarts.number, restarts.most, end.reason, name, step)
 
     def _start(self, restart: Restart | None) -> int:
-        """Runs one start; returns its exit status, and sets `_end`."""
+        """Runs one start. Returns its exit status and sets `_end`."""
         read, write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,7 +236,7 @@ class _Keeper:
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _what_is_left(self) -> str | None:
-        """Waits for processes and guardian of the last start to end; returns why not if they do not."""
+        """Waits until all processes of the last start have ended. Returns a message if they do not in time."""
         run_id, deadline = self._args.run_id, time.monotonic() + ORPHANS_LIMIT_S
         family = ProcessFamily(RUN_ID_ENV, run_id)
         while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):
@@ -245,7 +249,10 @@ class _Keeper:
         return None
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on to the start, which gets it only once, because it has its own process group."""
+        """Forwards a signal to the running start.
+
+        The start has its own process group, so it does not also get the signal from the terminal.
+        """
         self._asked = number
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -257,25 +264,25 @@ class _Keeper:
 
 
 def last_trained(args: Args) -> int:
-    """The last step in the run's record; `NO_STEP` without one."""
+    """Returns the last trained step in the run's metrics; `NO_STEP` if there is none."""
     record, axis = Path(args.run_dir) / "metrics.jsonl", AXES["train"]
     rows = read_jsonl(record) if record.is_file() else []
     return max((int(row[axis]) for row in rows if axis in row), default=NO_STEP)
 
 
 def _newest(save: str) -> tuple[str, int]:
-    """Name of the checkpoint that `--load` means, and the step that follows it."""
+    """Returns the name of the checkpoint that `--load` would resume, and the step after it."""
     from slime.training.state import checkpoint
 
     try:
         found = checkpoint.find(Path(save))
-    except CheckpointError:  # the start reports what is wrong with it
+    except CheckpointError:  # the next start reports it
         found = None
     return (found.path.name, found.rollout_id + 1) if found is not None else (save, 0)
 
 
 def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, keeper: int) -> NoReturn:
-    """Runs the loop as the driver, sends the keeper its end, and exits. Never returns."""
+    """Runs the loop as the driver, reports to the keeper how it ended, and exits. Never returns."""
     global _restart
     code = 1
     try:
@@ -305,7 +312,7 @@ def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, kee
 
 
 def _end_of(status: int, said: bytes) -> End:
-    """The end that a start has sent; without one it was killed, or Ray ended it."""
+    """Returns how a start ended: its own report if it sent one, else a conclusion from its exit status."""
     if said:
         return End(**json.loads(said))
     if os.WIFSIGNALED(status):
