@@ -127,8 +127,9 @@ async def _evaluate_one(
 
 
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Returns `eval/<name>...` metrics, without a score if all samples failed. Raises `DataError` if nothing else was
-    scored.
+    """Returns `eval/<name>...` metrics, without a score if all samples failed.
+
+    Raises `DataError` if none of the other samples has a score.
     """
     name = f"eval/{dataset.config.name}"
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]

@@ -80,7 +80,7 @@ class Outcome(str, Enum):
 
 
 GIVEN_UP = (Outcome.EXPIRED, Outcome.REJECTED, Outcome.DEADLY)
-"""Another try in this step would end in the same way."""
+"""Outcomes that another try in this step would repeat."""
 
 SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, *GIVEN_UP)
 """From best to worst. A group has the worst outcome of its executions, except that it may finish with unscored ones."""

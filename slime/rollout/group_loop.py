@@ -90,7 +90,7 @@ MAX_TRIES = 3
 MAX_FILTERED_FACTOR = 32
 """The step gives up after this many filtered groups per wanted group."""
 MIN_FAILED_GROUPS = 4
-"""A step may lose this many groups, or as many as it wants if that is more."""
+"""A step may lose this many groups, or its target number of groups if that is more."""
 
 
 class Policy(ABC):
@@ -172,8 +172,8 @@ class GroupLoop:
             self.source.put_back(held, "quarantined")
 
     async def abandon(self, *, reason: str = "error", accepted: Sequence[Held] = ()) -> None:
-        """Cancels running groups and puts back all unsettled ones and `accepted`. Groups that were
-        running start over.
+        """Cancels running groups, and puts back `accepted` and all unsettled groups. Groups that were running start
+        over.
         """
         self.scope.aborted = True
         await end_tasks(self.running, 3 * END_LIMIT_S)

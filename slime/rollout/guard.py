@@ -162,7 +162,9 @@ LEFT_BEHIND: set[int] = set()
 
 
 class Stalled(BaseException):
-    """Raised by the watchdog in code that blocks the event loop. A retry loop would catch an `Exception`."""
+    """Raised by the watchdog in code that blocks the event loop. Not an `Exception`, because a retry loop would catch
+    that.
+    """
 
     def __str__(self) -> str:
         return "user code kept the event loop from turning until --execution-timeout-s"
@@ -416,7 +418,7 @@ _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 
 
 class Watchdog:
-    """Watches an event loop from its own thread until `close`. Construct it on the loop's thread.
+    """Watches an event loop from its own thread until `close`. Must be constructed on the loop's thread.
 
     It asks the loop for a turn and waits. Until the loop answers, it warns and names the running line (also in
     `stall`). At the limit it interrupts the code. If the loop still does not turn, the process ends with last words

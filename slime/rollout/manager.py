@@ -58,7 +58,7 @@ NUM_PROMPTS, NUM_TOKENS = 16, 64
 
 
 class MismatchProbe:
-    """Samples prompts of the last batch again, so that the trainer can compare its log-probs with the engines'.
+    """Samples answers to prompts of the last batch, so that the trainer can compare its log-probs with the engines'.
 
     For schedules with batches that are older than the trainer's weights. The answers stay outside the Data Buffer and
     are neither graded nor trained.

@@ -127,7 +127,7 @@ class Sums:
     verified: int = 0
     accepted: int = 0
     proposed: int = 0
-    """Like `verified` and `accepted`: see `slime.rollout.client.call.Drafts`."""
+    """`slime.rollout.client.call.Drafts` explains `verified`, `accepted` and `proposed`."""
     idle: float = 1.0
     """Fraction of the engines' time in which they run none of these tries."""
 

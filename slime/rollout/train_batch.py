@@ -1,7 +1,7 @@
-"""Turns finished groups into a `TrainBatch`, and keeps account of batches that are not yet trained.
+"""Turns finished groups into a `TrainBatch`, and tracks batches that are not yet trained.
 
 Invariants
-1. Samples are ordered by (group_index, index, position within the execution), whatever the schedule.
+1. Samples are ordered by (group_index, index, position within the execution) under every schedule.
 2. Every sample is scored, or its reward is NaN and `unscored` says why. An unscored sample enters no statistics and
    trains nothing. Any other missing reward is an error, never a zero.
 3. Rewards are raw: the trainer computes advantages over `group_index`, never by position.

@@ -92,7 +92,7 @@ class Transcript:
     _ends: list[int] = field(default_factory=list)
     """Begins and ends of the answers, each number once, sorted."""
     _calls: dict[Call, None] = field(default_factory=dict)
-    """Calls under way, and streams that were not read to the end."""
+    """Running calls, and streams that were not read to the end."""
 
     @classmethod
     def behind(cls, sample: Sample) -> Transcript:
@@ -294,10 +294,7 @@ TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", defau
 
 
 class Seals:
-    """Records the trained content of samples before user code that may only look, mask or drop gets them.
-
-    A sample becomes unscored if the code changed a trained token, its log-prob or its version, or trains more tokens.
-    """
+    """Records the trained content of samples before user code that may only read, mask or drop them."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._before = {id(sample): _content(sample) for sample in samples}

@@ -1,7 +1,7 @@
 """`Call`: one call of the client, which may take several requests. `Generation`: a sampled answer.
 
-A call makes the payload of the next request, takes the events of the running one and joins the parts to an answer. It
-never waits.
+A call makes the payload of the next request, takes the events of the running one and joins the parts into an answer.
+It never waits.
 
 Invariants
 1. The joined parts are the answer that one request would have sampled: each token of an event is in the answer once,
@@ -14,7 +14,7 @@ Invariants
 4. Penalties count only the tokens of the running request. Log-probs are exact.
 5. Requests that an engine or the router is known to mishandle are not sent: an id outside the vocabulary kills the
    scheduler of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
-6. The ids of a `Generation` are those the engine sampled, an end or stop token included. Its text lacks the end token
+6. The ids of a `Generation` are those the engine sampled, including an end or stop token. Its text lacks the end token
    but keeps a matched stop string.
 7. Each id has a finite log-prob and a weight version. If requests survive weight syncs, ids have separate versions;
    otherwise all ids share one.
@@ -61,7 +61,7 @@ class Generation:
     weight_version: WeightVersion | tuple[WeightVersion, ...]
     """One version for all tokens, or [T] versions; `NOT_SAMPLED` only if no request reached an engine."""
     text: str
-    """Lacks the end token, but has a matched stop string."""
+    """Lacks the end token, but keeps a matched stop string."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its prefix cache."""

@@ -1,23 +1,23 @@
-"""`EngineClient`: token ids in; token ids, log-probs and weight versions out, whatever happens to engines meanwhile.
+"""`EngineClient`: token ids in; token ids, log-probs and weight versions out, even if engines die meanwhile.
 
 A call (`generate`, `stream`) waits for a place at an engine (`engine_pool`), then for the events of its request, with
 a limit on the time without progress; while the client is paused it waits for `resume`. It is woken by an event, by the
-limit, by the end of its `RequestScope` (which ends all requests of a loop's tasks) and by the dismissal of its engine.
-Background tasks abort what is left in an engine (`wire`); `drain` waits for them.
+limit, by the abort of its `RequestScope` (which ends all requests of a loop's tasks) and when its engine is dismissed.
+Background tasks abort requests that are left in an engine (`wire`); `drain` waits for them.
 
 Invariants
-1. A call outlives its requests. After an abort, a weight sync, the death of an engine or a temporary HTTP status the
+1. A call survives its requests. After an abort, a weight sync, the death of an engine or a temporary HTTP status, the
    call sends a new request with the tokens sampled so far (`call`); the answer has all of them. Only the run itself
    ends a call early: it aborts the `RequestScope`, or pauses and hands back. The caller then gets `TakenBack`, so that
-   half an answer never passes for a whole one, or with `returns_partial` an answer with finish reason `abort`. Either
-   way the transcript says that the execution is not finished, whatever its code returns.
-2. Only what can succeed is tried again (`Job`); a request that kills engines is not (`Suspects`). While no engine can
-   be reached, a call waits, at most `engine_wait_s`.
-3. Each request has an id of its own, because an engine refuses an id that it is still working on. One abort per engine
-   ends many requests, and none of other clients (`wire`). Only `pause` ends those as well, because it needs idle
-   engines. Engines in pairs get a request each (`pairing`).
+   half an answer never passes for a whole one; with `returns_partial` it gets an answer with finish reason `abort`.
+   Either way the transcript marks the execution as not finished, regardless of what its code returns.
+2. A call is retried only after errors that a retry can fix (`Job`). A request that kills engines is not retried
+   (`Suspects`). While no engine can be reached, a call waits at most `engine_wait_s`.
+3. Each request has its own id, because an engine refuses an id that it is still working on. One abort per engine ends
+   many requests of this client, but none of other clients (`wire`). Only `pause` ends those as well, because it needs
+   idle engines. Each engine of a pair gets its own request (`pairing`).
 4. Work on a thousand requests is spread over several turns of the event loop.
-5. There is no limit on the length of an answer, and none on queueing.
+5. The length of an answer and the time in a queue are not limited.
 """
 
 from __future__ import annotations
@@ -49,15 +49,18 @@ __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 logger = logging.getLogger(__name__)
 
 TOGETHER = 8
-"""From this many requests at an engine on, one abort ends them all."""
+"""An engine with at least this many of the requests gets one abort for all of them."""
 ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
-"""An aborted scope is ended at this many engines at a time. The next ones follow when these are done, or after this
-time: all answers of an engine come at once, and the event loop does nothing else while it reads them."""
+"""An aborted scope is ended at this many engines at a time. The next engines follow when these are done, or after this
+time. All answers of an engine arrive at once, and reading them blocks the event loop.
+"""
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so it is repeated."""
 STREAM_INTERVAL = 64
-"""Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, the engine's processes more.
-(Without streaming they still exchange a message every 50 tokens.) What a dead engine has not sent is sampled again."""
+"""Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, and costs the engine's
+processes more. (Without streaming they still exchange a message every 50 tokens.) Tokens that a dead engine has not
+sent are sampled again.
+"""
 IDS_IN_A_TURN = 32 * 1024
 """Prompt ids that are checked or sent in one turn of the event loop: about a millisecond."""
 IDS_OF_A_REQUEST = 1024
@@ -65,7 +68,7 @@ IDS_OF_A_REQUEST = 1024
 
 
 class EngineClient:
-    """Use on one event loop; `close` at the end."""
+    """Use it on one event loop; call `close` at the end."""
 
     def __init__(
         self,
@@ -84,12 +87,12 @@ class EngineClient:
     ) -> None:
         """`urls`: engines that are admitted at start.
 
-        `request_timeout_s`: limit without progress. `engine_wait_s`: limit of the time in which no engine can be
+        `request_timeout_s`: limit without progress. `engine_wait_s`: how long a call waits while no engine can be
         reached. `max_concurrency`: requests in flight per engine. `vocab_size`: prompts with larger ids are refused,
         because they kill an engine. `keys`: API keys. `token_versions`: engines must report the version of each token.
         `experts`: the format of routed experts, if engines return them. `end`: how answers end. `shared`: engines also
-        serve other clients, whose requests must not be ended. `pairs`: prefill and decode engines. `trained`: what
-        these engines sample may be trained, so the transcripts record it.
+        serve other clients, and the requests of those must not be ended. `pairs`: the engines are prefill and decode
+        engines. `trained`: answers of these engines may be trained, so transcripts record them.
         """
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
@@ -102,7 +105,7 @@ class EngineClient:
         self._budget = Budget(IDS_IN_A_TURN)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
         self.num_pauses = 0
-        """How often `pause` was called; unless `shared`, it also ended requests of other clients."""
+        """Number of calls of `pause`. Unless `shared`, each also ended requests of other clients."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class EngineClient:
         `pictures`: the images of the prompt.
 
         Raises `TakenBack` if the run took the request back, `RequestRejected` if it can never succeed, `DeadlyRequest`
-        if it kills engines, `EngineError` if engines fail or answer nonsense, `DeadlineExceeded` after
+        if it kills engines, `EngineError` if engines fail or answer wrongly, `DeadlineExceeded` after
         `request_timeout_s` without progress or `engine_wait_s` without an engine.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
@@ -145,12 +148,12 @@ class EngineClient:
         returns_partial: bool = False,
         interval: int = 1,
     ) -> AsyncGenerator[Generation, None]:
-        """As `generate`, but yields the new tokens as they come, for callers that may stop early.
+        """Like `generate`, but yields the new tokens as they come, for callers that may stop early.
 
         Closing the iterator aborts the request; later tokens are dropped. Each part but the last has finish reason
         `abort`. If the run takes the request back, the stream raises `TakenBack`, or ends with such a part under
         `returns_partial`. `interval`: about this many tokens per part. The last part has the routed experts of all
-        parts, so a stream that is closed before it has none.
+        parts, so a stream that is closed early has none.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
@@ -173,28 +176,31 @@ class EngineClient:
         return [upstream.url for upstream in self._pool.upstreams]
 
     def take_traffic(self) -> Sums | None:
-        """Where the time of the requests since the last call went (`traces.Sums`); None without requests."""
+        """Returns counts and waiting times of the requests since the last call; None without requests."""
         return self._traffic.take_sums(self._pool.upstreams, asyncio.get_running_loop().time())
 
     def stalled(self, within_s: float = math.inf) -> list[str]:
-        """Engines found stalled in the last `within_s` seconds: no request gets a token within `--request-timeout-s`,
-        though the engine may still answer health checks.
+        """Returns the engines that were found stalled in the last `within_s` seconds.
+
+        No request of a stalled engine gets a token within `--request-timeout-s`, though the engine may still answer
+        health checks.
         """
         since = asyncio.get_running_loop().time() - within_s
         return [one.url for one in self._pool.upstreams if one.stalls_at is not None and one.stalls_at >= since]
 
     def progressing(self, within_s: float) -> list[str]:
-        """Engines that sent a token in the last `within_s` seconds."""
+        """Returns the engines that sent a token in the last `within_s` seconds."""
         since = asyncio.get_running_loop().time() - within_s
         return [one.url for one in self._pool.upstreams if one.served >= 0 and one.progress_at >= since]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Requests, also waiting ones, may go to these engines. `prefill`: they read prompts for others."""
+        """Adds engines; waiting requests may use them too. `prefill`: they read prompts for decode engines."""
         self._pool.admit(urls, prefill=prefill)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> None:
-        """Removes engines. Their requests go to other engines at once, or wait for one. `died`: these engines died or
-        hang, and one of the requests may be the cause.
+        """Removes engines. Their requests go to other engines at once, or wait for one.
+
+        `died`: these engines died or hang, and one of the requests may be the cause.
         """
         self._let_go(self._pool.dismiss(urls, died=died))
 
@@ -206,7 +212,7 @@ class EngineClient:
     # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
-        """Takes back all requests of a scope, also those at other clients. Later ones are not sent."""
+        """Takes back all requests of a scope, including those at other clients, and blocks later ones."""
         scope.aborted = True
         for pool in scope.pools:
             pool.wake_all()
@@ -227,9 +233,9 @@ class EngineClient:
         return delivering[-1] if delivering else None
 
     async def pause(self, scope: RequestScope | None = None) -> None:
-        """Ends every request; they go on after `resume` with the tokens they have.
+        """Ends every request; the calls continue after `resume` with the tokens they have.
 
-        Requests of `scope` are taken back instead. Requests that do not end in time are interrupted here.
+        Takes back requests of `scope` instead. Interrupts requests that do not end in time.
         """
         self.num_pauses += 1
         self._pool.close_gate()
@@ -251,7 +257,7 @@ class EngineClient:
         self._pool.interrupt(self._pool.tries, PAUSED)
 
     def resume(self) -> None:
-        """Lets requests go again after `pause`."""
+        """Lets requests continue after `pause`."""
         for scope in self._handing_back:
             scope.hands_back = False
         self._handing_back.clear()
@@ -261,11 +267,11 @@ class EngineClient:
         await self._wire.drain()
 
     def at_close(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Registers what depends on this client, to be closed before it; the last registered is closed first."""
+        """Registers a function that `close` awaits first. The function registered last is called first."""
         self._in_front.append(call)
 
     async def close(self) -> None:
-        """Closes what depends on this client, delivers pending aborts, then closes the connections."""
+        """Awaits the functions of `at_close`, delivers pending aborts, then closes the connections."""
         while self._in_front:
             await self._in_front.pop()()
         await self._pool.close()
@@ -356,7 +362,10 @@ class EngineClient:
                 await asyncio.sleep(delay_s)
 
     async def _listen(self, one: Try, job: Job) -> AsyncGenerator[Generation, None]:
-        """Sends one request and yields its parts. Leaves nothing in the engine. Raises what `Job.wait_after` takes."""
+        """Sends one request, yields its parts, and leaves no request in the engine.
+
+        Raises the errors that `Job.wait_after` handles.
+        """
         response, runs = None, False
         now, upstream = asyncio.get_running_loop().time, one.upstream
         try:

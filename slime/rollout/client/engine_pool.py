@@ -1,19 +1,20 @@
-"""`EnginePool`: which engine gets the next request, and which requests each is working on.
+"""`EnginePool`: chooses the engine of each request, and tracks the running requests of each engine.
 
-Whoever watches the engines calls `admit` and `dismiss`; requests call `acquire`, then `heard`, `failed` and `release`.
+`EngineClient` passes on `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
 `acquire` waits for an open gate and an engine with room, at most `wait_limit_s` while no engine can be reached. It is
 woken by a freed place, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
-looks for tries and engines without progress; it ends when there is nothing to watch. All on one event loop.
+looks for tries and engines without progress; it ends when nothing is left to watch. Everything runs on one event loop.
 
 Invariants
-1. An engine has at most `most_per_engine` tries. One that could not be reached has at most one, as a test.
-2. The requests of a session go to one engine while it lives; those of a prompt too, while its load is close to the
-   least, because its cache then has their common prefix. All others go to the least loaded engine.
-3. A dismissed engine gets no more requests, and its tries are interrupted at once. Admitted again it is a new engine.
-4. A freed place wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes everybody, some
+1. An engine has at most `most_per_engine` tries. An engine that could not be reached has at most one, as a test.
+2. The requests of a session go to one engine while it lives. Requests with the same prompt also go to one engine, for
+   its prefix cache, while its load is close to the least. All other requests go to the least loaded engine.
+3. A dismissed engine gets no more requests, and its tries are interrupted at once. If it is admitted again, it counts
+   as a new engine.
+4. A freed place wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes all waiters, some
    in each turn of the event loop (`Slices`); interrupted tries are woken in the same way.
 
-`Suspects` finds the requests that kill engines; `Job` decides what follows when a request fails.
+`Suspects` finds the requests that kill engines. `Job` decides how a call continues after a failed request.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from slime.rollout.transcript import Transcript
 
 
 class Loads:
-    """Engines in buckets by number of tries: finds the least loaded without looking at all of them."""
+    """Engines in buckets by number of tries, which finds the least loaded engine without a scan."""
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
@@ -78,7 +79,7 @@ class Loads:
                 del self._buckets[load]
 
     def least_loaded(self) -> Upstream | None:
-        """The engine that has been least loaded for longest; None if there is none."""
+        """Returns the engine that has been least loaded for longest; None without engines."""
         if not self._load:
             self._least = 0
             return None
@@ -88,18 +89,20 @@ class Loads:
 
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
-"""How long an engine that could not be reached gets no request."""
+"""How long an engine that could not be reached gets no request: at first, and at most."""
 NEAR = 16
-"""A request goes to the engine that knows its prompt if that has at most this many more tries than the least loaded."""
+"""A request goes to the engine that knows its prompt, unless that has this many more tries than the
+least loaded one.
+"""
 REMEMBERED = 1 << 18
-"""Number of sessions and prompts whose engine is remembered."""
+"""Number of sessions and prompts for which the pool remembers the engine."""
 LEAST_SILENT = 2
-"""An engine stalls if at least this many tries get no token; a single one may be at fault itself."""
+"""An engine counts as stalled if at least this many tries get no token; a single try may be at fault itself."""
 LOOKS = 8
 
 
 class EnginePool:
-    """Use on the event loop of the requests."""
+    """Use it on the event loop of the requests."""
 
     def __init__(
         self,
@@ -110,25 +113,25 @@ class EnginePool:
         wait_limit_s: float,
         wanted: str = "an engine",
     ) -> None:
-        """`silence_limit_s`: limit of a try without progress. `wait_limit_s`: limit without a reachable engine.
-        `wanted`: what error messages call an engine.
+        """`silence_limit_s`: limit of a try without progress. `wait_limit_s`: limit of a wait without a reachable
+        engine. `wanted`: the name for an engine in error messages.
         """
         self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
         self._wanted = wanted
         self._name, self._num_admitted = f"{OWN_REQUESTS}{uuid.uuid4().hex}", 0
         self._upstreams: dict[str, Upstream] = {}
         self._loads = Loads()
-        """Engines that can be reached, as far as is known."""
+        """Engines that can be reached, as far as the pool knows."""
         self._homes: OrderedDict[Hashable, Upstream] = OrderedDict()
         self._waiting: dict[asyncio.Future[None], None] = {}
         self.is_open = True
-        """Whether requests get places."""
+        """Whether requests can get places."""
         self._alone_since: float | None = None
-        """Since when a request waits and no engine can be reached."""
+        """Time since which requests wait and no engine can be reached."""
         self._watch: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._first = [_plain(url) for url in urls]
-        """To be admitted as soon as the event loop runs."""
+        """Engines to admit as soon as the event loop runs."""
 
     @property
     def upstreams(self) -> list[Upstream]:
@@ -140,9 +143,9 @@ class EnginePool:
         return [one for upstream in self._upstreams.values() for one in upstream.tries]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Requests, also waiting ones, may go to these engines. Known engines stay as they are.
+        """Adds engines; waiting requests may use them too. Ignores engines that are already admitted.
 
-        `prefill`: they read prompts for others, which only `PairPool` knows.
+        `prefill`: they read prompts for decode engines; only `PairPool` supports this.
         """
         assert not prefill, "engines that answer whole requests read their own prompts"
         self._begin()
@@ -154,7 +157,9 @@ class EnginePool:
                 self._wake_for(upstream)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
-        """Removes engines and interrupts their tries. `died`: they died or hang. Returns those that were known."""
+        """Removes engines and interrupts their tries. `died`: they died or hang. Returns the engines that were
+        admitted.
+        """
         self._begin()
         gone = [one for url in dict.fromkeys(map(_plain, urls)) if (one := self._upstreams.pop(url, None))]
         for upstream in gone:
@@ -165,14 +170,14 @@ class EnginePool:
         return gone
 
     def interrupt(self, tries: Iterable[Try], why: str) -> None:
-        """Ends the waits of these tries, some in each turn."""
+        """Interrupts these tries, some in each turn of the event loop."""
         those = list(tries)
         for one in those:
             one.interrupt(why)
         self._slices.add(one.break_off for one in those)
 
     def close_gate(self) -> None:
-        """No request starts until `open_gate`."""
+        """Stops new requests until `open_gate`."""
         self.is_open = False
 
     def open_gate(self) -> None:
@@ -180,7 +185,7 @@ class EnginePool:
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Lets all waiters look again, some in each turn."""
+        """Wakes all waiters to look again, some in each turn of the event loop."""
         for queue in (self._waiting, *(upstream.waiting for upstream in self._upstreams.values())):
             waiting = list(queue)
             queue.clear()
@@ -189,9 +194,10 @@ class EnginePool:
     async def acquire(
         self, *, session: str | None, prompt: Hashable, scope: RequestScope | None, is_over: Callable[[], bool]
     ) -> Try | None:
-        """A place for a request; None as soon as `is_over()`. Raises `DeadlineExceeded` if no engine can be reached.
+        """Returns a place for a request; None as soon as `is_over()`.
 
-        `session`, `prompt`: keys of requests that are best kept at one engine; None: any engine will do.
+        `session`, `prompt`: keys of requests that should stay at one engine; None: any engine will do. Raises
+        `DeadlineExceeded` if no engine can be reached.
         """
         self._begin()
         if scope is not None:
@@ -217,7 +223,7 @@ class EnginePool:
         return None
 
     def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Called before a try is sent; returns the payload for its engine."""
+        """Returns the payload for the engine of a try. Called before the try is sent."""
         return payload
 
     def release(self, one: Try) -> None:
@@ -232,17 +238,17 @@ class EnginePool:
             _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
-        """The engine answers. If it was stalled, only a token makes it reachable again."""
+        """Notes that the engine answers. After a stall, only a token makes it reachable again."""
         if upstream.failures and upstream.stalls_at is None:
             upstream.failures = 0
             if upstream.admitted:
                 self._wake_for(upstream)
 
     def failed(self, upstream: Upstream) -> None:
-        """The engine could not be reached, or broke a connection."""
+        """Notes that the engine could not be reached, or broke a connection."""
         now = _now()
         if self._upstreams.get(upstream.url) is not upstream or now < upstream.down_until:
-            return  # dismissed, or one of the tries that broke together
+            return  # dismissed, or already noted for a try that broke at the same time
         cooldown_s = min(FIRST_COOLDOWN_S * 2**upstream.failures, LONGEST_COOLDOWN_S)
         upstream.failures += 1
         upstream.down_until = now + cooldown_s
@@ -256,12 +262,12 @@ class EnginePool:
             self.admit(first)
 
     def _wake_for(self, upstream: Upstream) -> None:
-        """An engine was admitted or answers again: wakes one waiter for each free place."""
+        """Wakes one waiter for each free place of an engine that was admitted or answers again."""
         self._loads.put(upstream)
         _wake(self._waiting, max(0, self._most - len(upstream.tries)))
 
     def _wake_next(self) -> None:
-        """A woken waiter takes no place: wakes the next one if there is room."""
+        """Wakes the next waiter if there is room. Called when a woken waiter takes no place."""
         if self._waiting and self.is_open:
             least = self._loads.least_loaded()
             if (least is not None and len(least.tries) < self._most) or self._engine_to_retry() is not None:
@@ -272,7 +278,7 @@ class EnginePool:
         return upstream if upstream is not None and upstream.admitted and not upstream.failures else None
 
     def _choose(self, home: Upstream | None, prompt: Hashable) -> Upstream | None:
-        """An engine with room; None if there is none, or if the session's engine has none."""
+        """Returns an engine with room; None if all are full, or if the session's engine is full."""
         if home is not None:
             return home if len(home.tries) < self._most else None
         least = self._loads.least_loaded()
@@ -283,7 +289,7 @@ class EnginePool:
         return near if near is not None and len(near.tries) < most else least
 
     def _engine_to_retry(self) -> Upstream | None:
-        """An engine that could not be reached, is idle and may be tried again."""
+        """Returns an idle engine that could not be reached and may be tried again."""
         if len(self._loads) == len(self._upstreams):
             return None
         now = _now()
@@ -316,7 +322,7 @@ class EnginePool:
             self._watch = asyncio.create_task(self._watch_tries(), name="engine-pool-watch")
 
     async def _watch_tries(self) -> None:
-        """Interrupts tries without progress, and gives up waiting for engines that do not come."""
+        """Interrupts tries without progress, and ends the waits if no engine comes."""
         limits = (self.silence_limit_s, self._wait_limit_s)
         every_s = min(max(min(limits) / LOOKS, 0.02), 5.0)
         while self._waiting or any(upstream.tries or upstream.waiting for upstream in self._upstreams.values()):
@@ -364,7 +370,7 @@ class EnginePool:
 
 
 def _wake(queue: dict[asyncio.Future[None], None], most: int | None = None) -> None:
-    """Lets the first `most` waiters look again, or all."""
+    """Wakes the first `most` waiters to look again; None: all."""
     for waiter in list(islice(queue, most)):
         queue.pop(waiter)
         _rouse(waiter)
@@ -386,16 +392,18 @@ def _now() -> float:
 # ---- requests that kill engines ----------------------------------------------------------------------------------
 
 MAX_DEATHS = 3
-"""A request that has seen this many engines die is deadly."""
+"""A request is deadly if this many engines died while they worked on it."""
 TRIAL_TOKENS = 128
-"""A deadly request kills by its prompt, or by what comes soon after the tokens it has."""
+"""A request on trial is cleared after this many more tokens: a deadly one kills by its prompt, or soon after the tokens
+that it has.
+"""
 
 
 @dataclass(slots=True)
 class Deaths:
     number: int = 0
     on_trial_from: int | None = None
-    """Tokens that it had when its trial began."""
+    """Number of tokens that the request had when its trial began."""
 
 
 class Suspects:
@@ -404,7 +412,7 @@ class Suspects:
     An engine that dies takes healthy requests with it, so one death proves nothing. After `MAX_DEATHS - 1` deaths a
     request is on trial: no other suspect is sent meanwhile. An answer, or `TRIAL_TOKENS` more tokens, clears it. If its
     engine dies during the trial, it ends with `DeadlyRequest`, and other requests for the same ids are not sent at all.
-    A suspect waits until the trial before its own has ended.
+    A suspect waits until the previous trial has ended.
     """
 
     def __init__(self) -> None:
@@ -421,7 +429,7 @@ class Suspects:
             raise _deadly(call, said)
 
     def note_death(self, call: Call, deaths: Deaths, said: str) -> None:
-        """The request's engine died. Raises `DeadlyRequest`."""
+        """Notes that the request's engine died. Raises `DeadlyRequest` if the request was on trial."""
         deaths.number += 1
         if deaths.on_trial_from is not None:
             self._deadly[_prompt_of(call)] = said
@@ -433,7 +441,7 @@ class Suspects:
             deaths.number = 0
 
     def release(self, deaths: Deaths) -> None:
-        """The request is cleared or over: the next suspect may go."""
+        """Ends a trial, because the request is cleared or over. The next suspect may be sent."""
         if deaths.on_trial_from is not None:
             deaths.on_trial_from = None
             self._trial.release()
@@ -450,11 +458,11 @@ def _deadly(call: Call, said: str) -> DeadlyRequest:
     )
 
 
-# ---- what follows when a request fails ---------------------------------------------------------------------------
+# ---- how a call continues after a failed request -----------------------------------------------------------------
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
-"""The engine is gone or not ready, says a proxy or the engine itself."""
+"""A proxy or the engine itself says that the engine is gone or not ready."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 """The engine may still work on the request."""
 MAX_TRIES = 5
@@ -463,13 +471,13 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 
 @dataclass(slots=True)
 class Job:
-    """A call under way.
+    """A running call, with its retries.
 
-    1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other
-       4xx. `MAX_TRIES` in a row without a token end the call. Tries at an engine that could not be reached do not
-       count: the call waits for the fleet.
+    1. A call is retried after lost connections, aborts, 408, 429, 502, 503 and 504, once after a 500, and after no
+       other 4xx. `MAX_TRIES` tries in a row without a token end the call. Tries at an engine that could not be reached
+       do not count: the call waits for the fleet.
     2. Each death of an engine is reported to `Suspects`.
-    3. A request without progress ends its call. If the whole engine stalls, the call goes on once, elsewhere or when
+    3. A request without progress ends its call. If the whole engine stalls, the call continues once, elsewhere or when
        the engine was restarted.
     """
 
@@ -479,14 +487,14 @@ class Job:
     session: str | None
     interval: int
     streams: bool
-    """The caller reads the parts."""
+    """Whether the caller reads the parts."""
     suspects: Suspects
     tries: int = 0
     internal_errors: int = 0
     taken_back: bool = False
-    """The run ended it early."""
+    """Whether the run ended the call early."""
     left_stalled: bool = False
-    """It has left one stalled engine; a second stall counts as its own fault."""
+    """Whether the call has left a stalled engine; a second stall counts as its own fault."""
     deaths: Deaths = field(default_factory=Deaths)
 
     def is_over(self) -> bool:
@@ -495,15 +503,18 @@ class Job:
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
     def take_back(self) -> None:
-        """Ends the call without its whole answer. Its execution is then not finished, whatever its code returns."""
+        """Ends the call without its whole answer. Its execution is then not finished, regardless of what its code
+        returns.
+        """
         self.taken_back = True
         if self.transcript is not None:
             self.transcript.taken_back = True
 
     def wait_after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
-        """Seconds to wait before the next request, after one was interrupted or refused. Raises if it was the last.
+        """Returns the seconds to wait before the next request, after one was interrupted or refused.
 
-        `one`: the failed try. `before`: tokens that the call had when it was sent.
+        `one`: the failed try. `before`: number of tokens that the call had when it was sent. Raises if the call has
+        failed.
         """
         url = f"{one.upstream.url}/generate"
         match problem:
@@ -552,12 +563,18 @@ class Job:
                 raise problem
 
     def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
-        """The engine broke off or is not ready; a try only if it could be reached before. Raises as `count_try`."""
+        """Notes that the engine broke off or is not ready. A try counts only if the engine could be reached before it.
+
+        Raises as `count_try` does.
+        """
         pool.failed(one.upstream)
         return 0.0 if one.is_test else self.count_try(said, before, pool)
 
     def count_try(self, said: str, before: int, pool: EnginePool) -> float:
-        """Counts a try; seconds to wait before the next. Raises `EngineError` after `MAX_TRIES` without a token."""
+        """Counts a try and returns the seconds to wait before the next one.
+
+        Raises `EngineError` after `MAX_TRIES` without a token.
+        """
         if len(self.call.tokens) > before or not pool.is_open:
             self.tries, self.internal_errors = 0, 0
             return 0.0

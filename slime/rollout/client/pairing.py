@@ -1,17 +1,17 @@
 """`PairPool`: engines in pairs. A prefill engine reads the prompt and hands its keys and values to a decode engine,
 which streams the answer.
 
-It is the pool of the decode engines, with an inner pool of prefill engines. `acquire` returns a try at a decode engine
-whose `reader` is a try at a prefill engine; `begin` sends the reader in a task of its own. That task waits for the
-prefill engine's answer; an interruption or the release of the pair also wakes it. All on one event loop.
+It is the pool of the decode engines, with an inner pool of prefill engines. `acquire` returns a try at a decode engine,
+with a try at a prefill engine as its `reader`; `begin` sends the reader in a separate task. That task waits for the
+prefill engine's answer; an interruption or the release of the pair also wakes it. Everything runs on one event loop.
 
 Invariants
 1. A request has a place and an id at each of the two engines, and is ended at both.
-2. The reader's place is free as soon as the prompt is read, or nobody needs it any more.
+2. The reader's place is free as soon as the prompt is read, or the request no longer needs it.
 3. If the prompt is not read, the request is interrupted and sent again as if its own engine had failed. After the first
    token, failures of the reader do not matter.
 4. The two engines match their requests by a number that no other request has.
-5. Sessions and prompts keep to one prefill engine, which has the cache; the decode engine is chosen by load alone.
+5. Requests of a session or prompt share a prefill engine for its cache. The decode engine is chosen by load alone.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PairPool(EnginePool):
         await super().close()
 
     def _gives_up(self, one: Try, is_over: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether a request stops waiting for a reader."""
+        """Returns a function that says whether a request stops waiting for a reader."""
         return lambda: is_over() or one.interrupted is not None or not self.is_open
 
     def _has_read(self, reader: Try) -> None:

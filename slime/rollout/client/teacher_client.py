@@ -1,10 +1,10 @@
 """`TeacherClient`: log-probs of given tokens under a served teacher.
 
-A question waits for a free place, then for the teacher's server (or its router), within `--request-timeout-s`.
+A request waits for a free place, then for the teacher's server (or its router), within `--request-timeout-s`.
 
 Invariants
 1. The ids that the teacher judged are the ids that were sent; anything else is an error.
-2. What can succeed is tried again within the limit: lost connections, 408, 429, 502, 503, 504; a 500 once.
+2. A request is retried within the limit after lost connections, 408, 429, 502, 503 and 504, and once after a 500.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.rollout.guard import waiting
 
 
 class TeacherClient:
-    """`close` at the end."""
+    """Call `close` at the end."""
 
     def __init__(
         self,
@@ -38,12 +38,13 @@ class TeacherClient:
         vocab_size: int | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`max_concurrency`: questions at once. The rest is as in `EngineClient`."""
+        """`max_concurrency`: requests at once. The other parameters are those of `EngineClient`."""
         self._url, self._request_timeout_s, self._vocab_size = url.rstrip("/"), request_timeout_s, vocab_size
         self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(EngineKeys(api_key))
 
     async def log_probs(self, tokens: Sequence[int], num_response: int) -> list[float]:
-        """[num_response] log-probs in nats of the last tokens, each given all before it, at temperature 1.
+        """Returns the [num_response] log-probs, in nats, of the last tokens, each given all tokens before it, at
+        temperature 1.
 
         Raises `RequestRejected`, `EngineError`, or `DeadlineExceeded` after `request_timeout_s`.
         """
@@ -71,7 +72,7 @@ class TeacherClient:
                 ) from expiry
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The answer, after up to `MAX_TRIES` tries. A try that may still run is aborted."""
+        """Returns the answer after up to `MAX_TRIES` tries. Aborts a try that may still run."""
         problem = "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
@@ -101,7 +102,8 @@ class TeacherClient:
 
 
 def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_size: int | None = None) -> list[float]:
-    """The log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if its ids differ.
+    """Returns the log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if its ids
+    differ.
 
     SGLang reports the last id of the vocabulary as 0 in prompts, where it expects hashes of images.
     """

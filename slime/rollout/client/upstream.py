@@ -1,15 +1,16 @@
 """`Upstream`: an engine as its client sees it. `Try`: one request there. `RequestScope`: the requests of one rollout.
 
-A try waits for its engine in `wait`; the answer or `break_off` wakes it. All on one event loop.
+A try waits for its engine in `wait`; the answer or `break_off` wakes it. Everything runs on one event loop.
 
 Invariants
 1. The id of a request begins with a prefix for its client and engine, then one for its scope, and no id is a prefix of
-   another. An engine ends all requests whose ids share a prefix (`wire`): one request, a scope, or all of a client, but
-   none of other clients.
+   another. One abort ends all requests with a common prefix (`wire`): one request, a scope, or all requests of a
+   client, but none of other clients.
 2. An engine that is admitted again is a new `Upstream`: aborts for the old one do not touch the new one's requests.
-3. The time without progress of a try counts from its last token. While the try may still be queueing, which is until
-   the engine serves a later request, it counts from the engine's last token. While a prefill engine reads the prompt,
-   it counts there, and from the last token of the decode engine, which must have room.
+3. A try's time without progress counts from its last token. While the try may still be queueing, which is until the
+   engine serves a later request, it counts from the engine's last token. While a prefill engine reads the prompt, only
+   the reader's time counts, and a token of the decode engine also restarts it, because the reader may wait for room
+   there.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestScope:
-    """The requests of one rollout, in whatever user code. Tasks inherit the scope through `REQUEST_SCOPE`.
+    """The requests of one rollout, from any user code. Tasks inherit the scope through `REQUEST_SCOPE`.
 
-    The run takes them back together through it: their callers get `TakenBack`.
+    The run takes all requests of a scope back together; their callers get `TakenBack`.
     """
 
     tries: set[Try] = field(default_factory=set)
     pools: set[EnginePool] = field(default_factory=set)
     """Pools that its requests have asked for a place."""
     aborted: bool = False
-    """The requests are taken back, and no other is sent."""
+    """The requests are taken back, and no more are sent."""
     hands_back: bool = False
     """The requests are taken back; new ones are sent after the pause."""
     number: int = field(default_factory=count(1).__next__)
@@ -65,19 +66,19 @@ class Upstream:
     """One engine as its client sees it. `asked`: number of requests sent."""
 
     def __init__(self, url: str, prefix: str, now: float) -> None:
-        """`prefix`: how the ids of all its requests begin."""
+        """`prefix`: the beginning of all its request ids."""
         self.url, self.prefix = url, prefix
         self.tries: set[Try] = set()
         self.waiting: dict[asyncio.Future[None], None] = {}
-        """Requests whose session belongs here, in order of arrival."""
+        """Waiting requests of sessions that belong to this engine, in order of arrival."""
         self.admitted, self.failures, self.down_until = True, 0, 0.0
         self.asked = 0
         self.served = -1
-        """The latest request, by number, that has got a token."""
+        """The highest number of a request that has got a token."""
         self.admitted_at = self.progress_at = now
         self._busy_s, self._busy_since = 0.0, now
         self.stalls_at: float | None = None
-        """When it was last found to give no request a token for too long; None as soon as it gives one."""
+        """When the engine was last found stalled; None as soon as a request gets a token."""
 
     def add_try(self, one: Try, now: float) -> None:
         if not self.tries:
@@ -90,14 +91,14 @@ class Upstream:
             self._busy_s += 0.0 if self.tries else now - self._busy_since
 
     def take_busy_s(self, now: float) -> float:
-        """Seconds with at least one try since the last call."""
+        """Returns the seconds with at least one try since the last call."""
         if self.tries:
             self._busy_s, self._busy_since = self._busy_s + now - self._busy_since, now
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def prefix_of(self, scope: RequestScope | None) -> str:
-        """The prefix of the request ids of a scope (None: of requests without a scope)."""
+        """Returns the prefix of the request ids of a scope; None: of requests without a scope."""
         return f"{self.prefix}{0 if scope is None else scope.number}."
 
 
@@ -110,9 +111,9 @@ class Try:
         self.reader: Try | None = None
         """In a pair: the try at the prefill engine, until the prompt is read."""
         self.trouble: Exception | None = None
-        """Of a reader: why it did not read the prompt."""
+        """For a reader: why it did not read the prompt."""
         self.beside: Upstream | None = None
-        """Of a reader: the decode engine, whose free memory it may be waiting for."""
+        """For a reader: the decode engine, at which it may wait for free memory."""
         self._guard: asyncio.Timeout | None = None
         self.heard_at = self._fresh_at = self.placed_at = now
         self.first_at: float | None = None
@@ -124,7 +125,7 @@ class Try:
         upstream.asked += 1
 
     def got_tokens(self, now: float) -> None:
-        """Tokens have come. If it falls silent after them, the engine may have put it at the end of its queue."""
+        """Notes new tokens. If the try falls silent later, the engine may have put it at the end of its queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
         upstream.stalls_at = None
@@ -134,7 +135,7 @@ class Try:
             self.first_at = now
 
     def silent_s(self, now: float) -> float:
-        """Seconds without progress (invariant 3); not counted while nobody waits."""
+        """Returns the seconds without progress (invariant 3). Time outside of `wait` does not count."""
         if self._guard is None or self.reader is not None:
             self._fresh_at = now
         overtaken = self.upstream.served > self._place
@@ -144,11 +145,11 @@ class Try:
         return now - self._fresh_at
 
     def interrupt(self, why: str) -> None:
-        """Ends its next `wait`; `break_off` also ends the current one."""
+        """Makes the next `wait` raise `Interrupted`; `break_off` also ends the current one."""
         self.interrupted = self.interrupted or why
 
     def break_off(self) -> None:
-        """If it was interrupted while waiting, wakes it: `wait` raises `Interrupted`."""
+        """Wakes a try that was interrupted while waiting: `wait` raises `Interrupted`."""
         if self._guard is not None and self.interrupted is not None and self._guard.when() is None:
             self._guard.reschedule(0.0)
 
@@ -165,7 +166,7 @@ class Try:
         raise Interrupted(self.interrupted)
 
 
-# ---- work in slices: a thousand tasks woken at once would run in one turn and stop everything else ---------------
+# ---- work in slices: a thousand tasks woken at once would run in one turn and block everything else --------------
 
 CALLS_PER_TURN = 64
 
@@ -196,10 +197,10 @@ class Slices:
 
 
 class Budget:
-    """Limits the work that tasks do in one turn of the event loop. Waiters go on in order, in later turns."""
+    """Limits the work that tasks do in one turn of the event loop. Waiting tasks continue in order, in later turns."""
 
     def __init__(self, most: int) -> None:
-        """`most`: in the unit of `wait_for_room`; a task that wants more has a turn for itself."""
+        """`most`: limit of a turn, in the unit of `wait_for_room`; a task that needs more gets a turn for itself."""
         self._most, self._used = most, 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._due = False

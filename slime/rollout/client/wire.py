@@ -1,15 +1,15 @@
-"""`Wire`: HTTP requests to engines, whose answers are streams of `Events`, and aborts.
+"""`Wire`: HTTP requests to engines, which answer with streams of `Events`, and aborts.
 
-Nobody waits for an abort: a background task per engine delivers them, several at a time, and `drain` waits for the
-tasks. All on one event loop.
+Callers do not wait for aborts: a background task per engine delivers them, several at a time, and `drain` waits for the
+tasks. Everything runs on one event loop.
 
 Invariants
 1. An abort goes only to the engine that has the request.
 2. Aborts never wait for a free connection. An unreachable engine costs one attempt, not one per request.
-3. Requests whose ids share a prefix, and only those, can be ended together. SGLang 0.5.16 ends all requests whose ids
-   begin with the id it is sent, but ignores an id that is not itself a request. So a request with the prefix as its id,
-   the marker, is sent first and ended with the others; its end proves theirs.
-4. No request that is to go on has an id that begins with a marker's id: SGLang sends itself an abort of each request
+3. Requests with a common id prefix, and only those, can be ended together. SGLang 0.5.16 ends all requests with ids
+   that begin with the id it is sent, but ignores an id that is not itself a request. So the client first sends a
+   marker, a request with the prefix as its id, and ends it with the others. Once the marker ends, the others have too.
+4. No request that must continue has an id that begins with a marker's id: SGLang sends itself an abort of each request
    two seconds after its answer, and with several tokenizer workers it checks only later whether the request exists.
 """
 
@@ -31,18 +31,20 @@ from slime.core.text import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
-"""An engine in reach accepts at once; a host that is gone never does."""
+"""A reachable engine accepts at once; a host that is gone never does."""
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
 """A connection whose answer does not end in this time is closed instead of reused."""
 EVERYTHING = ""
-"""The id that stands for all requests of an engine, whoever sent them."""
+"""The id that stands for all requests of an engine, from any client."""
 MARKERS = 3
-"""Markers to try: one may end before its abort comes. After that, or if it is refused, each request is ended alone."""
+"""Number of markers to try: a marker may end before its abort comes. After that, or if a marker is refused, each
+request is ended alone.
+"""
 MARKER_TOKENS = 64
-"""Upper bound; a marker is ended long before."""
+"""Maximum number of tokens of a marker, which normally ends long before."""
 REFUSED = re.compile(rb'"status_code":\s*\d')
-"""In the abort of a request that its engine refused, as a paired engine does with a request without a partner."""
+"""Part of the answer to a request that its engine refused, as a paired engine refuses a request without a partner."""
 MARKER_REPEAT_S = 0.25
 """An abort can overtake its marker on the way to the engine."""
 
@@ -53,7 +55,9 @@ class Events:
         self._rest, self._seen = bytearray(), 0
 
     async def next(self) -> list[dict[str, Any]]:
-        """The events since the last call. Raises `EngineError` if one is not JSON, `ClientError` if the stream ends."""
+        """Returns the events since the last call. Raises `EngineError` if one is not JSON, `ClientError` if the stream
+        ends.
+        """
         while True:
             chunk = await self._content.readany()
             if not chunk:
@@ -73,16 +77,17 @@ class Events:
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files: each request under way is one."""
+    """Raises the limit of open files, because each running request uses one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def collect_garbage_rarely() -> None:
-    """Without this, Python's collector stops a process that makes thousands of requests for seconds.
+    """Makes Python's garbage collector run rarely.
 
-    Objects of today are never scanned again, new ones rarely.
+    Otherwise it stops a process that makes thousands of requests for seconds. Objects that exist now are never scanned
+    again, and new ones rarely.
     """
     gc.collect()
     gc.freeze()
@@ -90,7 +95,7 @@ def collect_garbage_rarely() -> None:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The JSON object of an answer or event. Raises `EngineError`."""
+    """Parses the JSON object of an answer or event. Raises `EngineError`."""
     try:
         answer = orjson.loads(body)
     except ValueError as problem:
@@ -101,7 +106,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 class Wire:
-    """Connections to engines, and aborts under way. `close` at the end."""
+    """Connections to engines, and aborts under way. Call `close` at the end."""
 
     def __init__(self, keys: EngineKeys) -> None:
         """`keys`: API keys; aborts use the control key."""
@@ -111,16 +116,16 @@ class Wire:
         self._control = {"Authorization": f"Bearer {keys.control}"} if keys.control else {}
         self._session: aiohttp.ClientSession | None = None
         self._to_abort: dict[str, dict[str, list[str] | None]] = {}
-        """Address -> id to abort -> None; for a prefix, the known ids that have it."""
+        """Address -> id to abort -> None; for a prefix, the known ids that begin with it."""
         self._delivering: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     async def post(self, url: str, payload: Mapping[str, Any]) -> aiohttp.ClientResponse:
-        """Returns when status and headers are there. Raises `aiohttp.ClientError`."""
+        """Returns when status and headers have arrived. Raises `aiohttp.ClientError`."""
         return await self._open().post(url, data=orjson.dumps(payload))
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
-        """After the last event: reads the answer to its end, so that the connection can be reused."""
+        """Reads the answer to its end after the last event, so that the connection can be reused."""
         response.content.read_nowait(-1)
         if response.content.at_eof():
             return
@@ -139,7 +144,7 @@ class Wire:
         return self._order(url, rid, None)
 
     def abort_together(self, url: str, prefix: str, rids: Iterable[str]) -> asyncio.Task[None] | None:
-        """Ends all requests whose ids begin with `prefix`, as `abort` does. `rids`: those known."""
+        """Like `abort`, for all requests with ids that begin with `prefix`. `rids`: the known ids."""
         return self._order(url, prefix, list(rids))
 
     def _order(self, url: str, rid: str, together: list[str] | None) -> asyncio.Task[None] | None:
@@ -187,7 +192,9 @@ class Wire:
             del self._delivering[url]  # a later abort starts another task
 
     async def _abort_together(self, url: str, prefix: str) -> bool:
-        """Invariant 3. False if the requests must be ended one by one; True also if the engine cannot be reached."""
+        """Ends requests together (invariant 3). Returns False if they must be ended one by one, and True also if the
+        engine cannot be reached.
+        """
         params = {"max_new_tokens": MARKER_TOKENS, "ignore_eos": True}
         body = orjson.dumps({"rid": prefix, "input_ids": [0], "sampling_params": params, "stream": True})
         limit = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
@@ -206,7 +213,7 @@ class Wire:
         return False
 
     async def _end_marker(self, url: str, prefix: str, marker: aiohttp.ClientResponse) -> bytes | None:
-        """The marker's answer; None if the engine cannot be reached any more."""
+        """Ends the marker and returns its answer; None if the engine can no longer be reached."""
         answer = asyncio.ensure_future(marker.read())
         try:
             while not answer.done():

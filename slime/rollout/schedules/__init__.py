@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSchedule(ABC):
-    """Built once per run, from its settings if it declares fields. Runs on one event loop."""
+    """A schedule is built once per run, from the settings that its fields declare, and runs on one event loop."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = False
@@ -56,7 +56,9 @@ class RolloutSchedule(ABC):
         """Ends all running work and puts its groups back."""
 
     def check(self, args: Args) -> str | None:
-        """Returns an error message (what is wrong, why, what to do) if the settings do not work with it, else None.
+        """Returns an error message (what is wrong, why, what to do) if the schedule cannot work with the settings, else
+        None.
+
         Called at start.
         """
         return None

@@ -77,7 +77,7 @@ class BoundedPolicy(Policy):
         return self._max_groups_in_flight - len(loop.running) - self._buffer.num_finished
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Accepts interruptions, which weight syncs cause, but only `MAX_TRIES - 1` of one group per step."""
+        """True for the first `MAX_TRIES - 1` interruptions of a group in a step, which weight syncs cause."""
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 

@@ -7,7 +7,7 @@ Invariants
 1. Once a step has returned or raised, none of its work still runs: each group is in the batch, put back, filtered or
    failed, and no request is left in an engine.
 2. Without `--partial-rollout` a group holds only work of this step: work of an earlier step may come from older weights
-   and is dropped when the group is issued. `--max-weight-staleness` keeps what is finished and recent enough.
+   and is dropped when the group is issued. `--max-weight-staleness` keeps work that is finished and recent enough.
 3. Groups that the step itself ends do not count as failures.
 """
 

@@ -1,4 +1,4 @@
-"""`EpisodeWorker`: a worker process runs whole episodes, with its own engine clients, graders and tokenizer.
+"""`EpisodeWorker`: runs whole episodes in a worker process, with its own engine clients, graders and tokenizer.
 
 `WorkerFleet` sends it groups to run, admissions and dismissals of engines, and orders to end requests. Calls begin in
 the order in which they were made (`InOrder`). Everything runs on one event loop.
@@ -121,7 +121,7 @@ class EpisodeWorker:
         return None if self._client is None else self._client.take_traffic()
 
     async def abort(self, scope: int) -> None:
-        """Takes back the requests of a scope, and sends no later ones."""
+        """Takes back the requests of a scope, and blocks later ones."""
         if self._client is not None and scope in self._scopes:
             self._scopes[scope].aborted = True
             await self._client.abort_scope(self._scopes[scope])

@@ -99,7 +99,7 @@ class _Member:
 
 
 class WorkerFleet(Episodes):
-    """All workers of a run. Use on one event loop; `close` at the end."""
+    """All workers of a run. Use it on one event loop; call `close` at the end."""
 
     def __init__(self, start: Callable[[int], WorkerPort], num_workers: int, *, start_limit_s: float = 600.0) -> None:
         """`start`: starts the process of the worker with the given number, and returns at once. `start_limit_s`:
@@ -108,7 +108,7 @@ class WorkerFleet(Episodes):
         self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """Started by the first call; then they learn the earlier orders."""
+        """Started by the first call, which also gives them the earlier orders."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> the part of a request that the engine serves."""
@@ -123,7 +123,7 @@ class WorkerFleet(Episodes):
         """Sums of each worker's requests that `traffic` has not yet returned."""
 
     def include(self, conductor: Here) -> None:
-        """Also sends orders to this process, which sends the requests of user functions."""
+        """Sends all orders to `conductor` too, because this process sends the requests of user functions."""
         self._conductor = conductor
 
     async def ready(self) -> None:
@@ -224,7 +224,7 @@ class WorkerFleet(Episodes):
         port = member.port
         member.num_running += 1
         try:
-            with waiting():  # the worker has limits of its own
+            with waiting():  # the worker has its own limits
                 done: Done = await port.call("run", work)
                 record = await beside(done.record.owned)
         except asyncio.CancelledError:
@@ -324,7 +324,7 @@ class WorkerFleet(Episodes):
         return list(counted.values())
 
     async def num_left_behind(self) -> int:
-        """Returns the number for this process and the workers that answer in time."""
+        """Counts user code left behind in this process and in the workers that answer in time."""
         here = await self._conductor.num_left_behind()
         return here + sum(num or 0 for num in await self._ask_all("num_left_behind"))
 

@@ -1,7 +1,7 @@
 """Rejection sampling: engines sample `n` answers, and `--loss-type sft_loss` fine-tunes the model on the good ones.
 
     --loss-type sft_loss --rollout-function-path slime.rollout.loop.generate_rollout --n-samples-per-prompt 8
-    --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without one
+    --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without a good one
     --rollout-sample-filter-path slime.rollout.workflows.rejection.keep_right       # or keep_best
     --drop-masked-executions                                 # averages over kept executions only (loss_aggregation)
 
