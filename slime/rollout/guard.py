@@ -179,7 +179,7 @@ def exited(error: BaseException) -> HookExited | DeadlineExceeded:
 
 
 async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Calls one of slime's own functions in a thread.
+    """Calls an internal function in a thread.
 
     User code cannot delay it, because asyncio and `run_in_thread` use other threads.
     """
