@@ -165,8 +165,7 @@ class Words:
         self._store.set(self._key(turn), GOOD if good else BAD)
 
     def hear(self, turn: int, num_turns: int) -> bool:
-        """Waits for `turn`, at most as long as `num_turns` turns of others take. Returns whether earlier turns
-        succeeded.
+        """Waits for `turn`, at most the time of `num_turns` turns. Returns whether all earlier turns succeeded.
 
         Raises `DeadlineExceeded`, or `DistNetworkError` if the rank with the store is gone.
         """

@@ -216,8 +216,7 @@ class ExpectedDigests:
         return engine_shards(self._table, entry, tensors, holding.share, on_cpu=not tensors[0].is_cuda)
 
     def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
-        """Returns the digests of these tensors (default: the whole table). Raises `WeightSyncError` if any is
-        missing."""
+        """Returns digests of these tensors (default: all). Raises `WeightSyncError` if any is missing."""
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}

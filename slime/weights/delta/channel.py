@@ -1,16 +1,16 @@
-"""The disk transport with agents: versions in the shared folder, most of them deltas, and a call to each agent.
+"""The disk transport with agents: writes versions, most of them deltas, to the shared folder and calls each agent.
 
 Consumes: buckets. Produces: a version, which appears when its temporary folder is renamed, and engines that have loaded
-it. Waits for: the agents beside the engines, with the limit of the weight sync; nobody wakes it.
+it. Waits for: the agents beside the engines, with the limit of the weight sync.
 
-Any number of ranks may send: each writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
-conductor makes a version of all reports (`finish`). All decide alike whether a version is full, because they see the
-same engines and the same outcomes.
+Any number of ranks may send. Each writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
+conductor makes a version from all reports (`finish`). All ranks make the same decision whether a version is full,
+because they see the same engines and the same outcomes.
 
 Invariants
-1. The first version of a start, the first one that an engine takes part in, and the one after a failure are full, and
-   hold the trainer's own tensors.
-2. A folder without the leading dot is complete and on disk.
+1. Full versions contain the trainer's own tensors. The first version after a start, the first one that an engine takes
+   part in, and the one after a failure are full.
+2. A folder whose name has no leading dot is complete and on disk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeltaChannel(Channel):
     def __init__(
         self, folder: Path, context: TransportContext, *, every: int, encoding: str, checksum: str, keep: bool
     ) -> None:
-        """`every`: a full version at least every so many syncs. `keep`: old versions stay."""
+        """`every`: maximum number of syncs from one full version to the next. `keep`: whether old versions stay."""
         self._folder, self._context, self._every, self._keep = folder, context, every, keep
         self._encoding, self._checksum = encoding, checksum
         self._memory: Memory | None = {} if every > 1 else None
@@ -125,7 +125,7 @@ class DeltaChannel(Channel):
         on_all(receivers, load, f"load {final}")
 
     def settle(self) -> None:
-        if self._writer is None:  # this rank sent nothing
+        if self._writer is None:  # this rank has sent nothing
             return
         self._writer = None
         self._confirmed, self._base = self._receivers, self._made or self._base
@@ -162,14 +162,14 @@ class DeltaChannel(Channel):
         return self._folder / written_as(self._version)
 
     def _make_whole(self, manifest: Manifest) -> Path:
-        """Adds the other files that a reader needs, and renames the folder to the version's name."""
+        """Adds the other files that a reader needs, then gives the folder the version's name."""
         folder = self._writing
         wanted = {entry.file for entry in manifest.entries}
         for file in folder.iterdir():
             if file.name not in wanted:
                 file.unlink()
         if manifest.base is None:
-            # Copies, because a reader of the folder may not see the checkpoint.
+            # Copies instead of links, because a reader of the folder may not see the checkpoint.
             add_assets(folder, self._context.hf_checkpoint, shutil.copyfile)
             weight_map = {entry.name: entry.file for entry in manifest.entries}
             write_index(folder, weight_map, sum(entry.num_bytes for entry in manifest.entries))

@@ -1,23 +1,26 @@
-"""Encodings of patches, which turn the old bytes of a tensor into the new ones exactly.
+"""Encodings of patches. A patch turns the old bytes of a tensor into the new ones exactly.
 
-    xor         new ^ old of each changed element: small numbers, of which few are common. Applied twice it undoes
-                itself, so it must be applied only to its base, which the chain of digests ensures.
-    overwrite   the new value of each changed element: larger, and safe to apply again
+    xor         new ^ old for each changed element: small numbers, and mostly the same few. Applied twice it undoes
+                itself, so it must be applied only to its base; the chain of digests ensures that.
+    overwrite   the new value of each changed element: larger, but it may be applied again
 
-A patch is a sequence of chunks of `CHUNK` elements: a head, the streams of positions, the streams of symbols. The name
-of an encoding in a manifest is looked up only here: others may write to the folder, so it must not name code.
+A patch is a sequence of chunks of `CHUNK` elements. A chunk consists of a head, the streams of positions and the
+streams of symbols. A manifest names its encoding, and the name is only looked up in `ENCODINGS`. It must not be an
+import path, because others may write to the folder.
 
-Streams. Bytes of one meaning lie together, so one entropy code fits them. Each stream is one zstd frame, tuned for its
-entropy coder: symbols hardly ever repeat as strings, and the short matches that zstd would find cost more than their
-bytes. So matches are long or none.
+Streams. Bytes with the same meaning are stored together, so that one entropy code fits them. Each stream is one zstd
+frame. The parameters favour its entropy coder: sequences of symbols hardly ever repeat, and encoding short matches
+takes more space than they save. So zstd searches only for long matches.
 
-Positions. A skip is the number of unchanged elements before a changed one. If changes fall anywhere with equal
-probability, skips are geometric, and so are the low bits and the rest of a skip. The rest is written as bytes; 255
-means "255 more". A code of single bytes then comes within a few per cent of the entropy at any density, and below it if
-changes come in rows, as in an embedding. From a density of `BITMAP_FROM` on, a bitmap is as small and faster.
+Positions. A skip is the number of unchanged elements before a changed one. If all elements change with the same
+probability, skips have a geometric distribution. A skip is split into its low bits and the rest. The rest is written as
+bytes, where 255 means "255 more". An entropy code for single bytes is then within a few per cent of the entropy at any
+density, and below it if changes are clustered in rows, as in an embedding. At densities of at least `BITMAP_FROM`, a
+bitmap is as small and faster.
 
-Symbols. The XOR of two neighbouring bfloat16 is 1, 3, 7, ...: a handful of 16-bit symbols are nearly all. By rank each
-is one byte with its own code; as two byte planes, the rare carry into the upper byte costs as much again.
+Symbols. The XOR of two adjacent bfloat16 values is 1, 3, 7, ..., so a handful of 16-bit symbols occur almost always. As
+ranks in a table, each takes one byte with its own code. As two byte planes, the rare carry into the upper byte would
+double the size.
 """
 
 from __future__ import annotations
@@ -40,20 +43,20 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def join(streams: Sequence[Bytes]) -> bytes:
-    """The compressed frames of all streams, each after its length. A stream has less than 4 GiB."""
+    """Compresses each stream into a frame and joins the frames, each after its length. A stream has less than 4 GiB."""
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     frames = [compressor.compress(np.ascontiguousarray(stream).data) for stream in streams]
     return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
 
 
 class Streams:
-    """Reads the streams that `join` wrote, one after the other. Damage raises `WeightSyncError`."""
+    """Reads the streams that `join` wrote, one after the other. Raises `WeightSyncError` if the data is damaged."""
 
     def __init__(self, data: memoryview, at: int = 0) -> None:
         self._data, self.at = data, at
 
     def next(self, limit: int) -> Bytes:
-        """The next stream. One of more than `limit` bytes is refused before it is unpacked."""
+        """Returns the next stream. Raises before decompressing if it has more than `limit` bytes."""
         frame = self.take(self.take_length())
         try:
             size = zstandard.frame_content_size(frame)
@@ -69,7 +72,7 @@ class Streams:
         return int(length)
 
     def take(self, size: int) -> memoryview:
-        """The next bytes as they are."""
+        """Returns the next `size` bytes unchanged."""
         part = self._data[self.at : self.at + size]
         if len(part) != size:
             raise WeightSyncError(f"the patch ends at byte {len(self._data)}, before its content does")
@@ -78,13 +81,13 @@ class Streams:
 
 
 def split_planes(values: NDArray[np.unsignedinteger]) -> list[Bytes]:
-    """The lowest bytes of all values, then the next ones, and so on."""
+    """Splits values into byte planes: the lowest bytes of all values, then the next bytes, and so on."""
     rows = values.astype(values.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(-1, values.dtype.itemsize)
     return [np.ascontiguousarray(rows[:, byte]) for byte in range(values.dtype.itemsize)]
 
 
 def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """The values of `split_planes`."""
+    """Inverts `split_planes`."""
     rows = np.stack(list(planes), axis=1)
     return np.ascontiguousarray(rows).view(dtype.newbyteorder("<")).reshape(-1).astype(dtype, copy=False)
 
@@ -92,20 +95,20 @@ def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) ->
 # --- positions: which elements changed
 
 MORE = 255
-"""This byte in the rest of a skip means 255 more; the next byte is added."""
+"""In the rest of a skip, this byte means "255 more", and the next byte is added to it."""
 LOW_BITS = (0, 4, 8, 12)
-"""How many low bits of a skip may be written separately."""
+"""Possible numbers of low bits of a skip that are written separately."""
 BITMAP = 255
-"""The form of positions that are a bitmap instead of skips."""
+"""Form of positions that are written as a bitmap instead of skips."""
 BITMAP_FROM = 0.15
-"""Share of changed elements."""
+"""Share of changed elements from which on a bitmap is used."""
 LOOKED_AT = 1 << 16
-"""Number of skips or symbols by which their form is chosen."""
+"""Number of skips or symbols that are examined to choose their form."""
 Positions = NDArray[np.uint32]
 
 
 def write_positions(changed: NDArray[np.bool_]) -> tuple[int, list[Bytes]]:
-    """(form, streams) of a mask."""
+    """Encodes a mask as (form, streams)."""
     if np.count_nonzero(changed) >= BITMAP_FROM * len(changed):
         return BITMAP, [np.packbits(changed)]
     skips = np.diff(np.flatnonzero(changed), prepend=-1) - 1
@@ -115,7 +118,7 @@ def write_positions(changed: NDArray[np.bool_]) -> tuple[int, list[Bytes]]:
 
 
 def read_positions(form: int, streams: Streams, count: int, size: int) -> Positions:
-    """The positions of `count` changed ones among `size` elements, ascending."""
+    """Returns the positions of the `count` changed elements among `size` elements, in ascending order."""
     if form == BITMAP:
         bits = np.unpackbits(streams.next(-(-size // 8)), count=size)
         at = np.flatnonzero(bits)
@@ -173,12 +176,12 @@ def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> ND
 
 PLANES, RANKS = 0, 1
 RARE = 255
-"""The rank of symbols that are not in the table; they are written separately."""
+"""Rank of symbols that are not in the table. These symbols are written separately."""
 Symbols = NDArray[np.unsignedinteger]
 
 
 def write_symbols(symbols: Symbols) -> tuple[int, list[Bytes]]:
-    """(form, streams) of the symbols."""
+    """Encodes symbols as (form, streams)."""
     some = symbols[:LOOKED_AT]
     if symbols.dtype == np.uint16 and len(join(_ranked(some))) < len(join(split_planes(some))):
         return RANKS, _ranked(symbols)
@@ -204,7 +207,7 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
 
 
 def _ranked(symbols: Symbols) -> list[Bytes]:
-    """Table of the most frequent symbols, ranks in it, planes of the other symbols."""
+    """Returns the table of the most frequent symbols, the ranks in it, and the planes of all other symbols."""
     counts = np.bincount(symbols, minlength=1 << 16)
     common = np.argsort(counts, kind="stable")[::-1][:RARE]
     common = common[counts[common] > 1].astype(np.uint16)
@@ -224,37 +227,37 @@ def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]
 
 Elements = NDArray[np.unsignedinteger]
 CHUNK = 1 << 24
-"""Elements that are encoded together: bounds the memory beside the tensor."""
+"""Number of elements that are encoded together, which bounds the memory needed beside the tensor."""
 _HEAD = struct.Struct("<IBB")
 """Number of changed elements, form of their positions, form of their symbols."""
 RAW = "raw"
-"""The encoding of a patch that is the tensor itself: in full versions, and if a patch would not be smaller."""
+"""Encoding of a patch that is the tensor itself. Used in full versions, and if a patch would not be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     symbols: Callable[[Elements, Elements], Elements]
-    """(old, new) of the changed elements -> symbols."""
+    """Maps (old, new) of the changed elements to symbols."""
     values: Callable[[Elements, Elements], Elements]
-    """(old, symbols) -> new."""
+    """Maps (old, symbols) to the new values."""
 
 
 ENCODINGS: Mapping[str, Encoding] = {
     "xor": Encoding(symbols=np.bitwise_xor, values=np.bitwise_xor),
     "overwrite": Encoding(symbols=lambda old, new: new, values=lambda old, written: written),
 }
-"""Name in `--update-weight-delta-encoding` and in manifests -> encoding."""
+"""Name of an encoding in `--update-weight-delta-encoding` and in manifests -> the encoding."""
 
 
 def elements(data: Bytes, width: int) -> Elements:
-    """A view of bytes as unsigned integers of `width` bytes."""
+    """Views bytes as unsigned integers of `width` bytes."""
     return data.view(np.dtype(f"<u{width}"))
 
 
 def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
-    """The patch that turns `old` into `new` (empty if they are equal), and the number of changed elements.
+    """Returns the patch that turns `old` into `new` (empty if they are equal), and the number of changed elements.
 
-    `old`, `new`: flat bytes of equal length. `width`: bytes of an element.
+    `old`, `new`: flat bytes of equal length. `width`: number of bytes per element.
     """
     assert len(old) == len(new), f"{len(old)} bytes became {len(new)}"
     was, now = elements(old, width), elements(new, width)
@@ -264,7 +267,7 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
 
 
 def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None:
-    """Applies a patch in place. Raises `WeightSyncError` for a damaged one; `data` may then be half changed."""
+    """Applies a patch in place. Raises `WeightSyncError` if it is damaged; `data` may then be partly changed."""
     if name not in ENCODINGS:
         raise WeightSyncError(f"got a patch in the unknown encoding {name}; known are {', '.join(ENCODINGS)}")
     if not patch:

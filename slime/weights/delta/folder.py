@@ -1,13 +1,13 @@
 """The shared folder of weight versions: manifests, checksums, places of tensors in files, and the order of versions.
 
 The digest of a version covers its whole manifest, and with it the checksums of every patch and every tensor. A delta
-names the digest of its base, not its number, so a chain cannot be put together wrongly.
+names its base by digest, not only by number, so deltas cannot be chained wrongly.
 
-Which versions follow on which
-1. The first weight sync of a start is a full version, and so is every `every`-th one, the first that an engine takes
-   part in, and the one after a failure.
-2. Missing versions are found by walking back from the wanted one to what the copy holds, or to a full version.
-3. A version may be removed once every engine has confirmed a full one that is not older.
+Rules for the order of versions
+1. A version is full if it is the first after a start, the first that some engine takes part in, or the first after a
+   failure, and at least every `every`-th version is full.
+2. To find missing versions, walk back from the wanted version to the one in the local checkpoint, or to a full version.
+3. A version may be removed once every engine has confirmed a newer full version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLAIN = set("/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a version: where its patch lies, and the checksum of the result."""
+    """One tensor of a version: the location of its patch, and the checksum of the result."""
 
     name: str
     """Hugging Face name."""
@@ -46,7 +46,7 @@ class Entry:
     num_bytes: int
     """Size of the tensor."""
     encoding: str
-    """One of `delta.encodings`, or `RAW`."""
+    """A name in `encodings.ENCODINGS`, or `encodings.RAW`."""
     file: str
     offset: int
     """Byte offset of the patch in the file."""
@@ -59,13 +59,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The part of a version that one sender wrote; sent to the conductor."""
+    """The part of a version that one sender wrote. Sent to the conductor."""
 
     entries: tuple[Entry, ...]
     num_elements: int
-    """Elements of all tensors of this sender."""
+    """Number of elements in all tensors of this sender."""
     num_changed: int
-    """Elements that differ from the previous version; all elements in a full version."""
+    """Number of elements that differ from the previous version. All elements in a full version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,21 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a version; the JSON file `MANIFEST` beside its files."""
+    """The description of a version, in the JSON file `MANIFEST` beside its other files."""
 
     version: int
     base: Base | None
-    """None: a full version."""
+    """None for a full version."""
     checksum: str
-    """One of `CHECKSUMS`."""
+    """Kind of the checksums: one of `CHECKSUMS`."""
     whole: str
-    """`whole_checksum` of all tensors of the model in this version, changed or not."""
+    """`whole_checksum` of all tensors of the model in this version, including unchanged ones."""
     entries: tuple[Entry, ...]
     """All tensors of a full version, or the changed ones of a delta, sorted by name."""
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the content."""
+        """Hex SHA-256 of the manifest's content."""
         canonical = json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -102,7 +102,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the version in `folder`. Raises `WeightSyncError` if it is missing or damaged."""
+        """Reads the manifest of the version in `folder`. Raises `WeightSyncError` if it is missing or damaged."""
         file = folder / MANIFEST
         try:
             found = json.loads(file.read_text())
@@ -125,7 +125,7 @@ class Manifest:
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """The reports of all senders as one, entries by name. Raises `WeightSyncError` for a tensor that came twice."""
+    """Merges the reports of all senders and sorts entries by name. Raises `WeightSyncError` for a duplicate."""
     found: dict[str, Entry] = {}
     for report in reports:
         for entry in report.entries:
@@ -140,13 +140,13 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def whole_checksum(tensors: Mapping[str, str]) -> str:
-    """One digest of many tensors: name -> checksum."""
+    """Returns one digest for many tensors. `tensors`: name -> checksum."""
     text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def tensor_checksums(entries: Iterable[Entry]) -> dict[str, str]:
-    """Name -> checksum of the tensor."""
+    """Returns tensor name -> checksum."""
     return {entry.name: entry.tensor_checksum for entry in entries}
 
 
@@ -166,11 +166,11 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     return entry
 
 
-# Files that are whole or not there, and on disk before anybody hears of them.
+# Files that are either complete or absent, and on disk before another process learns of them.
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in `file`; None if there is none, or something else."""
+    """Returns the JSON object in `file`, or None if the file is missing or holds something else."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -179,7 +179,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """All files of a folder, and their names, are on disk when this returns."""
+    """Makes sure that all files of a folder and their names are on disk."""
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink():
             sync_to_disk(file)
@@ -193,7 +193,7 @@ CHECKSUMS: tuple[str, ...] = get_args(Checksum)
 
 
 def checksum(name: str, data: Buffer) -> str:
-    """Hex digest of `data`. Raises `ConfigError` for an unknown name or a missing package."""
+    """Returns the hex digest of `data`. Raises `ConfigError` for an unknown name or a missing package."""
     content = data if isinstance(data, bytes | memoryview) else data.data
     if name == "xxh3-128":
         import xxhash
@@ -210,7 +210,7 @@ def checksum(name: str, data: Buffer) -> str:
 
 
 def missing(name: str) -> str | None:
-    """Why a checksum cannot be computed on this machine; None if it can."""
+    """Returns why a checksum cannot be computed on this machine, or None if it can."""
     if name not in CHECKSUMS:
         return f"got the unknown checksum {name}; use one of {', '.join(CHECKSUMS)}"
     if name == "blake3" and importlib.util.find_spec("blake3") is None:
@@ -219,14 +219,14 @@ def missing(name: str) -> str | None:
 
 
 WIDTHS = {"64": 8, "32": 4, "16": 2, "8_": 1, "8": 1, "OL": 1}
-"""End of the name of a safetensors dtype -> bytes of an element."""
+"""Start of a safetensors dtype's name, without its leading letters -> bytes per element."""
 _HEAD = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in a safetensors file."""
+    """Location of a tensor in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -236,7 +236,7 @@ class Place:
 
 
 def places(file: Path) -> dict[str, Place]:
-    """Name -> place of all tensors of a file. Raises `WeightSyncError` if it is not a safetensors file."""
+    """Returns name -> place for all tensors in a file. Raises `WeightSyncError` if it is not a safetensors file."""
     try:
         with file.open("rb") as opened:
             (length,) = _HEAD.unpack(opened.read(_HEAD.size))
@@ -256,7 +256,7 @@ def places(file: Path) -> dict[str, Place]:
 
 
 def width_of(dtype: str) -> int:
-    """Bytes of an element of a safetensors dtype ("BF16", "F8_E4M3", ...)."""
+    """Returns the number of bytes per element of a safetensors dtype ("BF16", "F8_E4M3", ...)."""
     digits = dtype.lstrip("BFIUCO")
     for ends, width in WIDTHS.items():
         if digits.startswith(ends):
@@ -265,7 +265,7 @@ def width_of(dtype: str) -> int:
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-"""Files of the source checkpoint that hold the old weights, and are not copied."""
+"""Suffixes of files that hold the old weights in the source checkpoint. These files are not copied."""
 _FOLDER = re.compile(r"weight_v(\d{6,})")
 
 
@@ -274,18 +274,18 @@ def folder_of(version: int) -> str:
 
 
 def version_of(folder: str) -> int | None:
-    """The version of a folder's name; None for another name."""
+    """Returns the version in a folder's name, or None if it is not the name of a version."""
     found = _FOLDER.fullmatch(folder)
     return int(found[1]) if found else None
 
 
 def written_as(version: int) -> str:
-    """The name of a version's folder while it is written."""
+    """Returns the name of a version's folder while it is being written."""
     return f".{folder_of(version)}.tmp"
 
 
 def add_assets(folder: Path, checkpoint: Path, put: Callable[[Path, Path], object]) -> None:
-    """Calls `put(file, place)` for the config and tokenizer files. Raises `WeightSyncError` without config.json."""
+    """Calls `put(file, place)` for config and tokenizer files. Raises `WeightSyncError` if there is no config.json."""
     for asset in checkpoint.iterdir():
         if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
             put(asset, folder / asset.name)
@@ -301,17 +301,17 @@ def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
 def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: bool) -> bool:
     """Whether the next version must be full.
 
-    `since_full`: deltas since the last full version, None before the first one; `confirmed`: the previous sync
-    succeeded; `all_known`: all engines of this sync took part in it.
+    `since_full`: number of deltas since the last full version, None before the first one; `confirmed`: whether the
+    previous sync succeeded; `all_known`: whether all engines of this sync took part in the previous one.
     """
     return since_full is None or since_full + 1 >= every or not confirmed or not all_known
 
 
 def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) -> list[Manifest]:
-    """The versions to apply, oldest first, to a copy that holds the version with digest `held` (None: nothing usable).
+    """Returns the versions that bring a checkpoint to `target`, oldest first. Empty if the checkpoint has the target.
 
-    The first one is a full version or applies to `held`; none if the copy has the target. Raises `WeightSyncError` for
-    a version that is missing (from `read`) or not the expected one.
+    `held`: digest of the checkpoint's version, None if it has none. The first returned version is full or applies to
+    `held`. Raises `WeightSyncError` if a version is missing (in `read`) or not the expected one.
     """
     steps: list[Manifest] = []
     wanted: Base | None = target
@@ -330,6 +330,6 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
 
 
 def prunable(folders: Iterable[str], *, newest_full: int) -> list[str]:
-    """The folders of versions older than `newest_full`, which every engine has confirmed."""
+    """Returns the folders of versions older than `newest_full`. Every engine must have confirmed that version."""
     found = {name: version for name in folders if (version := version_of(name)) is not None}
     return sorted(name for name, version in found.items() if version < newest_full)

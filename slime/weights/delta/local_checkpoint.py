@@ -1,19 +1,19 @@
-"""The local checkpoint that engines of one host load: complete at one version, changed in place by deltas.
+"""The local checkpoint that engines of one host load. It is complete at one version, and deltas change it in place.
 
     state.json      the version of the files, and the checksum of every tensor; absent while they change
     model/          a Hugging Face folder
-    lock            exclusive for changing the files, shared for loading them; agents of one host may share a folder
+    lock            exclusive to change the files, shared to load them; agents of one host may share a folder
 
 Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when its holder
-ends; nobody wakes it.
+ends.
 
 Invariants
-1. `state.json` is removed from the disk before the first byte changes, and written after the last one is on disk. So
-   files that a killed process left half changed are never taken for a version.
-2. A patch is applied only if its checksum is right, and the changed tensor must have its checksum; otherwise the copy
+1. `state.json` is removed from the disk before the first byte changes, and written after the last changed byte is on
+   disk. So files that a killed process left half changed never count as a version.
+2. A patch is applied only if its checksum is right. If the changed tensor then has the wrong checksum, the checkpoint
    has no state.
-3. If deltas cannot be applied, the copy is made from the newest full version, once. A copy that already has the version
-   is compared with its state in full, because nothing else would find damage.
+3. If deltas cannot be applied, the checkpoint is copied once from the newest full version and brought forward. If the
+   checkpoint already has the wanted version, all its checksums are verified, because nothing else would find damage.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from slime.weights.delta.folder import (
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""Threads that decode and check tensors."""
+"""Maximum number of threads that decode and check tensors."""
 SUFFIX = ".safetensors"
 
 
@@ -68,7 +68,7 @@ class State:
     digest: str
     """The digest of the version's manifest."""
     tensors: Mapping[str, str]
-    """Name -> checksum."""
+    """Tensor name -> checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,14 @@ class Done:
 
 
 class _Damaged(WeightSyncError):
-    """The local copy does not match its state; it can be made again."""
+    """The local checkpoint does not match its state. It can be copied again."""
 
 
 class LocalCheckpoint:
-    """The copy in `folder` of the versions that a trainer writes to `source`."""
+    """A checkpoint in `folder` that follows the versions that a trainer writes to `source`."""
 
     def __init__(self, folder: Path, source: Path, note: Callable[[str], object] = lambda doing: None) -> None:
-        """`note` is called with each task before it begins."""
+        """`note`: called with a description of each task before it begins."""
         self._folder, self._source, self._note = folder, source, note
         self.model = folder / "model"
         """The folder that engines load."""
@@ -99,7 +99,7 @@ class LocalCheckpoint:
 
     @property
     def state(self) -> State | None:
-        """None while the copy is not complete."""
+        """The current state; None while the checkpoint is incomplete."""
         found = read_json(self._folder / "state.json")
         if found is None:
             return None
@@ -109,7 +109,7 @@ class LocalCheckpoint:
             return None
 
     def bring_to(self, target: Base) -> Done:
-        """Brings the copy to that version. After a `WeightSyncError` it has its old version or no state."""
+        """Brings the checkpoint to `target`. After a `WeightSyncError` it has its old version or no state."""
         with self._locked(fcntl.LOCK_EX), full_disk_named(self._folder):
             state = self.state
             if state is not None:
@@ -150,7 +150,7 @@ class LocalCheckpoint:
         return done
 
     def _copy(self, manifest: Manifest) -> dict[str, str]:
-        """Copies a full version: its files, and all others beside them."""
+        """Copies a full version: its tensor files, and other files such as config and tokenizer."""
         folder = self._source / folder_of(manifest.version)
         shutil.rmtree(self.model, ignore_errors=True)
         self.model.mkdir()
@@ -168,7 +168,7 @@ class LocalCheckpoint:
         return tensor_checksums(manifest.entries)
 
     def _apply(self, manifest: Manifest, tensors: Mapping[str, str]) -> dict[str, str]:
-        """Applies a delta to the files."""
+        """Applies a delta to the files of `model`."""
         folder = self._source / folder_of(manifest.version)
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         where = {name: (file, place) for file in files for name, place in places(self.model / file).items()}
@@ -195,7 +195,7 @@ class LocalCheckpoint:
         return {**tensors, **tensor_checksums(manifest.entries)}
 
     def _require_intact(self, state: State) -> None:
-        """Raises `_Damaged` if a tensor's checksum is not that of the state."""
+        """Raises `_Damaged` if a tensor's checksum differs from the one in `state`."""
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         kind = self._read(state.version).checksum
         with _Mapped(self.model, files, write=False) as mapped:
@@ -232,7 +232,7 @@ class LocalCheckpoint:
 
 
 class _Mapped:
-    """Files mapped as flat bytes. Changes are on disk when the block ends without an error."""
+    """Memory-maps files as flat bytes. If the `with` block ends without an error, changes are on disk."""
 
     def __init__(self, folder: Path, names: set[str], *, write: bool) -> None:
         self._folder, self._names, self._write = folder, names, write
@@ -254,7 +254,7 @@ class _Mapped:
         for mapped in self._maps:
             if kind is None and self._write:
                 mapped.flush()
-            with contextlib.suppress(BufferError):  # a traceback holds a view; the map is closed with it
+            with contextlib.suppress(BufferError):  # a traceback still holds a view; the map closes when it is freed
                 mapped.close()
         for opened in self._open:
             opened.close()

@@ -1,18 +1,17 @@
-"""Calls through a folder: a trainer calls the agent beside an engine, which answers. There is no other channel.
+"""Calls through a shared folder, from a trainer to the agent beside an engine. There is no other channel.
 
-    agents/<engine>/agent.json      the agent there, and what it does now
-    agents/<engine>/call.json       the newest call: id, method, arguments, and how long the caller waits
-    agents/<engine>/answer.json     its answer: the same id, and a result or an error
+    agents/<engine>/agent.json      facts about the agent, and what it is doing
+    agents/<engine>/call.json       the newest call: id, method, arguments, and when the caller stops waiting
+    agents/<engine>/answer.json     the answer: the id of its call, and a result or an error
 
-Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, which is polled, with a limit;
-nobody wakes it.
+Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, by polling with a time limit.
 
 Invariants
-1. A call replaces the previous one. An agent runs the newest call that it has not answered, also after it was killed
-   in the middle of it. So every method can be called twice.
-2. An answer has the random id of its call.
-3. A caller that stops waiting removes its call. If the caller was killed, the call expires by its clock, so an agent
-   that starts much later leaves its engine alone.
+1. A call replaces the previous one. An agent runs the newest call if it has not answered it. An agent that was killed
+   during a call runs it again, so every method must be repeatable.
+2. An answer contains the random id of its call.
+3. A caller that stops waiting removes its call. If the caller was killed, the call expires at the time in it, so an
+   agent that starts much later does not touch its engine.
 """
 
 from __future__ import annotations
@@ -32,23 +31,26 @@ from slime.weights.delta.folder import read_json
 AGENTS = "agents"
 POLL_S = 0.01
 SILENT_S = 30.0
-"""How long an agent may be missing."""
+"""How long a call waits for an agent that is missing."""
 
 
 def name_of(address: str) -> str:
-    """An engine's name in the folder. `address`: host:port, with or without http://."""
+    """Returns an engine's name in the folder. `address`: host:port, with or without http://."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", address.split("://")[-1].rstrip("/"))
 
 
 def mailbox(folder: Path, address: str) -> Path:
-    """The folder of an engine's calls."""
+    """Returns the folder for calls to the engine at `address`."""
     return folder / AGENTS / name_of(address)
 
 
 def call(
     box: Path, method: str, arguments: Mapping[str, Any], *, limit_s: float, is_lost: Callable[[], bool] = lambda: False
 ) -> Any:
-    """Calls the agent of a mailbox. Raises `EngineError` for its error or a missing agent, `DeadlineExceeded`."""
+    """Calls the agent of a mailbox and returns its result.
+
+    Raises `EngineError` if the call fails, the agent is missing or `is_lost`, `DeadlineExceeded` after `limit_s`.
+    """
     box.mkdir(parents=True, exist_ok=True)
     own, began = secrets.token_hex(8), time.monotonic()
     asked = {"id": own, "method": method, "arguments": dict(arguments), "until": time.time() + limit_s}
@@ -93,11 +95,11 @@ class Answering:
         self.note("waiting")
 
     def note(self, doing: str) -> None:
-        """Writes down what the agent does now, for the caller's error message."""
+        """Writes what the agent is doing, for the caller's error message."""
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
     def pending(self) -> tuple[str, str, dict[str, Any]] | None:
-        """(id, method, arguments) of a call that is neither answered nor expired."""
+        """Returns (id, method, arguments) of the call, or None if there is no call or it is answered or expired."""
         found = read_json(self._box / "call.json")
         if found is None:
             return None
@@ -110,7 +112,7 @@ class Answering:
         return None if answered.get("id") == own else (own, method, arguments)
 
     def answer(self, own: str, **said: Any) -> None:
-        """Answers the call with this id by `result=...` or `error=...`."""
+        """Answers the call with the id `own`, with `result=...` or `error=...`."""
         write_json(self._box / "answer.json", {"id": own, **said}, durable=False)
 
     def close(self) -> None:

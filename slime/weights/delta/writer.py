@@ -1,7 +1,7 @@
-"""Writes one sender's files of a version, and keeps its tensors in host memory as the base of the next delta.
+"""Writes the files of one sender for a version and keeps its tensors in host memory as the base of the next delta.
 
-A full version is a Hugging Face folder with a safetensors file per bucket. A delta is one file per sender: the patches
-of all changed tensors, end to end. File names contain the sender's rank, so that senders can share a folder.
+A full version is a Hugging Face folder with a safetensors file per bucket. A delta is one file per sender with the
+patches of all changed tensors, end to end. File names contain the sender's rank, so that senders can share a folder.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_THREADS = 8
-"""Threads that encode tensors."""
+"""Maximum number of threads that encode tensors."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A copy of a tensor as it was sent last."""
+    """A tensor as this sender last sent it."""
 
     data: Bytes
-    """[num_bytes]"""
+    """The tensor's bytes, [num_bytes]."""
     dtype: str
     shape: tuple[int, ...]
 
 
 Memory = dict[str, Held]
-"""Name -> tensor, of all tensors that a sender sends."""
+"""Name -> tensor, for all tensors of a sender."""
 
 
 class VersionWriter:
@@ -46,8 +46,8 @@ class VersionWriter:
     def __init__(
         self, folder: Path, memory: Memory | None, *, rank: int, full: bool, encoding: str, checksum: str
     ) -> None:
-        """`folder`: the temporary one of the version. It is made if needed; files of this sender's earlier attempt are
-        removed. `memory`: of the previous version, updated to this one; None without deltas.
+        """`folder`: the temporary folder of the version. It is created if needed; files from an earlier attempt of this
+        sender are removed. `memory`: tensors of the previous version, which `add` updates; None without deltas.
         """
         assert full or memory is not None, "a delta needs the version before"
         self._folder, self._memory, self._rank, self._full = folder, memory, rank, full
@@ -60,7 +60,7 @@ class VersionWriter:
             old.unlink()
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Writes a bucket. Raises `WeightSyncError` if a tensor's shape differs from its base."""
+        """Writes a bucket. Raises `WeightSyncError` if a tensor has another shape than its base."""
         with full_disk_named(self._folder.parent):
             if self._full:
                 self._add_whole(tensors)
@@ -68,7 +68,7 @@ class VersionWriter:
                 self._add_changes(tensors)
 
     def report(self) -> Report:
-        """The report of this sender. Its files are on disk when this returns."""
+        """Returns the report of this sender. By then its files are on disk."""
         if self._file is not None:
             with full_disk_named(self._folder.parent):
                 self._file.flush()
@@ -124,7 +124,7 @@ class VersionWriter:
             )
 
     def _changed(self, name: str, tensor: Tensor) -> tuple[dict[str, Any], bytes, int]:
-        """Fields of the entry, its patch (empty if nothing changed), and the number of changed elements."""
+        """Returns the fields of the entry, the patch (empty if nothing changed), and the number of changed elements."""
         assert self._memory is not None, "a delta needs the version before"
         held, data, encoding = self._memory[name], flat_bytes(tensor), self._encoding
         patch, num_changed = encodings.encode(encoding, held.data, data, width_of(held.dtype))
@@ -154,7 +154,7 @@ class VersionWriter:
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
-    """A view [num_bytes] of a contiguous tensor on the host."""
+    """Returns a view of the bytes of a contiguous tensor on the host, [num_bytes]."""
     import torch
 
     found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()

@@ -2,10 +2,10 @@
 
 Buckets become safetensors files in a temporary folder, each written by the rank that sends it. The conductor writes the
 index and renames the folder, so a reader never sees half a version. The folder is removed once all engines have loaded
-it, unless files are kept.
+it, unless `--update-weight-disk-keep-files` is set.
 
-With `--update-weight-local-checkpoint-dir` engines load from a folder of their own host, to which an agent beside each
-engine brings the versions. A version may then be a delta to the one before (`slime.weights.delta`).
+With `--update-weight-local-checkpoint-dir` engines load from a folder on their own host. An agent beside each engine
+keeps that folder at the newest version. A version may then be a delta to the previous one (`slime.weights.delta`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DiskTransport(Transport):
 
 
 Files = dict[str, list[tuple[str, int]]]
-"""File -> (HF name, bytes) of its tensors."""
+"""File -> (HF name, number of bytes) for each of its tensors."""
 
 
 class DiskChannel(Channel):
@@ -112,7 +112,7 @@ class DiskChannel(Channel):
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         self._writing = self._disk_dir / written_as(version)
         self._files = {}
-        if self._rank != 0:  # the conductor made the folder
+        if self._rank != 0:  # the conductor creates the folder
             return
         shutil.rmtree(self._writing, ignore_errors=True)
         with full_disk_named(self._disk_dir):

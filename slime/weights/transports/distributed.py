@@ -1,16 +1,18 @@
 """The distributed transport, for engines on other hosts or GPUs: broadcasts of whole buckets.
 
-Each training rank that sends has a process group with itself as rank 0 and all engine ranks. It opens the rendezvous
-store on a free port of its own address and invites the engines. The group is made as engines make theirs
-(`sglang.srt.utils.common.init_custom_process_group`), so both sides meet in one store under the same prefix.
+Each sending training rank has a process group in which it is rank 0 and the other members are all engine ranks. It
+opens the rendezvous store on a free port of its own address and invites the engines. It creates the group in the same
+way as engines do (`sglang.srt.utils.common.init_custom_process_group`), so both sides meet in one store under the same
+prefix.
 
-A group cannot gain or lose a member, and every member takes part in each broadcast. So an engine that comes back is
-served by the next weight sync (`Transport.groups_engines`), which makes one group for all. To serve it at once would
-need an extra group for this engine, or a broadcast for which all engines stop sampling, or sending all weights twice.
+A group cannot gain or lose a member, and every member takes part in each broadcast. So a restarted engine gets its
+weights from the next weight sync (`Transport.groups_engines`), which makes a new group for all engines. To send them at
+once would need an extra group for this engine, or a broadcast for which all engines stop sampling, or sending all
+weights twice.
 
 Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
 to join, to receive and to answer, each with the limit of the weight sync; calls to engines run in their own threads.
-Is woken by: nothing; every `POLL_S` it checks whether the broadcast has ended or an engine has refused.
+Woken by: nothing; every `POLL_S` it checks whether the broadcast has ended or an engine has refused.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
-"""Interval of the check whether broadcasts or engines are done."""
+"""Time between two checks whether broadcasts or engines are done."""
 LOAD_FORMAT = "flattened_bucket"
-"""SGLang's name for one broadcast of all tensors of a bucket, end to end."""
+"""SGLang's name for a single broadcast of all tensors of a bucket, end to end."""
 COME_POLL_S = 0.01
-"""Interval of the check whether engines have joined a group."""
+"""Time between two checks whether engines have joined a group."""
 
 
 @TRANSPORTS.register("distributed", "nccl")
@@ -79,12 +81,12 @@ class DistributedChannel(Channel):
             return
         if all(member in receivers for member in self._members):
             self.close()
-        else:  # an engine is gone and may never answer that it has left
+        else:  # an engine is gone and would not answer the request to leave
             self.abandon()
         self._connect(tuple(receivers))
 
     def _connect(self, receivers: tuple[Receiver, ...]) -> None:
-        """Makes a new group: rank 0 is the sender, the engines' ranks follow in order."""
+        """Makes a new group. Rank 0 is the sender; the engines' ranks follow in order."""
         from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
 
         began, limit = time.monotonic(), timedelta(seconds=self._timeout_s)
@@ -92,7 +94,7 @@ class DistributedChannel(Channel):
         sizes = [receiver.control.layout.num_ranks for receiver in receivers]
         offsets = {r.control.url: 1 + sum(sizes[:i]) for i, r in enumerate(receivers)}
         world_size = 1 + sum(sizes)
-        group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep a name until it is destroyed
+        group_name = f"slime-weights-{secrets.token_hex(4)}"  # a new name: engines keep the old until its group ends
         keep_gloo_on(self._master_address)
         listener = listen_on(self._master_address)
         master_port = listener.getsockname()[1]
@@ -111,7 +113,7 @@ class DistributedChannel(Channel):
         with ThreadPoolExecutor(1, thread_name_prefix="weights-invite") as pool:
             invited = pool.submit(on_all, receivers, invite, "join the weight update group")
             if not _have_come(self._store, group_name, world_size - 1, invited, self._timeout_s):
-                self._store = None  # the engines that wait at it fail
+                self._store = None  # makes the engines that wait at the store fail
                 invited.result()
             try:
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
@@ -154,7 +156,7 @@ class DistributedChannel(Channel):
             called.result()
 
     def _wait(self, work: Any, called: Future[Any]) -> None:
-        """Waits for a broadcast. Stops early if an engine has refused, because it will never take part."""
+        """Waits for a broadcast. Returns early if an engine has refused, because that engine will never take part."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if called.done() and called.exception() is not None:
@@ -169,9 +171,9 @@ class DistributedChannel(Channel):
         work.wait()
 
     def abandon(self) -> None:
-        """Leaves the group, which may hold unmatched broadcasts; the next weight sync makes another.
+        """Leaves the group, which may have unfinished broadcasts. The next weight sync makes a new group.
 
-        Leaving waits until such broadcasts expire or their receiver dies, so it runs in a thread.
+        Leaving waits until these broadcasts expire or their receivers die, so it runs in a thread.
         """
         leaving = self._detach()
         threading.Thread(target=leaving, name="weights-leave", daemon=True).start()
@@ -186,7 +188,7 @@ class DistributedChannel(Channel):
         self._detach()()
 
     def _detach(self) -> Callable[[], None]:
-        """Forgets the group and returns the function that leaves it, which holds the last references to it."""
+        """Forgets the group. Returns the function that leaves it and holds the last references to it."""
         import torch.distributed as dist
 
         held = [self._group, self._store]
@@ -200,16 +202,16 @@ class DistributedChannel(Channel):
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
                 dist.destroy_process_group(held[0])
                 held.clear()
-                left.exception()  # an engine that is gone has left anyway
+                left.exception()  # ignores the error of an engine that is gone
 
         return leave
 
 
 def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any], limit_s: float) -> bool:
-    """Waits until all engine ranks are at the store. False as soon as an engine has refused or was lost.
+    """Waits until all engine ranks have reached the store. Returns False as soon as an engine has refused or was lost.
 
-    Otherwise rank 0 would wait in the store for a rank that never comes. Over gloo each rank writes one key before it
-    waits for the others; over NCCL nobody waits, and the engines' answers say that all are there.
+    Without this check, rank 0 would wait in the store for a rank that never comes. Over gloo each rank writes one key
+    before it waits for the others. Over NCCL no rank waits, and the engines' answers show that all have joined.
     """
     keys, deadline = getattr(store, "list_keys", None), time.monotonic() + limit_s
     while keys is not None and not invited.done() and time.monotonic() < deadline:
@@ -220,7 +222,7 @@ def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any]
 
 
 def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:
-    """Rank 0's side of `init_custom_process_group`: a group beside the default one, over an existing store."""
+    """Makes a group on rank 0 over an existing store, beside the default group, as `init_custom_process_group` does."""
     from torch.distributed import distributed_c10d as c10d
 
     prefixed = c10d.PrefixStore(group_name, store)

@@ -1,8 +1,8 @@
-"""The mixed transport: some engines share GPUs with training, others have GPUs of their own.
+"""The mixed transport, for runs in which some engines share GPUs with training and others have their own GPUs.
 
 Engines that share all their GPUs with training map the trainer's memory (`tensor`). All others, even if they share some
-GPUs, take part in broadcasts (`distributed`). Both get the same buckets, one after the other. Every bucket is copied to
-all training ranks, as `tensor` needs it; only the conductor takes part in broadcasts.
+GPUs, take part in broadcasts (`distributed`). Each bucket goes first to one kind of engine, then to the other. Every
+bucket is copied to all training ranks, because `tensor` needs that; of these only the conductor broadcasts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MixedTransport(Transport):
 
 
 class MixedChannel(Channel):
-    """Two channels, each for the engines that it reaches. A channel without engines is not called."""
+    """Two channels, each for the engines that it can reach. A channel without engines is not called."""
 
     everywhere = True
 

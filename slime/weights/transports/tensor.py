@@ -1,13 +1,13 @@
 """The tensor transport, for one host: engines map the trainer's memory (shared memory on a CPU, CUDA IPC on a GPU).
 
-Each engine rank gets its own payload, since receivers count references to the memory. It names the tensors that this
-rank holds any part of. On GPUs the payload of an engine rank comes from the training rank on the same GPU: every bucket
-is copied to all training ranks, each makes handles of its memory (a few hundred bytes), and the conductor gathers them.
-On a CPU the sender of a bucket serves all engine ranks.
+Each engine rank gets its own payload, because receivers count references to the memory. The payload names the tensors
+of which this rank holds a part. On GPUs the payload of an engine rank comes from the training rank on the same GPU:
+every bucket is copied to all training ranks, each rank makes handles of its memory (a few hundred bytes), and the
+conductor gathers the handles. On a CPU the sender of a bucket serves all engine ranks.
 
-Invariant: a bucket's memory is reused for the next bucket but one. By then every engine has answered for it and the
-conductor has passed the next collective. On a GPU an engine answers when its copies are queued; they finish long before
-the reuse, and if they did not, the digests would differ.
+Invariant: a bucket's memory is reused only for the next bucket but one. By then every engine has answered for the
+bucket and the conductor has passed the next collective. On a GPU an engine answers when its copies are queued. They
+finish long before the reuse; otherwise the digests would differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slime.weights.turns import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
-"""One buffer per bucket instead of one per tensor: fewer handles, one mapping."""
+"""SGLang's name for one buffer per bucket instead of one per tensor: fewer handles, one mapping."""
 
 
 @TRANSPORTS.register("tensor")
@@ -87,15 +87,15 @@ class TensorChannel(Channel):
         try:
             runs = self._runs(bucket, receivers)
             mine, owner = self._payloads(bucket, receivers, runs)
-        except Exception as error:  # must not break the gather; the conductor raises it
+        except Exception as error:  # must not prevent the gather; the conductor raises it
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
         return LOADER if runs else LOAD_FORMAT, gathered, owner
 
     def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
-        """The bucket as runs of experts; None without experts, or if an engine has several ranks or a draft model.
+        """Returns the bucket as runs of experts; None without experts, or if an engine has several ranks or a draft.
 
-        Both models of an engine with a draft get all tensors, but a run names a tensor of one model.
+        In an engine with a draft, both models get all tensors, but a run names a tensor of only one model.
         """
         if not any(name in self._places for name, _ in bucket.tensors):
             return None
@@ -107,8 +107,8 @@ class TensorChannel(Channel):
     def _payloads(
         self, bucket: Bucket, receivers: Sequence[Receiver], runs: Sequence[tuple[str, int]] | None
     ) -> tuple[dict[tuple[str, int], str], object]:
-        """(engine, number of its rank) -> payload, for the engine ranks that this training rank serves; and the owner
-        of the memory."""
+        """Returns (engine, number of its rank) -> payload for the engine ranks that this training rank serves, and the
+        owner of the memory."""
         served: dict[frozenset[str] | None, list[tuple[str, int]]] = {}
         for receiver in receivers:
             layout = receiver.control.layout
@@ -125,8 +125,8 @@ class TensorChannel(Channel):
         return payloads, owners
 
     def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
-        """Rank -> names that it holds any part of, None for all. Equal sets are one object, so that comparing them is
-        fast."""
+        """Returns rank -> names of which the rank holds a part, None for all. Equal sets are one object, which makes
+        comparisons fast."""
         if layout not in self._names_held:
             known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
             held = hf_names_held(self._table, layout)
