@@ -1,6 +1,6 @@
-"""Synchronous training: generate, train, save, sync weights, evaluate, one after the other.
+"""Synchronous training: generate, train, save, sync weights and evaluate, one after the other.
 
-Every sample is trained by the weights that sampled it. `train_async.py` overlaps generation with training.
+Every sample is trained on the weights that sampled it. `train_async.py` overlaps generation with training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from slime.settings import Args, run_or_exit
 
 @restarting
 def train(args: Args) -> None:
-    """The algorithm. Heavy imports come after the arguments are parsed, so mistakes are reported at once."""
+    """Runs the algorithm. Heavy imports come after the settings are parsed, so that mistakes are reported at once."""
     from slime.cluster.driver import launch
 
     with launch(args) as run:

@@ -1,8 +1,8 @@
 """Asynchronous training: the calls of `train.py` in another order, while engines keep generating.
 
-One step off, the default: step k+1 is generated while step k is trained. Weights change only between two generations,
+The default is one step off: step k+1 is generated while step k is trained. Weights change only between two generations,
 so every sample has one weight version, exactly one behind the trainer (more with a larger `--update-weights-interval`).
-With `--fully-async` a worker generates all the time, also during a weight sync, and a step trains the oldest finished
+With `--fully-async` a worker generates all the time, also during a weight sync. A step trains on the oldest finished
 groups that are not older than `--max-weight-staleness`.
 """
 
@@ -32,7 +32,7 @@ def train_async(args: Args) -> None:
 
 
 def one_step_off(run: Run, rollout_ids: range) -> None:
-    """The next generation starts before a step is trained and ends before weights change."""
+    """Starts the next generation before each training step, and waits for it before weights change."""
     following = run.start_generation(rollout_ids.start) if rollout_ids else None
     for rollout_id in rollout_ids:
         assert following is not None, f"nothing generates the samples of step {rollout_id}"
@@ -52,7 +52,7 @@ def one_step_off(run: Run, rollout_ids: range) -> None:
 
 
 def fully_async(run: Run, rollout_ids: range) -> None:
-    """Generation never stops: a step takes finished groups, and a save keeps the tokens of unfinished ones."""
+    """Generates without a break. A step takes finished groups, and a save keeps the tokens of unfinished ones."""
     for rollout_id in rollout_ids:
         batch = run.generate(rollout_id)
         run.train(rollout_id, batch)
@@ -60,9 +60,9 @@ def fully_async(run: Run, rollout_ids: range) -> None:
         if syncs:
             run.sync_weights(for_save=saves)
         if saves:
-            run.save(rollout_id)  # after the weight sync, which ended the requests, so that their tokens are saved
+            run.save(rollout_id)  # after the weight sync, which ended running requests, so their tokens are saved
         if syncs and (saves or rollout_id == rollout_ids.start):
-            run.check_log_probs()  # not in every step: it samples, and delays the worker
+            run.check_log_probs()  # not in every step, because it samples and delays the worker
         if run.evaluates_after(rollout_id):
             run.evaluate(rollout_id)
         run.end_step(rollout_id)

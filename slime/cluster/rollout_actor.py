@@ -1,17 +1,17 @@
-"""The rollout side as one actor: `RolloutManager`, its workers, and the routers, if anybody needs them.
+"""Runs the rollout side as one Ray actor: `RolloutManager`, its workers, and routers if needed.
 
-`RolloutActor` is an asyncio actor: generation, evaluation, saving and progress run side by side, so a save never waits
-for a generation. The driver's calls produce batches, metrics, and the Data Buffer's part of checkpoints. They wait for
-what the manager's schedule waits for; finished requests and gradings wake them on the event loop.
+`RolloutActor` is an asyncio actor: generation, evaluation, saving and progress run concurrently, so a save never waits
+for a generation. The driver's calls produce batches, metrics, and the Data Buffer's part of checkpoints. A call waits
+on the event loop, where finished requests and gradings wake it.
 
-`EpisodeActor` is one rollout worker (`--rollout-num-workers`) in a process of its own; `RayWorker` is how the rollout
-calls it. Calls are numbered and begin in that order, because Ray may begin a later one first. The worker ends with the
-rollout's process.
+`EpisodeActor` is one rollout worker (`--rollout-num-workers`) in its own process, and `RayWorker` is the handle through
+which the rollout calls it. Calls are numbered and begin in that order, which Ray alone does not guarantee. The worker
+ends with the rollout's process.
 
 Invariants
 1. Requests go to an engine only after `admit` (its first verified weight sync), and never after `dismiss`.
-2. The run's own requests go to engines directly: a router neither reports nor lets a client choose the engine of a
-   request, and forwards no aborts. Routers run only if somebody else may ask them (`needs_routers`).
+2. The run's own requests go to engines directly. Through a router, a client can neither choose nor learn the engine of
+   a request, and cannot abort it. Routers run only if another client may use them (`needs_routers`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from slime.settings.hooks import runs_user_code
 from slime.settings.topology_yaml import topology_of
 
 MOST_CALLS = 100_000
-"""Calls of a worker that run side by side, one per group."""
+"""Limit of concurrent calls to a worker. There is one call per group."""
 
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=MOST_CALLS)
@@ -61,22 +61,22 @@ class EpisodeActor:
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
         stall = stall_file(log_dir, number)
-        stall.unlink(missing_ok=True)  # of the process before
+        stall.unlink(missing_ok=True)  # written by the previous process of this worker
         self._calls = InOrder(EpisodeWorker(args, args.rollout_num_workers, keys=keys, last_words=stall))
         collect_garbage_rarely()
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of `EpisodeWorker`; numbers start at 0."""
+        """Calls a method of `EpisodeWorker`. `number` counts all calls, from 0."""
         return await self._calls.call(number, method, *arguments)
 
 
 def stall_file(log_dir: str, number: int) -> Path:
-    """Where a worker writes what blocked its event loop until it had to end."""
+    """Returns the file in which a worker records what blocked its event loop, if it had to exit for that."""
     return Path(log_dir) / f"rollout_worker_{number}_stall.txt"
 
 
 class RayWorker:
-    """A `WorkerPort` on an `EpisodeActor`."""
+    """Implements `WorkerPort` with an `EpisodeActor`."""
 
     def __init__(self, actor: Any, number: int, stall: Path) -> None:
         self._actor, self._number, self._stall = actor, number, stall
@@ -100,7 +100,7 @@ class RayWorker:
 
 
 def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | None:
-    """The rollout workers, on this host, where the data and the user's modules are. None for no workers."""
+    """Returns the rollout workers, or None if the run has none. They run on this host, which has the user's modules."""
     if not args.rollout_num_workers:
         return None
     here = on_node(ray.get_runtime_context().get_node_id())
@@ -115,28 +115,30 @@ def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | No
 
 
 KEY_FILE = "router_key"
-"""In the run folder, readable by its owner only: the bearer token for engines and routers."""
+"""File in the run folder with the bearer token for engines and routers. Only its owner can read it."""
 SETTLE_LIMIT_S = 30.0
-"""How long `urls` waits for routers to have the admitted engines."""
+"""How long `urls` waits until routers know the admitted engines."""
 
 
 def write_key(path: Path, key: str) -> None:
-    """Only this user can read the file."""
+    """Writes the key into a file that only this user can read."""
     path.unlink(missing_ok=True)
     with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(key)
 
 
 def needs_routers(args: Args) -> bool:
-    """Whether anybody may ask a router: clients of a run that only serves, the user, who gave a router flag, or user
-    code, which finds the address in `args.sglang_router_ip` and `args.sglang_router_port`.
+    """Whether any client may use a router.
+
+    Such clients are those of a run that only serves, the user if a router flag is given, and user code, which finds the
+    address in `args.sglang_router_ip` and `args.sglang_router_port`.
     """
     given = any(args.was_given(name) for name in ("router_host", "router_port", "sglang_router_ip"))
     return args.num_rollout == 0 or given or bool(args.router) or runs_user_code(args)
 
 
 def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None) -> Routers:
-    """Starts a router for each model. That of the main model is on --router-port, or is --sglang-router-ip's."""
+    """Starts a router for each model. The main model's router uses --router-port, or is that of --sglang-router-ip."""
     key, main = args.router.get("api_key") or engine_key, topology.main
 
     def made(model: ServedModel) -> AnyRouter:
@@ -158,13 +160,13 @@ def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None)
 
 
 def _address(router: AnyRouter) -> tuple[str, int]:
-    return in_brackets(router.host), router.port  # plugins write http://{ip}:{port}
+    return in_brackets(router.host), router.port  # plugins format these as http://{ip}:{port}
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class RolloutActor:
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
-        """`num_engines`: at the start, of all models."""
+        """`num_engines` is the number of engines of all models at the start."""
         setup_logging(Path(log_dir) / "rollout.log", crashes=True)
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
@@ -192,8 +194,9 @@ class RolloutActor:
         collect_garbage_rarely()
 
     async def ready(self) -> int:
-        """Number of prompts in the training data. Answers when data and workers are ready; then the watchdog of the
-        event loop starts.
+        """Waits for data and workers, and returns the number of prompts in the training data.
+
+        Also starts the watchdog of the event loop.
         """
         loop = asyncio.get_running_loop()
         self._watchdog = self._watchdog or Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
@@ -202,36 +205,42 @@ class RolloutActor:
         return self._manager.num_prompts
 
     async def ray_asks_for_token(self) -> bool:
-        """Whether the Ray cluster, whose daemons' environment this process inherits, asks for a token."""
+        """Whether the Ray cluster requires a token. This process inherits the environment of the cluster's daemons."""
         return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
-        """Lets requests reach these engines: the run's own at once, a router's soon after. Known ones stay."""
+        """Lets requests go to these engines: the run's own at once, those of routers soon after.
+
+        Does nothing for engines that are already admitted.
+        """
         self._manager.admit(model, urls, worker)
         if self._routers is not None:
             self._routers.admit(model, urls, worker)
 
     async def dismiss(self, model: str, urls: list[str], died: bool = False) -> None:
-        """Stops requests to engines that leave, or have died. Running requests move to another engine, or wait for one
-        (`--engine-wait-s`). Unknown engines are ignored.
+        """Stops requests to engines that leave or have died.
+
+        Running requests move to another engine, or wait for one (`--engine-wait-s`). Unknown engines are ignored.
         """
         self._manager.dismiss(model, urls, died)
         if self._routers is not None:
             self._routers.dismiss(model, urls)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Engines seen, in the last `within_s` seconds, to bring none of their requests a token for
-        `--request-timeout-s`.
+        """Returns the engines that delivered no token to any of their requests for `--request-timeout-s`.
+
+        Counts only observations of the last `within_s` seconds.
         """
         return await self._manager.stalled(within_s)
 
     async def progressing(self, within_s: float) -> list[str]:
-        """Engines that brought a token in the last `within_s` seconds."""
+        """Returns the engines that delivered a token in the last `within_s` seconds."""
         return await self._manager.progressing(within_s)
 
     async def urls(self) -> dict[str, str]:
-        """Model -> its router, the main model first; empty if no router runs. Answers when the routers have the
-        admitted engines, or after `SETTLE_LIMIT_S`.
+        """Returns model -> URL of its router, the main model first; empty if no router runs.
+
+        First waits until the routers know the admitted engines, at most `SETTLE_LIMIT_S`.
         """
         if self._routers is None:
             return {}
@@ -239,7 +248,7 @@ class RolloutActor:
         return {name: self._routers.url(name) for name in self._model_names}
 
     async def require_alive(self) -> None:
-        """Raises `EngineError` if a router stays dead."""
+        """Raises `EngineError` if a router has died and could not be restarted."""
         if self._routers is not None:
             self._routers.require_alive()
 
@@ -265,14 +274,14 @@ class RolloutActor:
         return set_apart(await self._manager.probe(), compared=self._compares_experts)
 
     async def pause(self, hand_back: bool = True) -> None:
-        """Ends requests before a weight sync; none are sent until `resume`. `hand_back`: a save follows."""
+        """Ends running requests before a weight sync. None are sent until `resume`. `hand_back`: a save follows."""
         await self._manager.pause(hand_back=hand_back)
 
     async def resume(self) -> None:
         self._manager.resume()
 
     async def commit(self, rollout_id: int) -> dict[str, float]:
-        """Books the step's batch as trained; returns the ledger."""
+        """Records the step's batch as trained, and returns the ledger."""
         return self._manager.commit(rollout_id)
 
     async def save(self, directory: str) -> None:
@@ -283,7 +292,10 @@ class RolloutActor:
 
     @ray.method(concurrency_group="watch")
     async def progress(self) -> str:
-        """One line: what the rollout is doing, or what blocks its event loop. Answers on an event loop of its own."""
+        """Returns one line about what the rollout is doing, or what blocks its event loop.
+
+        Runs on a separate event loop, so that it answers even then.
+        """
         return (self._watchdog.stall if self._watchdog is not None else "") or self._manager.progress()
 
     async def stop(self) -> None:
@@ -295,7 +307,7 @@ class RolloutActor:
         self._spans.close()
 
     async def _settle_once(self) -> None:
-        """Before the first requests: a user's function may send its own through routers."""
+        """Waits, before the first requests, until the routers know the engines: user functions may use routers."""
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
             await beside(self._routers.settled, SETTLE_LIMIT_S)

@@ -1,7 +1,7 @@
-"""`Run`: the verbs of the loop.
+"""The operations of the training loop ("verbs"), as methods of `Run`.
 
 Only the driver thread calls them. Each verb sends work to the actors, waits with a name and a limit, and logs the
-results. The order of the verbs is the algorithm; it is in `train.py` and `train_async.py`.
+results. `train.py` and `train_async.py` call the verbs in the order of the algorithm.
 
 Invariants
 1. Engines serve only between a `sync_weights` that verified them and the next hand-over or weight sync.
@@ -40,7 +40,7 @@ HELD_OUT_LIMIT_S = 3600.0
 
 
 class HeldOutLoss:
-    """The held-out loss of a fine-tuning run: the rollout side makes the batches once, the trainer measures them.
+    """Measures the held-out loss of a fine-tuning run. The rollout side makes the batches once.
 
     Does nothing if no dataset is evaluated by its loss.
     """
@@ -49,10 +49,10 @@ class HeldOutLoss:
         self._actors, self._memory = actors, memory
         self._num_datasets = len(loss_datasets(args))
         self._batches: list[tuple[str, Any, dict[str, float]]] | None = None
-        """Name, reference to the batch, and its metrics."""
+        """(name of the dataset, reference to the batch, its metrics); None before the first measurement."""
 
     def measure(self) -> dict[str, float]:
-        """`eval/<dataset>-loss`: the mean loss of the trained tokens of each dataset, under the trainer's weights."""
+        """Returns `eval/<dataset>-loss`, the mean loss of each dataset's trained tokens under the trainer's weights."""
         if not self._num_datasets:
             return {}
         if self._batches is None:
@@ -79,10 +79,10 @@ class HeldOutLoss:
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_S = 30 * 24 * 3600.0
-"""Limit of a generation if the user sets none; its requests and graders have their own limits."""
+"""Time limit of a generation if the user sets none. Its requests and graders have limits of their own."""
 ROUTER_LIMIT_S = 60.0
 DEATH_SHOWS_S = 5.0
-"""For Ray to report that a process is gone."""
+"""Time for Ray to report that a process is gone."""
 WATCH_EVERY_S = 1.0
 
 PROBED = {
@@ -90,20 +90,20 @@ PROBED = {
     "train/train_rollout_logprob_abs_diff_p99": "probe/train_rollout_logprob_abs_diff_p99",
     "train/train_rollout_logprob_abs_diff_current": "probe/train_rollout_logprob_abs_diff_mean",
 }
-"""Metric of a batch -> metric of a probe."""
+"""Name of a metric in training -> its name for a probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     rollout_id: int
     batch: Any
-    """Reference to the `TrainBatch`, which goes from the rollout side to the training ranks without passing here."""
+    """Reference to the `TrainBatch`, which goes directly from the rollout side to the training ranks."""
     news: Any
-    """Reference to its `StepNews`; ready when the batch is."""
+    """Reference to its `StepNews`, which is ready at the same time as the batch."""
 
 
 class Run:
-    """The verbs of one run; `launch` builds it."""
+    """The verbs of one run. `launch` builds it."""
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp) -> None:
         self.args, self._startup = args, startup
@@ -117,7 +117,7 @@ class Run:
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
-        """Logs where engines and routers are reached, and with which key."""
+        """Logs the addresses of engines and routers, and the key that they need."""
         if not self._actors.on_rollout("ray_asks_for_token", for_what="the rollout side", limit_s=ROUTER_LIMIT_S):
             logger.warning(
                 "the Ray cluster at %s asks for no token, so whoever reaches it can run code as you: start its daemons "
@@ -139,9 +139,9 @@ class Run:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating the samples of a step and returns at once. The first call ends the start of the run."""
+        """Starts generating the samples of a step and returns at once. The first call also logs the start-up times."""
         if startup := self._startup.end():
-            collect()  # drops the times before the first step
+            collect()  # discards the times before the first step
             self._tracker.add(startup)
         if traces_engines(self.args, rollout_id):
             folder = Path(self.args.run_dir).absolute() / "profiles"
@@ -151,7 +151,7 @@ class Run:
         return Generation(rollout_id, batch, news)
 
     def finish_generation(self, generation: Generation) -> Any:
-        """Waits for a generation; returns a reference to its `TrainBatch`."""
+        """Waits for a generation, logs its metrics, and returns a reference to its `TrainBatch`."""
         with span("rollout_wait"), self._watching(f"rollout {generation.rollout_id}") as on_poll:
             news = wait_for(
                 [generation.news],
@@ -169,7 +169,7 @@ class Run:
         return self.finish_generation(self.start_generation(rollout_id))
 
     def wait_for_generation(self, generation: Generation) -> None:
-        """Waits until no request of this generation is running. Does not take its result."""
+        """Waits until the generation has ended. Leaves its result for `finish_generation`."""
         with span("generation_wait"):
             wait_for(
                 [generation.news],
@@ -195,7 +195,7 @@ class Run:
     def serve(self) -> None:
         """Serves until Ctrl-C (`--debug-rollout-only --num-rollout 0`).
 
-        An engine that ends is restarted. Raises `EngineError` with exit status and log if a router stays dead.
+        Restarts lost engines. Raises `EngineError` if a router has died and could not be restarted.
         """
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         where = (
@@ -227,14 +227,14 @@ class Run:
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
-        """Colocated: engines release their memory, then the trainer takes its own. Otherwise nothing."""
+        """In colocated training, lets engines release their memory and the trainer take its own. Else does nothing."""
         self._memory.to_trainer()
 
     def sync_weights(self, *, for_save: bool = False) -> None:
-        """Sends the trainer's weights to every engine and verifies them; then the engines serve.
+        """Sends the trainer's weights to every engine and verifies them. Then the engines serve.
 
-        `for_save`: a checkpoint follows. Requests of `--fully-async` then end and are sent again, whatever
-        `--pause-generation-mode` says, so that the checkpoint has their tokens. See `weight_sync_sequence`.
+        With `for_save`, a checkpoint follows. Then running requests of `--fully-async` end and are sent again, for any
+        `--pause-generation-mode`, so that the checkpoint has their tokens. See `weight_sync_sequence`.
         """
         phase = self._startup.phase("update_weights", "the engines hold the trainer's weights, verified")
         with phase if self._actors.engines and self._actors.trainers else nullcontext():
@@ -242,9 +242,10 @@ class Run:
         self._trained_since_sync = False
 
     def check_log_probs(self) -> None:
-        """Compares log-probs of trainer and engines on fresh samples of the synced weights; over the limit the run
-        ends. For asynchronous training: its batches are older than the trainer. In synchronous training every batch
-        is such a comparison.
+        """Compares log-probs of trainer and engines on new samples of the synced weights. Raises beyond the limit.
+
+        Asynchronous training needs this, because its batches were sampled by older weights than the trainer's. In
+        synchronous training, every batch allows the comparison.
         """
         if not self._actors.engines or not self._actors.trainers:
             return
@@ -256,9 +257,9 @@ class Run:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Loads the checkpoint of `--load`; returns the first step.
+        """Loads the checkpoint of `--load`, if given, and returns the first step.
 
-        `--finetune` loads only the weights and starts at `--start-rollout-id` or 0.
+        With `--finetune`, loads only the weights and starts at `--start-rollout-id` or 0.
         """
         if self.args.load:
             self._memory.to_trainer()
@@ -267,7 +268,7 @@ class Run:
         return int(self.args.start_rollout_id or 0) if step is None or self.args.finetune else step + 1
 
     def save(self, rollout_id: int) -> None:
-        """Writes a checkpoint (see `saving`) and the HF export, as the settings ask."""
+        """Writes a checkpoint (see `saving`) and the Hugging Face export, if configured."""
         with span("save_model"):
             if self.args.save:
                 self._saver.save(rollout_id)
@@ -282,23 +283,23 @@ class Run:
     # --- cadence ----------------------------------------------------------------------------------------------------
 
     def saves_after(self, rollout_id: int) -> bool:
-        """Every `--save-interval` steps and after the last one."""
+        """Whether a save is due: every `--save-interval` steps and after the last one."""
         return bool(self.args.save or self.args.save_hf) and self._is_due(rollout_id, self.args.save_interval)
 
     def syncs_after(self, rollout_id: int) -> bool:
-        """Every `--update-weights-interval` steps and after the last one."""
+        """Whether a weight sync is due: every `--update-weights-interval` steps and after the last one."""
         return self._is_due(rollout_id, self.args.update_weights_interval)
 
     def evaluates_after(self, rollout_id: int) -> bool:
-        """Every `--eval-interval` steps and after the last one."""
+        """Whether an evaluation is due: every `--eval-interval` steps and after the last one."""
         return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
 
     def only_serves(self) -> bool:
-        """Whether there are engines, but nothing to train or evaluate."""
+        """Whether the run has engines, but nothing to train or evaluate."""
         return self.args.num_rollout == 0 and self.args.debug_rollout_only and not self.evaluates_before(0)
 
     def evaluates_before(self, start: int) -> bool:
-        """Before the first step, unless the run was resumed; always with `--num-rollout 0`, which only evaluates."""
+        """Whether to evaluate before the first step: not in a resumed run, always with `--num-rollout 0`."""
         if self.args.num_rollout == 0:
             return bool(self.args.eval_prompt_data or self.args.eval_config or self.args.eval_function_path)
         return self.args.eval_interval is not None and not self.args.skip_eval_before_train and start == 0
@@ -309,27 +310,27 @@ class Run:
     # --- the end of a step and of the run ---------------------------------------------------------------------------
 
     def end_step(self, rollout_id: int) -> None:
-        """Logs the times of the step. The last step ends when its checkpoint is on disk."""
+        """Logs the times of the step. After the last step, also waits until its checkpoint is on disk."""
         if rollout_id + 1 == self.args.num_rollout:
             self._saver.finish()
         self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
 
     def death(self, seen_as: str) -> ActorDied | None:
-        """The death of a training rank or of the rollout side, if one is gone. Never raises.
+        """Returns the death of a training rank or of the rollout side, or None if all are alive. Never raises.
 
-        `seen_as`: the error by which it showed; a rank whose neighbour died reports a broken connection.
+        `seen_as` is the error that another process reported, such as a broken connection to the dead rank.
         """
         actors = [*self._actors.trainers, self._actors.rollout]
         try:
             asked = [trainer.memory_plan.remote() for trainer in actors[:-1]] + [actors[-1].progress.remote()]
             return first_death(asked, for_what=f"the run, which showed as {seen_as}", limit_s=DEATH_SHOWS_S)
-        except Exception as error:  # Ray itself is gone
+        except Exception as error:  # Ray itself has ended
             logger.debug("nobody could be asked: %s", error)
             return None
 
     def close(self, *, limit_s: float) -> None:
-        """Ends all processes in order. Raises if one does not answer in time; the end of the cluster ends it then."""
+        """Ends all processes in order. Raises if one does not answer in time; the end of the cluster then kills it."""
         actors = self._actors
         stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers)] + actors.engines.stop()
         try:
@@ -340,7 +341,7 @@ class Run:
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def _tend_and_join(self) -> str:
-        """Tends the engines while the trainers are idle: a restarted engine gets its weights."""
+        """Tends the engines and sends weights to restarted ones. The trainers must be idle."""
         progress = self._actors.engines.tended()
         self._weight_sync.join(fresh=not self._trained_since_sync)
         return progress
@@ -349,11 +350,11 @@ class Run:
     def _key_file(self) -> Path:
         return Path(self.args.run_dir) / KEY_FILE
 
-    # --- plumbing ---------------------------------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[Callable[[], str]]:
-        """Shows the rollout side's progress while the driver waits for it."""
+        """Shows the rollout side's progress during the block. Yields the `on_poll` function for `wait_for`."""
         news = ""
         asked = self._actors.rollout.progress.remote()
 

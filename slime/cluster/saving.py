@@ -1,15 +1,15 @@
-"""`Saver`: the driver's part of checkpoints. Ranks and Data Buffer write their parts; it commits, and removes old ones.
+"""The driver's part of checkpoints: ranks and Data Buffer write their parts, `Saver` commits and removes old ones.
 
-    save, at a step     wait for the save before; a new folder; ranks copy their state (`--async-save`), the Data Buffer
-                        writes its part
-    in the background   ranks write, each in a thread beside training; manifest, rename, `latest`; retention
-    poll, every step    report errors and times of the background
+    save, at a step     waits for the previous save and makes a folder; the Data Buffer writes its part, and ranks copy
+                        their state (`--async-save`)
+    in the background   ranks write, each in a thread beside training; then manifest, rename, `latest`, retention
+    poll, every step    reports errors and times of the background
 
-Without `--async-save` the driver also waits for the second part. Every wait has a limit.
+Without `--async-save` the driver also waits for the second row. Every wait has a limit.
 
 Invariants
-1. The parts of a checkpoint are of one moment: training continues only when ranks and Data Buffer have copied or
-   written their state.
+1. All parts of a checkpoint have the state of the same moment: training continues only when ranks and Data Buffer have
+   copied or written their state.
 2. Retention never removes the checkpoint that `latest` names, or the one that this run was resumed from.
 """
 
@@ -38,9 +38,9 @@ class Saver:
         self._resumed_from: list[Path] = []
 
     def restore(self) -> int | None:
-        """Loads the latest checkpoint of `--load`, or that of `--ckpt-step`; returns its step, None without `--load`.
+        """Loads the latest checkpoint of `--load`, or the one of `--ckpt-step`.
 
-        `--finetune` loads only the weights.
+        Returns its step, or None without `--load`. With `--finetune`, loads only the weights.
         """
         if not self._args.load:
             return None
@@ -64,7 +64,7 @@ class Saver:
         return found.rollout_id
 
     def _keep_other_branch(self, found: checkpoint.Checkpoint) -> None:
-        """Later steps in the folder that this run saves to are not its own: retention must not remove them."""
+        """Protects later steps in the --save folder from retention, because another run wrote them."""
         root = found.path.parent
         if self._args.save is None or Path(self._args.save).resolve() != root.resolve():
             return
@@ -83,7 +83,7 @@ class Saver:
         logger.info("resumed from %s of %s: %s", found.path.name, found.path.parent, go_on)
 
     def save(self, rollout_id: int) -> None:
-        """Writes a checkpoint, with `--async-save` in the background. Raises the error of the save before, if any."""
+        """Writes a checkpoint, with `--async-save` in the background. Raises the error of the previous save, if any."""
         assert self._args.save is not None, f"step {rollout_id} is to be saved without --save"
         with span("save_wait"):
             self._tell(self._background.finish(limit_s=self._limit_s))
@@ -100,15 +100,15 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Reports a save that ended in the background. Raises its error."""
+        """Logs the metrics of a background save that has ended, or raises its error. Does not wait."""
         self._tell(self._background.poll())
 
     def finish(self, limit_s: float | None = None) -> None:
-        """Waits for a save in the background, if any. Raises its error, or `DeadlineExceeded`."""
+        """Waits for the background save, if any. Raises its error, or `DeadlineExceeded`."""
         self._tell(self._background.finish(limit_s=self._limit_s if limit_s is None else limit_s))
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
-        """In the background: waits for the ranks, commits, removes old checkpoints."""
+        """Waits for the ranks, commits the checkpoint and removes old ones. Runs in the background."""
         written = self._actors.on_trainers("write_parts", str(parts), limit_s=self._limit_s, flag=SAVE_FLAG)
         seals = {name: seal for part in written for name, seal in part.items()}
         path = checkpoint.commit(parts, rollout_id, seals)

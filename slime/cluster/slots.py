@@ -1,10 +1,10 @@
-"""Reserves the slots of a plan in Ray: one bundle each, on the plan's host, in the order of devices.
+"""Reserves the slots of a plan in Ray. Each slot is one bundle on the host that the plan chose.
 
-On hosts with several GPUs each bundle is asked which one it has.
+On hosts with several GPUs, a probe in each bundle reports its GPU, and slots are numbered in the order of GPUs.
 
 Invariants
-1. A host lists the device of slot i before that of slot i + 1, so neighbouring ranks are neighbours in the machine.
-2. Slots of a host have different devices, under the host's names for them.
+1. A host lists the device of slot i before that of slot i + 1, so consecutive ranks use adjacent devices.
+2. Slots of a host have different devices.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from slime.cluster.waiting import wait_for
 from slime.core.errors import START_FLAG, ConfigError
 
 ON_HOST = 0.001
-"""Amount of Ray's resource for a host that a bundle takes: it names the host and suffices for all bundles."""
+"""Amount of Ray's per-host resource that each bundle takes. It binds the bundle to the host, and is small enough for
+all bundles."""
 PROBE_SHARE = 0.1
 NAME = "slots"
-"""Of the placement group, in the run's own namespace."""
+"""Name of the placement group in the run's own namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ class Slots:
     unit: str
     """"GPU" or "CPU"."""
     bundles: tuple[int, ...]
-    """[slots] bundle in the group."""
+    """[slots] index of the slot's bundle in the group."""
     devices: tuple[str, ...] | None
     """[slots] name of the GPU in CUDA_VISIBLE_DEVICES of its host: a number, or the UUID of a GPU or of a part of one
-    (MIG). None on a CPU, and if no host has several slots."""
+    (MIG). None on a CPU, and if no host has more than one slot."""
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
-        """Ray's options for an actor that takes this share of a slot."""
+        """Returns Ray's options for an actor that takes `share` of a slot."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.bundles[slot] if self.bundles else 0
         )
@@ -51,7 +52,7 @@ class Slots:
 
 
 def on_node(node_id: str | None) -> dict[str, Any]:
-    """Ray's options for an actor that runs only on this node; None: anywhere."""
+    """Returns Ray's options for an actor that runs only on this node, or anywhere if `node_id` is None."""
     return {} if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
@@ -72,10 +73,10 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
 
 
 def give_back() -> None:
-    """Removes the reservation, if any, and with it the actors on its slots, which Ray then does not report as lost."""
+    """Removes the reservation, if any. This ends the actors on its slots without Ray reporting them as lost."""
     try:
         group = get_placement_group(NAME)
-    except ValueError:  # the run had not reserved any
+    except ValueError:  # the run has no reservation
         return
     remove_placement_group(group)
 
@@ -86,7 +87,7 @@ def _bundle(unit: str, host: Host) -> dict[str, float]:
 
 
 def _devices(group: Any, num_slots: int, limit_s: float) -> list[tuple[int, str]]:
-    """[bundles] place and name of the GPU on its host."""
+    """Returns [bundles] (position, name) of the bundle's GPU on its host."""
     probe: Any = ray.remote(_own_device)
     calls = [
         probe.options(
@@ -105,13 +106,15 @@ def _own_device() -> tuple[int, str]:
     (device,) = map(str, ray.get_gpu_ids())
     if device.isdigit():
         return int(device), device
-    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # no public API has the order (2.60)
+    listed = (
+        ray._private.worker.global_worker.original_visible_accelerator_ids
+    )  # no public API reports the order (2.60)
     names = [str(name) for name in listed.get("GPU") or ()]
     return names.index(device) if device in names else 0, device
 
 
 def _require_different(hosts: Sequence[Host], names: Sequence[str]) -> None:
-    """Raises `ConfigError` if two bundles (with these hosts and GPU names) have the same GPU."""
+    """Raises `ConfigError` if two bundles have the same GPU. Both arguments have one entry per bundle."""
     given = Counter(zip(hosts, names, strict=True))
     twice = [f"{name} of {host}" for (host, name), times in given.items() if times > 1]
     if twice:

@@ -1,6 +1,6 @@
-"""Starts the processes of a run on the slots of its plan, at the same time: engines, training ranks, rollout side.
+"""Starts engines, training ranks and rollout side of a run at the same time, on the slots of its plan.
 
-Engines that share GPUs with the trainer import while it starts, and take memory once it has lent its own.
+Engines that share GPUs with the trainer import modules while it starts. They take memory once it has lent its own.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 
 READ_BYTES = 2**20
-"""Of an engine's log, which is some kilobytes long when the engine is up."""
+"""How much of an engine's log is read. The log has some kilobytes when the engine is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Calls that end when one part of the run is ready."""
+    """A part of the run, with the calls that end when it is ready."""
 
     name: str
     refs: Sequence[Any]
     line: str
-    """Logged when all have ended."""
+    """Logged when all calls have ended."""
 
 
 class StartProgress:
-    """Which starting processes are ready, and what the others are doing, by the logs of engines that this host sees.
+    """Shows which parts of the run are ready, and what engines are doing according to their logs.
 
-    `wait_for` polls it (`tell`).
+    `wait_for` calls `tell` on each poll.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class StartProgress:
         engine_logs: Sequence[Path] = (),
         ended: Callable[[Sequence[Any]], bool] = all_there,
     ) -> None:
-        """`began_s`: `time.monotonic()` when the processes were started; `note`: shows a text; `ended`: whether all
-        calls have ended.
+        """`began_s` is `time.monotonic()` at the start of the processes. `note` shows a text. `ended` says whether all
+        given calls have ended.
         """
         self._startup, self._note, self._ended = startup, note, ended
         self._waiting = [w for w in waiting if w.refs]
@@ -77,7 +77,7 @@ class StartProgress:
         self._began_s = began_s
 
     def tell(self) -> str:
-        """Logs the parts that became ready since the last call; returns what the start waits for."""
+        """Logs the parts that became ready since the last call. Returns what the start is waiting for."""
         seconds = time.monotonic() - self._began_s
         for waiting in [w for w in self._waiting if self._ended(w.refs)]:
             self._waiting.remove(waiting)
@@ -103,13 +103,13 @@ def _phase_of(log: Path) -> str:
 logger = logging.getLogger(__name__)
 
 TRAIN_SHARE = 0.4
-"""Share of a slot's GPU (or CPU) that a training rank reserves; an engine fits beside it."""
+"""Share of a slot's GPU (or CPU) that a training rank reserves. It leaves enough for an engine on the same slot."""
 
 
 def start(
     args: Args, plan: PlacementPlan, hosts: GuardedHosts, folder: RunFolder, tracker: Tracker, startup: StartUp
 ) -> Run:
-    """Starts everything and returns the verbs. Raises the error of the first process that fails."""
+    """Starts all processes and returns the `Run`. Raises the error of the first process that fails."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     keys = keys_of(args)
     with tracker.progress("starting") as note:
@@ -140,9 +140,16 @@ def start(
             engine_logs=[folder.logs / f"engine_{placed.index}.log" for placed in plan.engines],
         )
         results = wait_for(
-            [*building, *ready, *data, *lent, *opened],  # builds first: a failed build also fails the lending
+            [
+                *building,
+                *ready,
+                *data,
+                *lent,
+                *opened,
+            ],  # `building` first, because a failed build also makes `lent` fail
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
-            limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
+            limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1)
+            + 60,  # twice if engines wait for the trainer
             on_poll=lambda: _told(port, hosts, progress),
             flag=START_FLAG,
         )
@@ -166,9 +173,9 @@ def start(
 
 
 def keys_of(args: Args) -> EngineKeys:
-    """The keys of the run's engines, against other users of the machine, who can reach loopback.
+    """Returns the keys of the run's engines. They keep out other users of the machine, who can reach loopback.
 
-    External engines keep the keys that they were started with.
+    External engines keep the keys with which they were started.
     """
     use, admin = args.sglang.get("api_key") or args.router.get("api_key"), args.sglang.get("admin_api_key")
     if args.rollout_external_engine_addrs:
@@ -177,7 +184,7 @@ def keys_of(args: Args) -> EngineKeys:
 
 
 def _tell_memory(actors: Actors, folder: RunFolder) -> None:
-    """Logs and records the planned GPU memory of the training rank that needs most, if GPUs are lent."""
+    """Logs and records the planned GPU memory of the training rank that needs most. Does nothing if no GPU is lent."""
     plans = [plan for plan in actors.on_trainers("memory_plan") if plan is not None]
     if not plans:
         return
@@ -189,7 +196,7 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
 
 
 def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> ExternalEngines:
-    """Finds the external engines; nothing else starts before all of them fit."""
+    """Waits until all external engines answer and fit. Nothing else starts before that."""
     port = ExternalEngines(args, keys)
     try:
         port.find(args.engine_start_timeout_s, note)
@@ -200,7 +207,7 @@ def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> Exter
 
 
 def _with_external(args: Args, port: ExternalEngines) -> Args:
-    """The settings with the GPUs of external engines, and with an absolute path of the disk transport."""
+    """Returns the settings with the number of GPUs of external engines, and an absolute path of the disk transport."""
     changes: dict[str, Any] = {"rollout_num_gpus": port.num_gpus}
     if folder := args.components.get("update_weight_disk_dir"):
         changes["update_weight_disk_dir"] = str(Path(folder).absolute())
@@ -208,7 +215,10 @@ def _with_external(args: Args, port: ExternalEngines) -> Args:
 
 
 def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Callable[[int], str]:
-    """Slot -> address on which its training rank listens. Engines on other hosts cannot reach loopback."""
+    """Returns a function from slot to the address on which its training rank listens.
+
+    With external engines on other hosts, this is not loopback, which they could not reach.
+    """
     far = [host_of(url) for url in port.urls if not is_loopback(host_of(url))]
     if plan.several_hosts or not far:
         return plan.address_of
@@ -247,24 +257,27 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
 
 
 def _lend(args: Args, engines: Sequence[Any], trainers: list[Any]) -> tuple[list[Any], list[Any]]:
-    """On GPUs: all trainers lend their memory, then engines take theirs."""
+    """If trainer and engines share GPUs, makes trainers lend their memory and then opens the engines' gates.
+
+    Returns references to the answers of both.
+    """
     lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
     return lent, [engine.open_gate.remote(*lent) for engine in engines] if lent else []
 
 
 def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:
-    """On GPUs: rank 0 and the policy's engines compile their digest kernels as soon as they are up.
+    """On GPUs, makes rank 0 and the policy's engines compile their digest kernels as soon as they are up.
 
-    `heads`: the actors of `engines`; empty for external ones.
+    `heads` are the actors of `engines`; the list is empty for external engines.
     """
     if args.device != "cuda" or not trainers or not heads:
         return []
     takers = [head for engine, head in zip(engines, heads, strict=True) if engine.role == POLICY]
-    return [actor.warm_digests.remote() for actor in (trainers[0], *takers)]  # rank 0 sends
+    return [actor.warm_digests.remote() for actor in (trainers[0], *takers)]  # rank 0 verifies the weights
 
 
 def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, keys: EngineKeys) -> Any:
-    """On the driver's host, beside the data and the user's modules."""
+    """Creates the rollout side on the driver's host, which has the data and the user's modules."""
     beside_driver = on_node(plan.hosts[0].node_id)
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
     process = Process("the process of the rollout side", str(plan.hosts[0]), folder.logs / "rollout.log")
@@ -272,12 +285,12 @@ def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engi
 
 
 def _placed(actor: Any, **options: Any) -> Any:
-    """An actor class with these options, which the type checker does not see."""
+    """Returns an actor class with these options. The type checker does not know the method `options`."""
     return actor.options(**options)
 
 
 def _told(port: RayEngines | ExternalEngines, hosts: GuardedHosts, progress: StartProgress) -> str:
-    """The progress of the start. Tends the hosts; raises `EngineError` if an engine has lost one of its hosts."""
+    """Tends the hosts and returns the progress of the start. Raises `EngineError` if an engine has lost a host."""
     hosts.tend()
     if isinstance(port, RayEngines):
         for index in range(len(port.heads)):

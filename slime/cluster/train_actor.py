@@ -1,8 +1,8 @@
-"""One training rank as an actor: `MegatronBackend` and this rank's part of the weight sync.
+"""One training rank as a Ray actor, with its `MegatronBackend` and its part of the weight sync.
 
 The driver calls every method on all ranks, in the same order. One thread runs the calls, a second one writes files
-(`write_parts`), a third one takes note of lost engines (`give_up`). A call waits for other ranks in collectives, with
-the limit of the process group, and for engines in a weight sync.
+(`write_parts`), a third one records lost engines (`give_up`). In collectives, a call waits for other ranks, with the
+limit of the process group. In a weight sync, it also waits for engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainActor:
     def __init__(
         self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
     ) -> None:
-        """`slots`: [training ranks] placement slot; `address`: of this host, for the rest of the run."""
+        """`slots` is [training ranks] the placement slot. `address` is where the rest of the run reaches this host."""
         setup_logging(Path(log_dir) / f"train_{rank}.log", crashes=True)
         self._args, self._rank, self._slots, self._address = args, rank, tuple(slots), address
         os.environ.update(args.train_env_vars)
@@ -36,7 +36,7 @@ class TrainActor:
         self._computes_on_cpu = args.device == "cpu" or any(
             role.get("optimizer_cpu_offload") for role in (args.megatron, args.critic)
         )
-        if self._computes_on_cpu:  # read by OpenMP and MKL when torch is first imported
+        if self._computes_on_cpu:  # OpenMP and MKL read these variables when torch is first imported
             os.environ.update(thread_variables(num_threads, os.environ))
         self._listener: Any = None
         self._backend: Any = None
@@ -44,7 +44,7 @@ class TrainActor:
         self._snapshot: Any = None
 
     def free_address(self) -> tuple[str, int]:
-        """(host, port) on which rank 0 listens from now on."""
+        """Opens the port on which rank 0 listens, and returns (host, port)."""
         from slime.weights.rendezvous import listen_on
 
         self._listener = listen_on(self._address)
@@ -52,7 +52,10 @@ class TrainActor:
         return str(host), int(port)
 
     def build(self, master_address: str, master_port: int) -> dict[str, float]:
-        """Joins the process group, builds the model with its weights, rehearses. Returns the seconds of each."""
+        """Joins the process group, builds the model, loads its weights and rehearses a step.
+
+        Returns the seconds of import, build and rehearsal.
+        """
         began_s = time.perf_counter()
         import torch
 
@@ -93,18 +96,18 @@ class TrainActor:
         )
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
-        """Sends the current weights to these engines, verifies and resumes them. Returns metrics, with the version."""
+        """Sends the weights to `engines`, verifies them and resumes the engines. Returns metrics and version."""
         metrics: dict[str, float] = self._weight_sync.sync_weights(engines)
         return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
 
     @ray.method(concurrency_group="tell")
     def give_up(self, url: str, incarnation: int) -> None:
-        """The weight sync under way stops waiting for a lost engine."""
+        """Makes the current weight sync stop waiting for a lost engine."""
         if self._weight_sync is not None:
             self._weight_sync.give_up(url, incarnation)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Trains one batch, which makes the next weight version."""
+        """Trains on one batch and increments the weight version. Returns metrics."""
         start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
         self._backend.weight_version += 1
@@ -117,12 +120,12 @@ class TrainActor:
         return self._backend.measure_loss(batch)
 
     def take_snapshot(self) -> None:
-        """Copies this rank's state for `write_parts`."""
+        """Copies this rank's state, for `write_parts`."""
         self._snapshot = self._backend.snapshot()
 
     @ray.method(concurrency_group="save")
     def write_parts(self, directory: str) -> dict[str, Any]:
-        """Writes this rank's checkpoint files, from the snapshot if there is one. Returns their sizes and hashes."""
+        """Writes this rank's checkpoint files, from the snapshot if one was taken. Returns their sizes and hashes."""
         snapshot, self._snapshot = self._snapshot, None
         return (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
 
@@ -130,7 +133,7 @@ class TrainActor:
         self._backend.save_hf(Path(directory))
 
     def verify(self, directory: str) -> None:
-        """Compares this rank's share of a checkpoint with the manifest."""
+        """Compares this rank's share of a checkpoint's files with the manifest."""
         from slime.training.state.checkpoint import verify
 
         verify(Path(directory), share=(self._rank, len(self._slots)))
@@ -150,7 +153,7 @@ class TrainActor:
         return self._backend.wake()
 
     def memory_plan(self) -> Any:
-        """`MemoryPlan` of this rank; None if it lends no GPU."""
+        """Returns the `MemoryPlan` of this rank; None if it lends no GPU."""
         return self._backend.memory_plan
 
     def stop(self) -> None:

@@ -1,13 +1,13 @@
-"""Waiting for actors: every wait has a name, a limit and an owner; and Ray's errors become ours, each one sentence.
+"""Waits for actors with a name, a limit and an owner, and translates Ray's errors to slime's.
 
-    the actor's method raised an error of ours      that error
-    it raised anything else                         `ActorFailed`: what, in which process, where (the user's own line)
+    the actor's method raised an error of slime     that error
+    it raised another exception                     `ActorFailed`: the error, the process, and the user's line of code
     its constructor raised                          the same
-    its process is gone                             `ActorDied`: which process, during what
-    Ray itself cannot go on (disk, memory, a host)  `ClusterFailed`: what Ray said, during what
+    its process is gone                             `ActorDied`: which process, and what the driver waited for
+    Ray itself failed (disk, memory, a host)        `ClusterFailed`: Ray's message, and what the driver waited for
 
-The trace stays behind the error, for the log. `wait_for` also polls, so that progress shows while the driver waits, and
-Ctrl-C works at once.
+The error's message is one sentence; the traceback is chained to it, for the log. `wait_for` polls, so that progress
+shows while the driver waits and Ctrl-C works at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.core.silence import Silence
 from slime.core.text import shorten
 
 _introduced: dict[str, Process] = {}
-"""Ray's id of an actor that this process started -> the process."""
+"""Ray's id of an actor that this process started -> its description."""
 RAY_CHARS = 600
 _ACTOR, _CLASS, _HOST = (re.compile(rf"{key}: (\S+)") for key in ("actor_id", "class_name", "ip"))
 _OURS = re.compile(r"^slime\.core\.errors\.(\w+): (.*)\Z", re.MULTILINE | re.DOTALL)
@@ -35,20 +35,20 @@ _DETAIL = re.compile(r"Worker exit detail: ([^.\n]+\.)")
 
 
 def introduce(actor: Any, process: Process) -> Any:
-    """Returns the actor; its death will be reported as that of `process`."""
+    """Registers a description of the actor's process, for errors about its death. Returns the actor."""
     _introduced[actor._actor_id.hex()] = process
     return actor
 
 
 def translated(error: RayError, for_what: str) -> SlimeError:
-    """The error to raise instead of Ray's. `for_what`: what the driver waited for."""
+    """Returns the error to raise instead of Ray's. `for_what` names what the driver waited for."""
     if isinstance(error, RayTaskError):
         return _raised(error, for_what)
     if isinstance(error, OutOfMemoryError):
         return ActorDied(f"Ray ended a process during {for_what}, because memory ran out: {first_line(str(error))}")
     text = str(error)
     if not isinstance(error, RayActorError | WorkerCrashedError):
-        said = shorten(" ".join(text.split()), RAY_CHARS)  # its reason may be on any line
+        said = shorten(" ".join(text.split()), RAY_CHARS)  # the reason may be on any line
         return ClusterFailed(f"Ray: {type(error).__name__}: {said}, during {for_what}")
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return _not_started(text)
@@ -64,7 +64,7 @@ def _raised(error: RayTaskError, for_what: str) -> SlimeError:
 
 
 def _not_started(text: str) -> SlimeError:
-    """For an actor whose constructor raised. Ray keeps only the trace, so our errors are rebuilt from their text."""
+    """Returns the error of an actor's constructor, parsed from the traceback, which is all that Ray keeps."""
     match = _OURS.search(text)
     kind = getattr(errors, match[1], None) if match else None
     if match and isinstance(kind, type) and issubclass(kind, SlimeError):
@@ -78,7 +78,7 @@ def _place(trace: str) -> str:
 
 
 def _last_line(trace: str) -> str:
-    """The exception at the end of a trace."""
+    """Returns the exception at the end of a traceback."""
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     return first_line(lines[-1]) if lines else "an error without a text"
 
@@ -91,7 +91,7 @@ def _process(text: str) -> Process:
 
 
 def _detail(text: str) -> str:
-    """What Ray knows about the end of a process; nothing if it only saw the connection end."""
+    """Returns Ray's explanation for the end of a process; empty if Ray noticed only a broken connection."""
     detail = None if "connection error" in text else _DETAIL.search(text)
     return f" (Ray: {detail[1]})" if detail else ""
 
@@ -108,17 +108,17 @@ def wait_for(
     on_poll: Callable[[], str] | None = None,
     flag: str = "",
 ) -> list[Any]:
-    """Results of all `refs`, in order. The first failure is raised at once (`translated`).
+    """Returns the results of all `refs`, in order. Raises the first failure at once (`translated`).
 
-    `on_poll`: called about twice a second, returns the progress as text. `flag`: the setting that raises the limit.
-    Raises `DeadlineExceeded` when `limit_s` runs out, later on a busy machine (`slime.core.silence`).
+    `on_poll` is called about twice a second and returns the progress as text. `flag` names the setting that raises the
+    limit. Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.silence`).
     """
     silence = Silence()
     pending, last_progress = list(refs), "none"
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
         for ref in done:
-            _get(ref, for_what)  # a failure ends the wait without waiting for the others
+            _get(ref, for_what)  # raises a failure without waiting for the others
         if on_poll is not None:
             last_progress = on_poll()
         if pending and silence.exceeds(limit_s):
@@ -134,7 +134,7 @@ def all_there(refs: Sequence[Any]) -> bool:
 
 
 def peek(ref: Any) -> Any:
-    """The result of `ref`; None if it is not there or the call failed. Never waits, never raises."""
+    """Returns the result of `ref`; None if the call has not ended or has failed. Never waits, never raises."""
     done, _ = ray.wait([ref], timeout=0)
     try:
         return ray.get(ref) if done else None
@@ -143,9 +143,9 @@ def peek(ref: Any) -> Any:
 
 
 def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
-    """The first death that these calls to actors show within the limit. Never raises.
+    """Returns the first death of an actor that any of these calls reports within the limit. Never raises.
 
-    Ray reports a dead actor at once; a busy one does not answer, which says nothing.
+    Ray reports a dead actor at once. A busy actor does not answer, which does not count as a death.
     """
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:

@@ -1,19 +1,19 @@
-"""One weight sync as the driver runs it: what trainer, engines and running requests do, in order.
+"""The steps of one weight sync, which the driver runs in this order.
 
-    1. memory     the trainer keeps only its weights, engines take room for theirs    `MemoryHandOver`
-    2. requests   running requests end, if this weight sync ends them                 `EndRequests`
-    3. weights    training ranks send, engines are verified and resume                `RankWeightSync`
-    4. requests   go on
-    5. memory     the trainer releases its weights, engines take room for the cache   `MemoryHandOver`
-    6. traffic    clients and routers may use the engines                             `Engines`
+    1. memory     the trainer keeps only its weights, engines take memory for theirs    `MemoryHandOver`
+    2. requests   running requests end, if this weight sync ends them                   `EndRequests`
+    3. weights    training ranks send, engines are verified and resume                  `RankWeightSync`
+    4. requests   ended requests are sent again
+    5. memory     the trainer releases its weights, engines take memory for the cache   `MemoryHandOver`
+    6. traffic    clients and routers may use the engines                               `Engines`
 
-If an engine is lost on the way, or fails where others do not, step 3 is repeated without it. An engine that restarts
-later gets the weights alone, or with the next weight sync (`join`). Everything runs on the driver's thread, and every
-wait has a limit.
+If an engine is lost meanwhile, or the sync fails only at some engines, step 3 is repeated without them. An engine that
+restarts later gets the weights separately, or with the next weight sync (`join`). All steps run on the driver's thread,
+and every wait has a limit.
 
 Invariants
-1. No client and no router knows an engine that has not been verified.
-2. After an error the sequence stops: ended requests stay ended, engines stay paused, and the run ends.
+1. No client and no router knows an engine before its weights were verified.
+2. After an error the sequence stops: ended requests are not sent again, engines stay paused, and the run ends.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from slime.weights.transports import TRANSPORTS
 logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
-"""Limit of ending requests, and of resuming."""
+"""Time limit for ending requests, and for resuming them."""
 OF_SYNC, OF_JOIN = "update_weights_", "join_"
-"""In metric names: a step may have both."""
+"""Parts of metric names that tell apart weight syncs and joins, because a step may have both."""
 
 
 class EndRequests(enum.Enum):
-    """Which weight syncs end the running requests, which are sent again later with the tokens they have."""
+    """Which weight syncs end running requests. These are sent again later, with the tokens they have."""
 
     NEVER = enum.auto()
-    """No requests run then: generation and weight sync take turns."""
+    """Generation and weight sync take turns, so no requests are running."""
     FOR_SAVES = enum.auto()
-    """Only before a save, which writes the tokens. In other weight syncs engines keep their requests."""
+    """Only syncs before a save, which writes the tokens. In other weight syncs, engines keep their requests."""
     ALWAYS = enum.auto()
-    """Faster than leaving it to the engine, which would take a second to see that requests have ended."""
+    """All syncs. The engines would abort requests too, but need a second to notice that these have ended."""
 
     @classmethod
     def of(cls, args: Args) -> EndRequests:
-        """Only the worker of `--fully-async` generates during a weight sync."""
+        """Returns the choice for a run. Only the worker of `--fully-async` generates during a weight sync."""
         if not args.fully_async:
             return cls.NEVER
         match args.pause_generation_mode:
@@ -73,15 +73,16 @@ class WeightSyncSequence:
         self._engines = actors.engines
         sends_to_all = not args.debug_rollout_only and TRANSPORTS.get(args.update_weight_transport).groups_engines
         self._joins_alone = not sends_to_all
-        """Whether an engine can get weights alone, at no cost for the next weight sync."""
+        """Whether a single engine can get weights without making the next weight sync slower."""
         self._takers: tuple[Engine, ...] = ()
         self._version = 0
 
     def run(self, *, for_save: bool) -> None:
-        """Sends the trainer's weights to every engine that answers and verifies them; then the engines serve.
+        """Sends the trainer's weights to every engine that answers, and verifies them. Then the engines serve.
 
-        `for_save`: a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve their checkpoint as
-        version 0; without engines nothing happens. Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
+        With `for_save`, a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve their
+        checkpoint as version 0. Without engines nothing happens. Raises `WeightSyncError`, `EngineError` or
+        `DeadlineExceeded`.
         """
         if not self._engines.take_weights:
             return
@@ -93,11 +94,11 @@ class WeightSyncSequence:
         self._engines.end_sync(self._takers, self._version)
 
     def join(self, *, fresh: bool) -> None:
-        """Brings weights to restarted engines while the others serve; trainers must be idle.
+        """Sends weights to restarted engines while the others serve. The trainer must be idle.
 
-        `fresh`: the trainer has the weights that the others serve. If not, or if memory changes hands, or if all
-        engines share a process group (which must be rebuilt), the restarted engines wait for the next weight sync. But
-        if the others cannot answer requests, all engines get the weights now.
+        `fresh` is whether the trainer still has the weights that the others serve. If not, or if the trainer lends
+        memory, or if all engines share a process group (which must be rebuilt), the restarted engines wait for the next
+        weight sync. But if the other engines cannot answer requests, all engines get the weights now.
         """
         joiners, alone = self._engines.joiners(), fresh and self._joins_alone
         if not joiners or (self._engines.can_answer and (self._memory.lends or not alone)):
@@ -116,12 +117,12 @@ class WeightSyncSequence:
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool, *, hand_back: bool) -> None:
-        """Steps 2 to 4, repeated while a single engine fails.
+        """Runs steps 2 to 4. Repeats step 3 while engines are lost.
 
-        `hand_back`: the Data Buffer gets the tokens of the ended requests.
+        With `hand_back`, the Data Buffer gets the tokens of the ended requests.
         """
         if ends_requests:
-            tended = self._engines.tended  # an engine that is lost now does not end its requests
+            tended = self._engines.tended  # needed because the requests of a lost engine do not end
             self._actors.on_rollout(
                 "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
             )
@@ -133,7 +134,10 @@ class WeightSyncSequence:
             self._tracker.add(metrics[0])
 
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
-        """One weight sync to these engines, or to all that answer. The ranks' metrics; empty if an engine was lost."""
+        """Tries one weight sync to `engines`, or to all that answer.
+
+        Returns the metrics of each rank; an empty list if an engine was lost.
+        """
         takers = self._takers = self._engines.begin_sync(engines)
         infos = self._engines.infos(takers)
         try:
@@ -147,7 +151,7 @@ class WeightSyncSequence:
         return metrics or [{}]
 
     def _tended(self, takers: Sequence[Engine]) -> Callable[[], str]:
-        """`Engines.tended`, which also tells the training ranks of engines that are lost meanwhile."""
+        """Returns a variant of `Engines.tended` that also tells the training ranks about lost engines."""
         told: set[int] = set()
 
         def tended() -> str:

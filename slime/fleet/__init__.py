@@ -1,6 +1,6 @@
-"""The fleet: which engines exist, on which hosts, in which state, at which weight version.
+"""The fleet: the engines of a run, with their hosts, states and weight versions.
 
-`supervisor` has the record of an engine, the list of them, and what keeps them alive. It starts and asks engines
-through a port: `slime.cluster.ray_engines` on Ray, `external` for servers that somebody else started, which `fitting`
-checks.
+`supervisor` defines the record of an engine and the list of engines, and keeps the engines alive. It starts and watches
+them through a port: `slime.cluster.ray_engines` on Ray, or `external` for servers that somebody else started. `fitting`
+checks whether such a server fits the run.
 """

@@ -1,16 +1,16 @@
-"""External engines: servers that somebody else started, as the fleet's supervisor watches them.
+"""Watches external engines, which are servers that somebody else started, for the fleet's supervisor.
 
-They are neither started nor ended here. "Starting" one again means to wait until a server that fits (`fitting`) answers
-at its address, because its owner may start another. If the addresses come from a file, it is read again when it
-changes (`slime.settings.topology_yaml`): new addresses join, removed ones leave.
+slime neither starts nor ends them. To restart one means to wait until a server that fits (`fitting`) answers at its
+address, because its owner may start another there. If the addresses come from a file, the file is read again when it
+changes (`slime.settings.topology_yaml`): engines at new addresses join, those at removed addresses leave.
 
-The supervisor calls on one thread. Only `find`, at the start of a run, waits. Background threads ask the servers, each
-answer with a limit; the methods here read their results.
+The supervisor calls this module on one thread. Only `find`, at the start of a run, waits. Background threads ask the
+servers, with a time limit for each answer. All other methods only read their results.
 
 Invariants
-1. Before each use, also after a restart, a server is checked to fit.
-2. A server that serves other weights than it was sent is lost: its owner has restarted it.
-3. A server that leaves stays as it is: it serves, unless it was lost with unverified weights.
+1. A server is used, also after a restart, only if a check has shown that it fits.
+2. A server that does not serve the weights that it was sent counts as lost, because its owner has restarted it.
+3. A server that leaves is not touched: it goes on serving, unless it was lost with unverified weights.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from slime.settings.topology_yaml import address_file, read_addresses
 logger = logging.getLogger(__name__)
 
 KNOCK_EVERY_S = 2.0
-"""Between two questions to an address where no server that fits has answered."""
+"""Interval between requests to an address at which no fitting server has answered yet."""
 DOOR_EVERY_S = 1.0
-"""Between two questions to the front end of a serving server."""
+"""Interval between requests to the front end of a serving server."""
 LOOK_AGAIN_S = 0.5
-"""Between the two failed connections after which a server counts as gone; and between two checks in `find`."""
+"""Time between a failed connection and the second try, after which a server counts as gone; also the interval between
+checks in `find`."""
 
 
 class ExternalEngines:
     actors: tuple[()] = ()
-    """Empty: they are not processes of the run."""
+    """Always empty, because external engines are not processes of the run."""
 
     def __init__(self, args: Args, keys: EngineKeys, *, wanted: Wanted | None = None) -> None:
-        """`wanted`: default is what `args` asks for. Call `find` next."""
+        """`wanted` is by default derived from `args`. Call `find` next."""
         self._args, self._keys, self._wanted = args, keys, wanted or Wanted.of(args)
         self._list = AddressList(args.rollout_external_engine_addrs)
         self._known: list[Engine] = []
         self._urls: list[str] = []
-        """[engines] address, which never changes."""
+        """[engines] address of the engine, which never changes."""
         self._knocks: dict[str, _Knock] = {}
         self._looks: dict[int, _Look] = {}
         self.may_take_memory: Callable[[], bool] = lambda: True
@@ -61,8 +62,9 @@ class ExternalEngines:
         """Called with an engine that gets no more requests; `Engines` sets it."""
 
     def find(self, limit_s: float, note: Callable[[str], object] = lambda text: None) -> None:
-        """Waits until every address has answered. Raises `ConfigError` with all misfits, `EngineError` if some do not
-        answer in time.
+        """Waits until every address has answered.
+
+        Raises `ConfigError` with all misfits, `EngineError` if some servers do not answer in time.
         """
         knocks = {url: self._knock(url) for url in self._list.urls}
         deadline = time.monotonic() + limit_s
@@ -82,7 +84,7 @@ class ExternalEngines:
             self._take(url)
 
     def engines(self) -> list[Engine]:
-        """The engines found, in the order of their addresses."""
+        """Returns the known engines, in the order of their addresses."""
         return list(self._known)
 
     @property
@@ -95,7 +97,7 @@ class ExternalEngines:
 
     @property
     def takes_memory(self) -> bool:
-        return False  # none shares a GPU with a trainer
+        return False  # external engines share no GPU with the trainer
 
     def heard(self, index: int) -> None:
         if (look := self._looks.get(index)) is not None:
@@ -108,7 +110,7 @@ class ExternalEngines:
         return {**found, **gone}
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Engines at new addresses that answer and fit."""
+        """Returns engines at new addresses that answer and fit."""
         listed = self._list.now()
         for url in [url for url in self._knocks if url not in listed]:
             self._drop(url)
@@ -133,7 +135,7 @@ class ExternalEngines:
         self.dismissed(engine)
 
     def watch(self, engine: Engine) -> None:
-        """Watches an engine as its state requires; a dead or awaited one not at all."""
+        """Watches an engine according to its state. Dead and awaited engines are not watched."""
         look = self._looks.get(engine.index)
         if engine.url is None or engine.state is State.DEAD:
             if look is not None:
@@ -147,11 +149,11 @@ class ExternalEngines:
         raise AssertionError(f"engine {index} lends no memory, so it has no actor to ask for {method}")
 
     def has_host(self, index: int) -> bool:
-        """True, because the run does not know the hosts of external engines."""
+        """Always true, because the run does not know the hosts of external engines."""
         return True
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """External engines go on."""
+        """Does nothing, because the run does not end external engines."""
         return []
 
     def close(self) -> None:
@@ -169,7 +171,7 @@ class ExternalEngines:
             knock.close()
 
     def _take(self, url: str) -> Engine:
-        """Adds the engine at an address that answers and fits."""
+        """Adds the server at `url`, which has answered and fits, as an engine."""
         facts = self._knock(url).facts
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
@@ -182,7 +184,7 @@ class ExternalEngines:
         return engine
 
     def _knock(self, url: str, layout: EngineLayout | None = None) -> _Knock:
-        """The thread that asks an address. `layout`: of the engine that was there before."""
+        """Returns the thread that asks an address. A new server there must have `layout`, if given."""
         if url not in self._knocks:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
@@ -208,14 +210,14 @@ class AddressList:
     """The addresses of external engines, given or in a file."""
 
     def __init__(self, given: Sequence[str]) -> None:
-        """Raises `ConfigError` as `read_addresses` does."""
+        """Reads the addresses. Raises the errors of `read_addresses`."""
         self._given, self.file = given, address_file(given)
         self._seen = self._stamp()
         self.urls = read_addresses(given)
-        """As last read."""
+        """The addresses from the last valid read."""
 
     def now(self) -> tuple[str, ...]:
-        """Reads the file again if it has changed; an invalid file is logged and changes nothing."""
+        """Returns the current addresses. Reads a changed file again; logs and ignores an invalid one."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp
@@ -235,18 +237,18 @@ class AddressList:
 
 
 class _Knock:
-    """A thread that asks one address until a server that fits has answered."""
+    """A thread that asks one address until a fitting server answers."""
 
     def __init__(
         self, url: str, ask_once: Callable[[], ServerFacts], judge: Callable[[ServerFacts], list[str]]
     ) -> None:
         self._url, self._ask, self._judge = url, ask_once, judge
         self.facts: ServerFacts | None = None
-        """Of the server that fits."""
+        """Facts about the server once it fits, else None."""
         self.problems: list[str] | None = None
-        """Misfits of the last answer; None while nobody answers."""
+        """Misfits in the last answer; None if no server has answered."""
         self.asked, self.silence = False, "it was not asked yet"
-        """Whether it was asked at least once, and why it does not answer."""
+        """Whether the address was asked at least once, and why no server answers."""
         self._over = threading.Event()
         threading.Thread(target=self._run, name=f"knock {url}", daemon=True).start()
 
@@ -273,15 +275,15 @@ class _Knock:
             return None, None
         except SlimeError as error:
             return None, [str(error)]
-        except Exception as error:  # any kind of server may be there
+        except Exception as error:  # another kind of server may listen at the address
             return None, [f"its answers make no sense: {type(error).__name__}: {error}; is it an SGLang server?"]
 
 
 class _Look:
-    """Watches one server: whether it still answers, and whether it still has the weights that it was sent.
+    """Watches whether one server still answers and still has the weights that it was sent.
 
-    It asks the front end every second, so that failed calls are explained soon, and the scheduler as often as those of
-    the run's own engines.
+    It asks the front end every second, so that the cause of failed calls is known soon. It asks the scheduler as often
+    as for the run's own engines.
     """
 
     def __init__(self, url: str, args: Args, api_key: str | None) -> None:
@@ -301,7 +303,7 @@ class _Look:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that it was sent."""
+        """The version of the weights that the server was sent last."""
         return self._version
 
     @version.setter

@@ -1,8 +1,8 @@
-"""Whether an external engine fits a run: its version, model, layout and settings.
+"""Checks whether an external engine fits a run, by its version, model, layout and settings.
 
-All misfits are listed at once, with the flags that the server needs, because each try costs a start. A server does not
-report shapes of tensors. If its `config.json` can be read here, the sizes are compared; the names of tensors always
-are. The first weight sync refuses tensors of another shape.
+All misfits are listed together, with the flags that the server needs, because each attempt costs a restart of the
+server. A server reports the names of its tensors but not their shapes. Names are always compared; sizes are compared if
+the server's `config.json` can be read here. The first weight sync refuses tensors with other shapes.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ SAME_IN_CONFIG = (
     "rope_parameters",
     "rope_scaling",
 )
-"""Keys of `config.json`: sizes, and settings that change log-probs without a tensor."""
+"""Keys of `config.json` that must agree: sizes, and settings that change log-probs without changing a tensor."""
 NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
-"""Models for which stock SGLang keeps a copy of a weight that weight syncs do not renew and digests do not show
+"""Models for which stock SGLang keeps a copy of a weight that weight syncs do not update and digests do not cover
 (`slime.compat.sglang_fresh_router`)."""
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
-"""In `custom_weight_loader` of servers that the launcher started."""
+"""An entry in `custom_weight_loader` by which servers show that slime's launcher started them."""
 UNSET = (None, False)
 DTYPES = {"half": "float16", "float": "float32"}
-"""Alias -> name."""
+"""Alias of a dtype -> its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run needs from an external engine."""
+    """The properties that a run needs of an external engine."""
 
     config: Mapping[str, Any]
-    """Of the checkpoint."""
+    """The checkpoint's config.json."""
     table: FamilyTable
     sglang_version: str
     settings: Mapping[str, Any]
-    """ServerArgs by name that the run depends on: the user's, and those that other settings need."""
+    """ServerArgs by name that the run depends on: those that the user gave, and those that other settings need."""
     labels: bool
-    """Each token needs its weight version."""
+    """Whether answers must have the weight version of each token."""
     experts: bool
-    """Answers need routed experts."""
+    """Whether answers must have routed experts."""
     trains: bool
-    """The run sends weights."""
+    """Whether the run sends weights."""
 
     @classmethod
     def of(cls, args: Args) -> Wanted:
@@ -88,7 +88,7 @@ class Wanted:
 
 
 def misfits(facts: ServerFacts, wanted: Wanted) -> list[str]:
-    """All misfits, one line each (got / because / do); empty if the run can use the engine."""
+    """Returns all misfits, one line each, with the reason and the fix. Empty if the run can use the engine."""
     found = list(_of_model(facts, wanted))
     if not found:
         found += _of_tensors(facts, wanted)
@@ -119,7 +119,9 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     ours = config.get("architectures") or [config.get("wrapper_type", config.get("model_type"))]
     if facts.model.get("is_generation") is False or facts.info.get("is_embedding"):
         yield "it embeds texts and does not sample; start it without --is-embedding"
-    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # only one of them says
+    if bool(facts.model.get("architectures")) is not bool(
+        config.get("architectures")
+    ):  # only one side names its architectures
         served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
     if list(served) != list(ours):
         path = facts.model.get("model_path")
@@ -131,7 +133,7 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
 
 
 def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(name, theirs, ours) of differing sizes; empty if the server's folder cannot be read here."""
+    """Yields (name, theirs, ours) of each differing size; nothing if the server's folder cannot be read here."""
     try:
         theirs = text_config(json.loads((Path(str(facts.model.get("model_path"))) / "config.json").read_text()))
     except (OSError, ValueError):
@@ -178,7 +180,7 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
 
 
 def layout_of_server(facts: ServerFacts) -> EngineLayout:
-    """Raises `ConfigError` for sizes that slime does not know."""
+    """Returns the layout of the server's ranks. Raises `ConfigError` for sizes that slime does not support."""
     stages = int(facts.info.get("pp_size") or 1)
     return layout_of(int(facts.info.get("tp_size") or 1) * stages, facts.info)
 
@@ -202,7 +204,7 @@ def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Itera
 
 
 def _has_hooks(facts: ServerFacts) -> bool:
-    """Whether slime's launcher has started it, by its settings."""
+    """Whether slime's launcher started the server, according to its settings."""
     return LOADER in (facts.info.get("custom_weight_loader") or ())
 
 
@@ -256,7 +258,7 @@ def _shown(value: Any) -> str:
 
 
 def refuse(found: Mapping[str, Sequence[str]]) -> None:
-    """Raises one `ConfigError` with all misfits, if there are any."""
+    """Raises one `ConfigError` with all misfits, if any. `found` maps each address to its misfits."""
     wrong = {url: problems for url, problems in found.items() if problems}
     if wrong:
         raise ConfigError(report(wrong))

@@ -1,6 +1,6 @@
-"""The engines of a run (`Engine`), the list of them (`Membership`), and the supervisor that keeps them alive.
+"""The record of an engine (`Engine`), the list of engines (`Membership`), and the supervisor that keeps them alive.
 
-An engine changes its state like this. Only a `ready` engine gets requests, and every state may become `dead`.
+An engine changes its state as drawn. Only a `ready` engine gets requests, and any state may change to `dead`.
 
     starting ──► syncing ──► ready
         ▲           ▲          │
@@ -8,21 +8,21 @@ An engine changes its state like this. Only a `ready` engine gets requests, and 
         │        tainted ◄─────┤
         └───────── dead ◄──────┘
 
-The supervisor finds engines that died or hang, restarts them, and knows which ones want weights. Its owner calls `tend`
+The supervisor finds engines that died or hang, restarts them, and knows which ones need weights. Its owner calls `tend`
 about twice a second, also during other waits. `tend` asks the port (`troubles`, `started`) and changes the membership;
-it never waits. One thread owns the membership and changes it; followers are called, in the order of their subscription,
-before `change` returns.
+it never waits. One thread owns the membership and changes it. `change` calls all followers, in the order of their
+subscription, before it returns.
 
 Invariants
-1. An engine in trouble first loses its requests.
+1. When an engine is in trouble, requests to it are stopped first.
 2. A restarted engine gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
-3. An engine that ends `MAX_FAILURES` times without being ready in between ends the run. An external engine does not:
-   its owner may fix it, and others may serve meanwhile.
-4. An engine that ends `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving is sick: it is not restarted. The run goes
-   on with the other engines of its kind, or ends if there is none.
-5. An engine whose host is lost waits for the host, and its loss does not count. If all engines of a model wait for
-   hosts or are sick, the run ends, even if other models are served.
-6. The number of an engine is its place in the list; engines are never removed.
+3. If an engine ends `MAX_FAILURES` times without being ready in between, the run ends. This does not apply to external
+   engines: the owner may fix one, and others may serve meanwhile.
+4. If an engine ends `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is sick and is not restarted. The run
+   goes on with other engines of the same kind, or ends if no other is left.
+5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model wait for hosts
+   or are sick, the run ends, even if other models are served.
+6. The number of an engine is its index in the list. Engines are never removed.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
 POLICY, FROZEN = "policy", "frozen"
-"""Roles of a model: trained, or always as in its checkpoint."""
+"""Roles of a model: trained, or with the fixed weights of its checkpoint."""
 
 
 class State(str, Enum):
     STARTING = "starting"
-    """Its processes start and do not answer yet."""
+    """The engine is starting and does not answer yet."""
     SYNCING = "syncing"
-    """It answers, and waits for weights or takes them."""
+    """The engine answers, and waits for weights or receives them."""
     READY = "ready"
-    """It serves verified weights."""
+    """The engine serves verified weights."""
     TAINTED = "tainted"
-    """A weight sync failed half-way, so it may hold parts of two versions. It needs another weight sync."""
+    """A weight sync failed half-way, so the engine may hold parts of two versions. It needs another weight sync."""
     DEAD = "dead"
-    """It has ended, or does not answer and is being ended."""
+    """The engine has ended, or it does not answer and is being ended."""
 
 
 NEXT: Mapping[State, frozenset[State]] = {
@@ -66,42 +66,42 @@ NEXT: Mapping[State, frozenset[State]] = {
     State.TAINTED: frozenset({State.SYNCING, State.DEAD}),
     State.DEAD: frozenset({State.STARTING}),
 }
-"""State -> states that may follow."""
+"""State -> allowed next states."""
 
 EXPECTS_ANSWERS = (State.READY, State.TAINTED)
-"""States in which a silent scheduler counts as hanging. One that takes weights may be busy for minutes."""
+"""States in which a silent scheduler counts as hanging. While it receives weights, it may be silent for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     index: int
-    """Stays when its processes are replaced."""
+    """The engine's number, which does not change when its processes are replaced."""
     slots: tuple[int, ...]
     """Slots of its ranks in the placement plan, stage by stage."""
     layout: EngineLayout = ONE_RANK
     model: str = DEFAULT_NAME
     role: str = POLICY
-    """Of the model. Only a policy gets the trainer's weights."""
+    """The role of its model. Only a policy gets the trainer's weights."""
     worker: Worker = Worker.REGULAR
     """Regular, or one half of a prefill-decode pair."""
     lends: bool = False
-    """It shares GPUs with the trainer, and lends it their memory."""
+    """Whether it shares GPUs with the trainer and lends their memory to it."""
     external: bool = False
-    """Somebody else starts and ends its processes."""
+    """Whether somebody else starts and ends its processes."""
     host: str | None = None
-    """None while unknown."""
+    """Address of its host; None if unknown."""
     url: str | None = None
     """None while it does not answer."""
     state: State = State.STARTING
     version: WeightVersion | None = None
-    """Of the weights that it serves; None unless it is ready."""
+    """The version of the weights that it serves; None unless it is ready."""
     incarnation: int = 0
     """How often its processes were replaced."""
     reason: str = ""
     """Why it is dead or tainted."""
 
     def moved(self, state: State, **changes: Any) -> Engine:
-        """The engine in another state. Drops version and reason, and the address of a dead one."""
+        """Returns the record in another state. Drops version and reason, and the address of a dead engine."""
         assert state in NEXT[self.state], f"engine {self.index} cannot become {state.value} from {self.state.value}"
         forgotten: dict[str, Any] = {"version": None, "reason": ""}
         if state in (State.DEAD, State.STARTING):
@@ -119,7 +119,7 @@ class Engine:
 
 
 Follower = Callable[[Engine, Engine], None]
-"""Called after each change with the engine before and after it."""
+"""(record before a change, record after it) -> None."""
 
 
 class Membership:
@@ -147,7 +147,7 @@ class Membership:
         self._engines.append(engine)
 
     def change(self, index: int, state: State, **changes: Any) -> Engine:
-        """Puts an engine into another state; returns the new record."""
+        """Puts an engine into another state and calls the followers. Returns the new record."""
         before = self._engines[index]
         after = self._engines[index] = before.moved(state, **changes)
         for follower in self._followers:
@@ -156,29 +156,29 @@ class Membership:
 
 
 class EnginePort(Protocol):
-    """Starts, watches and ends the processes of engines: `RayEngines`, or `ExternalEngines`.
+    """Starts, watches and ends the processes of engines. Implemented by `RayEngines` and `ExternalEngines`.
 
-    No method waits. What takes time happens in the background, and a later call reports it.
+    No method waits. Slow work happens in the background, and a later call reports its result.
     """
 
     def troubles(self) -> Mapping[int, str]:
-        """Started engines with problems -> the problem."""
+        """Returns index -> problem, for all started engines with problems."""
         ...
 
     def start(self, engine: Engine) -> None:
-        """Ends what is left of this engine and starts its new incarnation."""
+        """Ends remaining processes of the engine and starts its new incarnation."""
         ...
 
     def started(self, index: int) -> str | None:
-        """The address of an engine once it answers. Raises `EngineError` if it ended before."""
+        """Returns the address of an engine once it answers, else None. Raises `EngineError` if it ended before that."""
         ...
 
     def stop(self, indices: Sequence[int]) -> Sequence[object]:
-        """Asks the processes of these engines to end. Answers may come later."""
+        """Asks the processes of these engines to end. Returns references to their answers."""
         ...
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Engines that joined since the last call, with their addresses and the next numbers."""
+        """Returns engines that joined since the last call, with their addresses. They have the next free numbers."""
         ...
 
     def has_host(self, index: int) -> bool:
@@ -193,11 +193,11 @@ class EnginePort(Protocol):
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""In a row, without being ready in between."""
+"""Limit of failures in a row, without being ready in between."""
 MAX_LOSSES, LOSSES_WITHIN_S = 10, 3600.0
-"""Only seconds of serving count, not of starting."""
+"""Limit of losses within this time of serving. Time of starting is not included."""
 PAUSE_S = 1.0
-"""Between the end of an engine and its next start; doubled with every loss that counts."""
+"""Time between the end of an engine and its next start. It doubles with every loss that counts."""
 LONGEST_PAUSE_S = 30.0
 REASON_CHARS = 400
 
@@ -213,7 +213,7 @@ class Supervisor:
         restarts: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`restarts`: if false, an engine in trouble ends the run."""
+        """If `restarts` is false, the loss of an engine ends the run."""
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
         self._failures: Counter[int] = Counter()
         self._lives = _Lives()
@@ -223,10 +223,10 @@ class Supervisor:
         self._hostless: set[int] = set()
         """Dead engines that wait for their hosts."""
         self._missed: set[int] = set()
-        """Lost engines that do not serve again yet."""
+        """Lost engines that have not served again yet."""
 
     def tend(self) -> None:
-        """Checks once. Raises `EngineError` if an engine cannot be kept alive."""
+        """Checks all engines once. Raises `EngineError` if an engine cannot be kept alive."""
         for index, reason in self._port.troubles().items():
             if self._membership[index].answers:
                 self.lost(self._membership[index], reason)
@@ -243,8 +243,10 @@ class Supervisor:
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:
-        """Whether its host is present and it is not sick. Raises `EngineError` if no engine of its kind lives or can
-        start: half of a prefill-decode pair cannot answer.
+        """Whether the engine is not sick and its host is present.
+
+        Raises `EngineError` if no engine of its kind is alive or can start. The run cannot go on then, even if other
+        kinds are left, because half of a prefill-decode pair cannot answer requests.
         """
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
@@ -263,19 +265,19 @@ class Supervisor:
         return engine.index not in lost | self._sick
 
     def _kind_of(self, engine: Engine) -> set[int]:
-        """Engines that can replace this one, and itself."""
+        """Returns the numbers of all engines of the same model and worker type, including this one."""
         kind = (engine.model, engine.worker)
         return {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
 
     def up(self, index: int, url: str) -> None:
-        """An engine answers. A policy engine now wants weights; a frozen one has its weights from the checkpoint."""
+        """Records that an engine answers. A policy engine then needs weights; a frozen one has its checkpoint's."""
         engine = self._membership.change(index, State.SYNCING, url=url)
         self._lives.begin(index, self._clock())
         if engine.role == FROZEN:
             self.synced([engine], 0)
 
     def wants_weights(self) -> tuple[Engine, ...]:
-        """Engines that answer and serve no version."""
+        """Returns the engines that answer but need weights."""
         return self._membership.in_states(State.SYNCING, State.TAINTED)
 
     def syncing(self, engines: Sequence[Engine]) -> None:
@@ -284,7 +286,7 @@ class Supervisor:
                 self._membership.change(engine.index, State.SYNCING)
 
     def synced(self, engines: Sequence[Engine], version: WeightVersion) -> None:
-        """These engines serve `version`, except those that died or were replaced meanwhile."""
+        """Records that these engines serve `version`. Ignores engines that died or were replaced meanwhile."""
         for engine in engines:
             now = self._membership[engine.index]
             if now.incarnation == engine.incarnation and now.state is State.SYNCING:
@@ -301,7 +303,7 @@ class Supervisor:
                 self._membership.change(engine.index, State.TAINTED, reason=reason)
 
     def _welcome(self, engine: Engine) -> None:
-        if not self._port.has_host(engine.index):  # it would never finish starting
+        if not self._port.has_host(engine.index):  # without its host, the engine would never finish starting
             self.lost(engine, "its host was lost while it was starting")
             return
         try:
@@ -314,9 +316,9 @@ class Supervisor:
             self.up(engine.index, url)
 
     def lost(self, engine: Engine, reason: str, *, longest_s: float = LONGEST_PAUSE_S) -> None:
-        """Gives up an engine, which is restarted later. Raises `EngineError` if it cannot be kept alive.
+        """Marks an engine as dead, to be restarted later. Raises `EngineError` if it cannot be kept alive.
 
-        `longest_s`: longest pause before an external engine is tried again.
+        `longest_s` is the longest pause before an external engine is tried again.
         """
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
@@ -341,7 +343,7 @@ class Supervisor:
         self._again_at[engine.index] = self._clock() + pause_s
 
     def _give_up(self, engine: Engine, reason: str) -> None:
-        """Marks a sick engine. Raises `EngineError` if no other engine of its kind is left."""
+        """Marks an engine as sick. Raises `EngineError` if no other engine of its kind is left."""
         self._sick.add(engine.index)
         often = f"engine {engine.index} ended {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
         left = self._kind_of(engine) - self._sick - self._hostless
@@ -355,19 +357,19 @@ class Supervisor:
 
 
 class _Lives:
-    """How long engines served between their losses."""
+    """Tracks how long engines served between their losses."""
 
     def __init__(self) -> None:
         self._lived_s: dict[int, float] = {}
         self._since: dict[int, float] = {}
         self._losses: dict[int, list[float]] = {}
-        """Engine -> seconds of serving before each loss that counts."""
+        """Index of an engine -> its total seconds of serving at each loss that counts."""
 
     def begin(self, index: int, now: float) -> None:
         self._since[index] = now
 
     def end(self, index: int, now: float, *, counts: bool) -> int:
-        """Notes a loss; returns how many within `LOSSES_WITHIN_S` count."""
+        """Records a loss. Returns how many losses within `LOSSES_WITHIN_S` count."""
         lived_s = self._lived_s[index] = self._lived_s.get(index, 0.0) + now - self._since.pop(index, now)
         recent = [at for at in self._losses.get(index, ()) if at > lived_s - LOSSES_WITHIN_S]
         self._losses[index] = [*recent, *[lived_s] * counts]
