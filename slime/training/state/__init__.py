@@ -1,1 +1,1 @@
-"""Weights and optimizer state on their way to and from files, the host and Hugging Face names."""
+"""Moves weights and optimizer state to and from files, host memory and Hugging Face names."""

@@ -1,7 +1,7 @@
-"""Adapters in files: their rows beside those of the model, and the folder that PEFT reads.
+"""Adapters in files: their rows in weight tables, and the folder that PEFT reads.
 
-A fused layer has one adapter here but several modules in PEFT: each gets the shared `a` and its own rows of `b`, so
-that `scale * b a` of every module is what a merged export adds to its weight.
+A fused layer has one adapter here but several modules in PEFT. Each module gets the shared `a` and its own rows of `b`,
+so its `scale * b a` equals what a merged export adds to its weight.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slime.models.common.table import EXPERT, Entry, FamilyTable, Row
 A, B = "lora_a", "lora_b"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-"""PEFT puts it before the name of a module."""
+"""PEFT's prefix of module names."""
 
 
 def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
-    """The table with adapter rows of `rank` after the rows that they adapt. Their HF names are their own names."""
+    """Returns the table with adapter rows of `rank` after the rows that they adapt. They keep their names in files."""
 
     def more(row: Row, layer: int) -> tuple[Row, ...]:
         # The experts of a layer are adapted together.
@@ -47,12 +47,15 @@ def without_adapters(table: FamilyTable) -> FamilyTable:
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """A weight, or a shard of it, with its adapter: float32."""
+    """Returns a weight, or a shard of it, merged with its adapter, in float32."""
     return (b.float() @ a.float()).mul_(scale).add_(weight)
 
 
 def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
-    """The rows of `a` and `b` of a linear layer: each is an HF tensor, split along the dimension that it shares."""
+    """Returns the rows of `a` and `b` of a linear layer.
+
+    Each is an HF tensor, and is split like the weight along the dimension that they share.
+    """
     sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
 
     def part(name: str, shape: tuple[int, int], dim: int) -> Row:
@@ -72,10 +75,10 @@ def peft_knows(table: FamilyTable) -> bool:
 def write_peft(
     directory: Path, table: FamilyTable, tensors: Iterable[tuple[str, Tensor]], *, scale: float, base: str | None
 ) -> None:
-    """Writes `directory` as PEFT's `PeftModel.from_pretrained` reads it.
+    """Writes `directory` in the format of PEFT's `PeftModel.from_pretrained`.
 
-    `table`: of the model, with adapter rows. `tensors`: (name, full tensor) of the adapters. `base`: the name of their
-    model. Raises `CheckpointError` for adapters of routed experts.
+    `table`: the model's, with adapter rows. `tensors`: (name, full tensor) of the adapters. `base`: the name of the
+    base model. Raises `CheckpointError` for adapters of routed experts.
     """
     if not peft_knows(table):
         raise CheckpointError(
@@ -119,7 +122,7 @@ def _modules(table: FamilyTable, found: dict[str, Tensor]) -> Iterator[tuple[str
 
 
 def _module_names(table: FamilyTable, modules: set[str]) -> list[str]:
-    """The last parts of the names if they match no other modules, else the whole names."""
+    """Returns the last parts of the module names if they match no other modules, else the full names."""
     ends = {name.rpartition(".")[2] for name in modules}
     named = {name.removesuffix(".weight") for name in table.hf_names if name.endswith(".weight")}
     return sorted(ends if {n for n in named if n.rpartition(".")[2] in ends} == modules else modules)

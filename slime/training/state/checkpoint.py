@@ -1,4 +1,4 @@
-"""The commit protocol of checkpoints: all parts of one moment, or nothing. Pure file work; no torch, no ranks.
+"""The commit protocol of checkpoints: all parts of a step, or none. Works on files only, without torch or ranks.
 
     parts = begin(root, rollout_id)          an empty folder, invisible to `latest`
     ... every rank and the Data Buffer write their files into `parts`; the caller waits for all of them ...
@@ -6,10 +6,10 @@
     prune(root, keep_last=3)                 retention; never removes `latest`
 
 Invariants
-1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous
-   one, or this one.
+1. `latest` names only folders that were complete when they got their name. After a crash at any point it names the
+   previous folder or the new one.
 2. `verify` finds every missing, added, shortened or altered file.
-3. A folder loses its name before the first of its files: a folder with a name is whole.
+3. A folder is renamed before its files are removed, so a folder with a final name is complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Checkpoint:
 
 
 class HashedFile:
-    """A file that is hashed while it is written, and is on disk when the `with` block ends."""
+    """A file that is hashed while it is written, and flushed to disk at the end of the `with` block."""
 
     seal: Seal
 
@@ -60,7 +60,7 @@ class HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends. Other threads run meanwhile."""
+        """Appends `content`. Other threads can run meanwhile."""
         self._sha256.update(content)
         self._file.write(content)
 
@@ -77,7 +77,7 @@ class HashedFile:
 
 
 def begin(root: Path, rollout_id: int) -> Path:
-    """An empty folder for the parts of step `rollout_id`. Removes or restores what crashes left in `root`.
+    """Creates an empty folder for the parts of step `rollout_id`. Removes or restores leftovers of crashes in `root`.
 
     Raises `CheckpointError` if a folder with the name of the step is not a checkpoint, or if another run has taken
     `root` (`slime.core.lease`).
@@ -98,11 +98,11 @@ def begin(root: Path, rollout_id: int) -> Path:
 
 
 def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None) -> Path:
-    """Makes the parts a checkpoint: hashes, manifest, rename, `latest`. Called once, when every part is written.
+    """Turns the parts into a checkpoint: hashes, manifest, rename, `latest`. Call it once, after writing every part.
 
-    `seals`: of the files, by path below `parts`, that were hashed and flushed as they were written; the others are read
-    once. Raises `CheckpointError` if parts are missing or differ from their seals, or if another run has taken the
-    folder.
+    `seals`: size and hash, by path below `parts`, of files that were hashed and flushed as they were written. Other
+    files are read once. Raises `CheckpointError` if parts are missing or differ from their seals, or if another run has
+    taken the folder.
     """
     lease.check(parts.parent)
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
@@ -123,7 +123,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     root = parts.parent
     final = root / f"step_{rollout_id:06d}"
     stale = root / f"{_REPLACED}{final.name}"
-    if final.exists():  # a step is repeated after a resume; the old one stays whole until the new one has its name
+    if final.exists():  # a repeated step after a resume; the old folder stays complete until the new one has its name
         shutil.rmtree(stale, ignore_errors=True)
         final.rename(stale)
     parts.rename(final)
@@ -136,9 +136,10 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
 
 
 def set_aside(root: Path, *, after: int) -> list[str]:
-    """Protects checkpoints of steps later than `after` from `prune`; returns the names of all that are protected.
+    """Protects checkpoints of steps later than `after` from `prune`; returns the names of all protected checkpoints.
 
-    A run that resumes from an earlier step calls this first: the later steps belong to the branch that it leaves.
+    A run that resumes from an earlier step calls this first, because the later steps belong to the branch that it
+    leaves.
     """
     names = _names_set_aside(root) | {found.path.name for found in _complete(root) if found.rollout_id > after}
     if names:
@@ -154,9 +155,9 @@ def _names_set_aside(root: Path) -> set[str]:
 def prune(
     root: Path, *, keep_last: int | None, retain_interval: int | None = None, keep: Collection[Path] = ()
 ) -> list[Path]:
-    """Removes all but the `keep_last` newest checkpoints of this branch and returns what went; None removes nothing.
+    """Removes all but the `keep_last` newest checkpoints of this branch, and returns their paths. None removes nothing.
 
-    Keeps in any case: what `latest` or `keep` names, the end of every `retain_interval`-th step, and other branches
+    Always keeps the checkpoints that `latest` or `keep` names, every `retain_interval`-th step, and other branches
     (`set_aside`).
     """
     if keep_last is None:
@@ -177,7 +178,7 @@ def prune(
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """The newest committed checkpoint under `root` (or `root` itself if it is one); None if there is none.
+    """Returns the newest committed checkpoint under `root` (or `root` itself if it is one); None without a checkpoint.
 
     Raises `CheckpointError` if `latest.json` names a folder that is gone or has lost its manifest.
     """
@@ -194,7 +195,10 @@ def latest(root: Path) -> Checkpoint | None:
 
 
 def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
-    """The checkpoint of a step, or `latest`. Raises `CheckpointError` that lists the steps if this one is missing."""
+    """Returns the checkpoint of a step, or `latest` for None.
+
+    Raises `CheckpointError` with the steps that exist if this one is missing.
+    """
     if rollout_id is None:
         return latest(root)
     there = [one] if (root / MANIFEST).is_file() and (one := latest(root)) else _complete(root)
@@ -207,7 +211,7 @@ def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
 
 
 def _complete(root: Path) -> list[Checkpoint]:
-    """All that have a name and a readable manifest, last committed first."""
+    """Returns all checkpoints with a final name and a readable manifest, last committed first."""
     there = []
     for path in root.iterdir() if root.is_dir() else ():
         with suppress(CheckpointError):
@@ -217,7 +221,7 @@ def _complete(root: Path) -> list[Checkpoint]:
 
 
 def _offer(root: Path, damaged: Path | None = None) -> str:
-    """The end of an error message: the newest whole checkpoint other than `damaged`, and how to load it."""
+    """Returns the end of an error message: the newest good checkpoint other than `damaged`, and how to load it."""
     for other in _complete(root):
         if other.path != damaged and not _damage(other.path):
             return f"; the previous good one is {other.path}: --load {root} --ckpt-step {other.rollout_id}"
@@ -225,9 +229,9 @@ def _offer(root: Path, damaged: Path | None = None) -> str:
 
 
 def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Compares every file with the manifest; hashes the i-th of n parts for `share` (i, n).
+    """Compares every file with the manifest. With `share` (i, n) it hashes only the i-th of n parts of the files.
 
-    Raises `CheckpointError` that names the files that differ, and the newest other checkpoint that is whole.
+    Raises `CheckpointError` with the files that differ and the newest other checkpoint that is undamaged.
     """
     wrong = _damage(path, share)
     if wrong:
@@ -272,7 +276,7 @@ def _json_sha256(data: object) -> str:
 
 
 # Saving in the background: a daemon thread writes and commits a checkpoint while training goes on. The driver polls
-# after each step, or waits with a limit and is woken by the thread's end.
+# after each step, or waits with a limit; the end of the thread wakes it.
 #
 # 1. At most one save is under way: call `finish` before `start`.
 # 2. An error in the background is raised by the next `poll` or `finish`, once.
@@ -301,11 +305,11 @@ class BackgroundSave:
         threading.Thread(target=run, name=what, daemon=True).start()
 
     def poll(self) -> Facts:
-        """The metrics of a save that has ended, else {}. Raises its error."""
+        """Returns the metrics of a save that has ended, else {}. Raises the error of a failed save."""
         return self.finish(limit_s=0) if self._future is not None and self._future.done() else {}
 
     def finish(self, *, limit_s: float) -> Facts:
-        """Waits for the save under way, if any. Raises its error, or `DeadlineExceeded`."""
+        """Waits for the save under way, if any, and returns its metrics. Raises its error, or `DeadlineExceeded`."""
         if self._future is None:
             return {}
         done, _ = wait([self._future], timeout=limit_s)

@@ -1,10 +1,10 @@
 """Hugging Face checkpoints, read and written directly: safetensors one tensor at a time, JSON, and copied assets.
 
 Invariants
-1. No whole checkpoint is ever in memory. A tensor that is read is a view of its file: the touched parts take memory,
-   until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
-2. A folder is removed only if it holds `EXPORT_MARKER`, the file that every export begins with.
-3. A damaged file is refused by name before a tensor of it is read.
+1. A whole checkpoint is never in memory. A tensor that is read is a view of its file; the parts that are used take
+   memory until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
+2. A folder is removed only if it holds `EXPORT_MARKER`, the file that every export writes first.
+3. The error for a damaged file names it, and is raised before any of its tensors is read.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 AGAIN = "fetch or export it again"
 EXPORT_MARKER = ".slime_export.json"
-"""Marks a folder that an export made, and that the next one may replace."""
+"""Marks a folder as an export, which the next export may replace."""
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Codes that mean nothing without their scales."""
+"""Dtypes of quantised codes, which mean nothing without their scales."""
 
 
 class HfReader:
     """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
 
-    Quantised weights come dequantised, under their own names; their codes and scales are not listed. Raises
-    `CheckpointError` that names the damaged file, `ConfigError` for a quantisation that slime does not read.
+    Quantised weights are dequantised and have their own names; their codes and scales are not listed. Raises
+    `CheckpointError` with the name of a damaged file, and `ConfigError` for a quantisation that slime does not read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,7 +75,7 @@ class HfReader:
         return self._format is not None and name in self._format.names
 
     def __call__(self, name: str) -> Tensor:
-        """The full tensor, on the host, in the dtype of the file; float32 if it is quantised. Do not write to it.
+        """Returns the full tensor on the host, in the dtype of the file or float32 if quantised. Do not write to it.
 
         Raises `CheckpointError` if it is missing, or if its scales are missing or have another shape.
         """
@@ -95,15 +95,14 @@ class HfReader:
         return tensor
 
     def plain(self, name: str) -> Tensor:
-        """As a call, but a quantised tensor comes in the dtype of config.json (bfloat16 by default)."""
+        """Returns the tensor like a call, but a quantised one in the dtype of config.json (bfloat16 by default)."""
         tensor = self(name)
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Frees the memory of what was read since the last release. Tensors stay valid and are read from the file
-        again.
+        """Frees the memory of the tensors read since the last release. They stay valid and are read from file again.
 
-        May be called again while they are used: only the next read begins a new set of them.
+        May be called repeatedly while they are used: it frees the same tensors until the next read.
         """
         self._released = True
         for file in self._touched:
@@ -116,7 +115,7 @@ class HfReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._touched.clear()
-        self._files.clear()  # a mapping ends with the last tensor that is a view of it
+        self._files.clear()  # the last tensor that views a mapping closes it
 
     def _read(self, name: str) -> Tensor:
         if name not in self._location:
@@ -148,7 +147,7 @@ class HfReader:
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """The ranks that write one export, file by file in turn."""
+    """The ranks that take turns to write the files of one export."""
 
     rank: int = 0
     """Rank 0 also writes index, config and assets."""
@@ -167,10 +166,10 @@ def write_hf(
 ) -> None:
     """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
-    `tensors`: (HF name, tensor) in any order, written as they are; consumed once, at most one file of them in memory.
-    `carried`: which tensors of `assets_from` are copied after them. `config.json` gets the dtype of most bytes, and
-    `quantization` in place of its own. With several `writers` each calls this with the same tensors and an existing
-    folder that all of them see; weights are on disk when it returns.
+    `tensors`: (HF name, tensor) in any order, written unchanged. They are consumed once, with at most one file of them
+    in memory. `carried` selects tensors of `assets_from` to copy after them. `config.json` gets the dtype that most
+    bytes have, and `quantization` instead of its own. With several `writers`, each rank calls this with the same
+    tensors and an existing shared folder. Weights are on disk when it returns.
     """
     if writers.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -211,7 +210,7 @@ def write_hf(
 def with_duplicates(
     tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """`tensors`, each followed by its duplicates in files (`FamilyTable.duplicates`) that are `wanted`."""
+    """Yields `tensors`, each followed by its duplicates in files (`FamilyTable.duplicates`) that are `wanted`."""
     for name, tensor in tensors:
         yield name, tensor
         yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
@@ -220,7 +219,7 @@ def with_duplicates(
 def with_duplicates_of(
     source: Path, tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """The same with the duplicates that the checkpoint `source` has."""
+    """Adds the duplicates that the checkpoint `source` has, as `with_duplicates` does."""
     if not duplicates:
         return tensors
     with HfReader(source) as read:
@@ -255,7 +254,7 @@ def require_replaceable(directory: Path) -> None:
 
 
 def begin_export(directory: Path) -> Path:
-    """An empty, marked folder beside `directory` to write its next content to; remains of a crash are removed.
+    """Creates an empty, marked folder beside `directory` for its next content. Removes leftovers of a crash.
 
     Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
     """
@@ -275,15 +274,14 @@ def require_room(directory: Path) -> None:
 
 
 def being_written(directory: Path) -> Path:
-    """The folder beside `directory` that holds its next content until that is whole."""
+    """Returns the folder beside `directory` that holds its next content until that is complete."""
     return directory.with_name(directory.name + ".writing")
 
 
 def commit_export(partial: Path, directory: Path) -> None:
-    """Gives the written folder its name and removes an earlier export there. Raises `CheckpointError` like
-    `begin_export`.
+    """Renames `partial` to `directory` and removes an earlier export. Raises `CheckpointError` like `begin_export`.
 
-    The earlier one loses its name before its first file: a folder with the name is whole, and on disk.
+    The earlier export is renamed before its files are removed, so a folder with this name is complete and on disk.
     """
     old = _replaced(directory)
     for folder in (directory, old):
@@ -353,8 +351,8 @@ def export(
 ) -> None:
     """Writes `tensors` and the assets of the checkpoint `source`, in place of an earlier export. Collective.
 
-    All writers see one folder. `rest`: called on each with the unfinished folder, when its weights are written. Raises
-    `CheckpointError`, and touches nothing, if anything but an export is in the way.
+    All writers share the folder. Each calls `rest` with the unfinished folder after the weights are written. Raises
+    `CheckpointError`, and changes nothing, if `directory` holds anything but an export.
     """
     require_room(directory)  # on every rank, so that all of them fail together
     writers.meet()  # before a rank makes the folder

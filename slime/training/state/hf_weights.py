@@ -1,8 +1,8 @@
-"""Weights of a sharded model and full HF tensors: load on start, export for weight sync and `--save-hf`.
+"""Converts full HF tensors to weights of a sharded model at start, and back for weight sync and `--save-hf`.
 
-A parameter lives on one pipeline stage, an expert on one expert-parallel rank of it, and everything else is split over
-the tensor-parallel ranks. For an export its holder broadcasts it over the expert group, then over the pipeline, so that
-every rank has this tensor-parallel shard; then the shards are gathered.
+A parameter lives on one pipeline stage, an expert on one expert-parallel rank of that stage, and everything else is
+split over the tensor-parallel ranks. For an export the holder broadcasts the parameter over the expert group, then over
+the pipeline, so that every rank has this tensor-parallel shard. Then the shards are gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.training.state.shards import iter_full
 from slime.weights.hf_shards import load_shard
 
 COPY_BYTES = 32 * 2**20
-"""Part of a file that is in memory at once while it is copied to a parameter."""
+"""Bytes of a file that are in memory at once while it is copied to a parameter."""
 
 
 @torch.no_grad()
@@ -38,9 +38,9 @@ def load_weights(model: ShardedModel, directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: ShardedModel, read: HfReader) -> None:
-    """Loads the shards of any rank's `model`.
+    """Loads the shards of `model`, which may be the model of any rank.
 
-    Copies at most `COPY_BYTES` at a time: a shard that is a view of a file takes no more memory.
+    Copies at most `COPY_BYTES` at a time, so a shard that is a view of a file takes no more memory than that.
     """
     for own in model.own:
         shard = load_shard(model.table, own.name, read, tp_rank=own.tp_rank, tp_size=own.tp_size)
@@ -57,10 +57,10 @@ def fill(model: ShardedModel, read: HfReader) -> None:
 def iter_hf_tensors(
     model: ShardedModel, *, dtype: torch.dtype | None = None, merged: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) in table order, on every rank. A collective: all ranks must exhaust it.
+    """Yields (HF name, full tensor) in table order, on every rank. Collective: all ranks must exhaust it.
 
-    `merged`: adapters are merged into the weights and not listed. Rows that stay float32 are not converted. On one rank
-    and without conversion the tensors may share memory with the parameters: do not write to them.
+    With `merged`, adapters are merged into the weights and not listed. Rows that stay float32 are not converted. On one
+    rank and without conversion the tensors may share memory with the parameters, so do not write to them.
     """
     alone = mpu.get_expert_model_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 1
 
@@ -77,7 +77,7 @@ def iter_hf_tensors(
         return [shard] if tensor.tp_size == 1 else _gather(shard)
 
     def stack(first: Entry) -> Tensor | None:
-        """Experts that this rank holds together and that need no conversion."""
+        """Returns the stack of a row's experts if this rank holds it and it needs no conversion."""
         tensor = model.tensors[first.megatron]
         if not alone or wanted(tensor) != tensor.dtype or (merged and model.adapter_of(tensor)):
             return None
@@ -87,7 +87,7 @@ def iter_hf_tensors(
 
 
 def _send(tensor: ShardedTensor, local: Tensor | None, like: Tensor) -> Tensor:
-    """The holder's shard, on every rank of its expert group and of its pipeline."""
+    """Returns the holder's shard on every rank of its expert group and pipeline."""
     experts, pipeline = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
     if tensor.entry.expert is not None and experts.size() > 1 and pipeline.rank() == tensor.pp_rank:
         local = _broadcast(local, tensor.shape, tensor.ep_rank, experts, like)

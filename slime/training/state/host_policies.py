@@ -1,11 +1,11 @@
-"""Other policies in host memory, by name, lent to the trained policy's model for a forward pass.
+"""Keeps other policies in host memory, and lends them to the trained policy's model for a forward pass.
 
-The caller decides which there are (a reference, a teacher, the old policy) and when they change.
+The caller decides which policies exist (reference, teacher, old policy) and when they change.
 
 Invariants
-1. Nothing else may run while one is lent; afterwards the trained policy has its own bits again.
-2. A policy taken from the trained one holds all of it, or with adapters only the adapters, so that it is small. (What
-   is frozen by name does not differ within a run, but a checkpoint may bring other weights of it than were taken.)
+1. Nothing else may run while a policy is lent. Afterwards the trained policy has every bit of its own weights again.
+2. A policy taken from the trained one holds all its parameters, or only the adapters if there are any, to stay small.
+   (Parameters frozen by name are included: they never change within a run, but a loaded checkpoint may change them.)
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class HostPolicies:
     """This rank's shards of each policy, by name."""
 
     def __init__(self, model: ShardedModel) -> None:
-        """`model`: the trained policy, whose memory must not move any more."""
+        """`model`: the trained policy. Its memory must not move after this call."""
         self._model, self._parameters = model, model.shards
         self._taken = model.adapters if model.adapters.tensors else model
         self._policies: dict[str, dict[str, Tensor]] = {}
         self._arenas: list[HostArena] = []
-        """They keep the memory pinned as long as they exist."""
+        """Kept because the memory is pinned only as long as they exist."""
         self._kept: dict[str, Tensor] = {}
         """The trained policy's weights while another one is lent."""
 
@@ -43,13 +43,13 @@ class HostPolicies:
         return name in self._policies
 
     def take(self, name: str) -> None:
-        """Copies the trained policy, as it is now, to `name`."""
+        """Copies the current trained policy to `name`."""
         if name not in self._policies:
             self._policies[name] = self._rooms([own.name for own in self._taken.own])
         _copy(self._policies[name], self._parameters, self._policies[name])
 
     def read(self, name: str, directory: Path, flag: str) -> None:
-        """Reads an HF checkpoint, cast to the trained policy's dtypes; adapters are zero.
+        """Reads an HF checkpoint into policy `name`, cast to the trained policy's dtypes, with zero adapters.
 
         Raises `ConfigError` for another architecture.
         """
@@ -64,17 +64,17 @@ class HostPolicies:
         self._policies[name] = policy
 
     def shift(self, newer: str, older: str) -> None:
-        """`newer` becomes `older`, and the trained policy as it is now becomes `newer`."""
+        """Makes `newer` the new `older`, and the current trained policy the new `newer`."""
         self._policies[newer], self._policies[older] = self._policies[older], self._policies[newer]
         self.take(newer)
 
     def lasting(self, names: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Those of `names` that exist, to be written to a checkpoint, or filled from one in place."""
+        """Returns the existing policies among `names`, to write to a checkpoint or to fill in place from one."""
         return {name: self._policies[name] for name in names if name in self._policies}
 
     @contextmanager
     def lent(self, name: str) -> Iterator[None]:
-        """Puts a policy into the trained policy's parameters for the block, then restores those, bit for bit."""
+        """Puts a policy into the trained policy's parameters for the block, then restores every bit of them."""
         policy = self._policies[name]
         self._kept |= self._rooms([n for n in policy if n not in self._kept])
         with torch.no_grad():
@@ -86,7 +86,7 @@ class HostPolicies:
                 _copy(policy, self._kept, self._parameters)
 
     def _rooms(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Zeros for these parameters in host memory, pinned in one range for a GPU."""
+        """Returns zeros in host memory for these parameters, in one pinned range if they are on a GPU."""
         like = {name: self._parameters[name] for name in names}
         on_gpu = {n: p for n, p in like.items() if p.is_cuda}
         rooms = {n: torch.zeros_like(p, device="cpu", requires_grad=False) for n, p in like.items() if not p.is_cuda}

@@ -1,16 +1,16 @@
-"""The trainer's weights on their way to engines: each rank gives what it holds to the rank whose turn it is to send.
+"""Gathers the trainer's weights for the engines: in each turn, ranks give their shards to the rank that sends.
 
-A parameter lives on one pipeline stage, whose ranks send it. The sender gathers the shards of tensor-parallel ranks;
-the expert-parallel rank that holds experts sends them to it. Many small parameters travel in one message. A rank waits
-for its tensor-parallel and expert-parallel group, in their collectives.
+A parameter lives on one pipeline stage, and ranks of that stage send it. The sender gathers the shards of its
+tensor-parallel ranks, and receives experts from the expert-parallel rank that holds them. Many small parameters travel
+in one message. A rank waits for its tensor-parallel and expert-parallel groups in their collectives.
 
 Invariants
-1. Every rank walks through all turns and joins those of its groups' ranks, in the same order as they do.
-2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes, with its inputs and
-   results at most four times that. A larger parameter is its own message, at most two and a half times its size. If
-   layers have such parameters, buckets are smaller by that much, down to `LEAST_BUCKET` of the limit; a parameter that
-   still has no room is reported (`beside`), and gathered while there is no other bucket.
-3. An error in a tensor is raised when all parts of its turn were given.
+1. Every rank goes through all turns in the same order, and takes part if the sender is in one of its groups.
+2. Beside its shards and buckets, a rank has one message of at most `limit / MESSAGES` bytes, which takes at most four
+   times as much with its inputs and results. A larger parameter is a message by itself, and takes at most two and a
+   half times its size. If layers have such parameters, buckets shrink by that amount, down to `LEAST_BUCKET` of the
+   limit. A parameter that still does not fit is reported (`beside`), and gathered while there is no other bucket.
+3. An error in a tensor is raised at the end of the turn, after all ranks have given their shards.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from slime.weights.hf_shards import export, export_stack
 from slime.weights.turns import Portion, Spec, Turn, turns_of
 
 MESSAGES = 16
-"""Least number of messages in a bucket."""
+"""Minimum number of messages in a bucket."""
 MESSAGE_TIMES = 4
-"""Most copies of a message of several parameters at a time."""
+"""Maximum number of copies in memory of a message with several parameters."""
 PARAMETER_TIMES = 2.5
-"""Most copies of a larger parameter: gathered, as it leaves, and this rank's shard where it is cast."""
+"""Maximum number of copies in memory of a larger parameter: gathered, outgoing, and this rank's shard if it is cast."""
 LEAST_BUCKET = 0.5
-"""Least part of the limit that is left for a bucket; a parameter that needs more is gathered by itself."""
+"""Minimum fraction of the limit for a bucket; a parameter that would leave less is gathered separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Parameters that travel together between training ranks: of one dtype, and for experts of one row and holder."""
+    """Parameters that travel together between training ranks. All have one dtype; experts also one row and holder."""
 
     tensors: tuple[ShardedTensor, ...]
     dtype: torch.dtype
@@ -54,10 +54,10 @@ class _Message:
 
 
 class TrainerWeights:
-    """`weights.turns.Outgoing` of one training rank. Made on all ranks together."""
+    """Implements `weights.turns.Outgoing` for one training rank. All ranks construct it together."""
 
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: what engines serve; None keeps the training dtype. Rows that stay float32 are not converted."""
+        """`dtype`: the engines' dtype; None keeps the training dtype. Rows that stay float32 are not converted."""
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
@@ -68,14 +68,14 @@ class TrainerWeights:
         self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
         self._rank = dist.get_rank()
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
-        """The limit in bytes that they are for, and the turns."""
+        """The limit in bytes, and the turns computed for it."""
         self._room = 0
         """Bytes that each of two buckets leaves for gathering."""
         self._wrong: Exception | None = None
         """First error of the turn."""
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Buckets leave room for gathering, so that a sender never has more than twice `limit_bytes`."""
+        """Buckets leave room for gathering, so a sender never holds more than twice `limit_bytes`."""
         if self._turns[0] != limit_bytes:
             portions, message = list(self._portions()), max(1, limit_bytes // MESSAGES)
             in_layers = [_bytes_of(p, message) for p in portions if p.entries[0].layer is not None]
@@ -87,7 +87,10 @@ class TrainerWeights:
         return self._turns[1]
 
     def beside(self, turn: Turn) -> int:
-        """Bytes beyond that room; above 0 for a parameter that is larger than about half a bucket."""
+        """Returns the bytes of gathering beyond the room in a bucket.
+
+        Positive for a parameter larger than about half a bucket.
+        """
         return max(0, *(_bytes_of(portion, self._message_bytes) - self._room for portion in turn.portions))
 
     def _portions(self) -> Iterator[Portion]:
@@ -107,7 +110,7 @@ class TrainerWeights:
 
     @torch.no_grad()
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor); it may share memory with the parameters."""
+        """Yields (HF name, full tensor). Tensors may share memory with the parameters."""
         if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
             return
         for stacked, portions in groupby(turn.portions, lambda portion: portion.entries[0].row.stacked):
@@ -124,7 +127,7 @@ class TrainerWeights:
             raise WeightSyncError(f"{type(wrong).__name__} while weights were put together: {wrong}") from wrong
 
     def _kept(self, make: Callable[..., Iterable[tuple[str, Tensor]]], *given: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields until an error, which is kept for the end of the turn."""
+        """Yields from `make` until an error, which `tensors` raises at the end of the turn."""
         try:
             yield from make(*given)
         except Exception as error:
@@ -174,13 +177,13 @@ class TrainerWeights:
                 pass
         yield from whole.items() if self._wrong is None else ()
 
-    # --- what ranks give ----------------------------------------------------------------------------------------------
+    # --- exchange between ranks ---------------------------------------------------------------------------------------
 
     def _own(self, tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
         return self._model.merged(tensor).detach().to(dtype)
 
     def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]]:
-        """On the sender the shards of each parameter, in rank order; else nothing."""
+        """Returns the shards of each parameter in rank order on the sender, and nothing elsewhere."""
         if sender not in self._tensor_ranks:
             return []
         split = [tensor for tensor in message.tensors if tensor.tp_size > 1]
@@ -202,7 +205,7 @@ class TrainerWeights:
         return [_apart(flat, shards) for flat in of_ranks or ()]
 
     def _stack_at(self, message: _Message, sender: int) -> Tensor | None:
-        """On the sender the parameters [experts, *shape] of a message."""
+        """Returns the parameters [experts, *shape] of a message on the sender, else None."""
         if sender not in self._expert_ranks:
             return None
         holder = self._expert_ranks[message.tensors[0].ep_rank]
@@ -219,7 +222,7 @@ class TrainerWeights:
         return None
 
     def _own_stack(self, message: _Message) -> Tensor:
-        """A view of this rank's stack, if nothing changes on the way."""
+        """Returns this rank's stack: a view if no adapter is merged and the dtype stays, else a copy."""
         first, last = message.tensors[0], message.tensors[-1]
         adapted = any(self._model.adapter_of(tensor) is not None for tensor in message.tensors)
         if first.here.number is not None and not adapted and first.dtype == message.dtype:
@@ -227,14 +230,17 @@ class TrainerWeights:
         return torch.stack([self._own(tensor, message.dtype) for tensor in message.tensors])
 
     def _pass(self, operation: Any, stack: Tensor, other: int) -> None:
-        """To or from another expert-parallel rank. As a batch it needs no communicator of the pair (NCCL)."""
+        """Sends to or receives from another expert-parallel rank. A batch needs no NCCL communicator for the pair."""
         group = mpu.get_expert_model_parallel_group()
         for work in dist.batch_isend_irecv([dist.P2POp(operation, stack.contiguous(), other, group)]):
             work.wait()
 
 
 def _senders(*, takes_turns: bool) -> list[list[int]]:
-    """The ranks of each pipeline stage that send: the first, or in turns all that share experts with it. Collective."""
+    """Returns the sending ranks of each pipeline stage: the first, or all that share experts with it, in turns.
+
+    Collective.
+    """
     experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
@@ -245,7 +251,7 @@ def _senders(*, takes_turns: bool) -> list[list[int]]:
 
 
 def _bytes_of(portion: Portion, message_bytes: int) -> int:
-    """Most bytes that exist for it while it is gathered."""
+    """Returns the peak memory of gathering `portion`, in bytes."""
     if portion.entries[0].row.stacked:  # all experts of a layer, put together message by message
         return portion.num_bytes + MESSAGE_TIMES * message_bytes
     return max(MESSAGE_TIMES * message_bytes, int(PARAMETER_TIMES * portion.num_bytes))

@@ -1,16 +1,16 @@
 """One rank's part of a checkpoint: shards of weights, master weights and moments; schedule, RNG. Safetensors and JSON.
 
-A rank writes what it owns, without asking another: the optimizer's ranges of master weights and moments, and its share
-of the model's weights, which all ranks that hold a shard divide among themselves.
+A rank writes what it owns, without communication: the optimizer's ranges of master weights and moments, and its share
+of the model's weights. All ranks that hold the same shard divide it among themselves.
 
 Invariants
-1. Loading at the same parallel layout and settings restores every bit; under another layout, every bit of weights and
-   optimizer, and generators get new seeds.
-2. Another model or a missing tensor is a `CheckpointError`, never a partial load: everything is looked up before
+1. Loading with the same parallel layout and settings restores every bit. With another layout, it restores every bit of
+   weights and optimizer, but generators get new seeds.
+2. Another model or a missing tensor raises a `CheckpointError`, and never loads a part: everything is looked up before
    anything changes.
-3. Computed state comes from the checkpoint, settings (learning rate, weight decay, betas) from this run. Python's
-   `random` is not kept: training draws nothing from it, but libraries do, at any time.
-4. Beside the model at most one parameter is in memory.
+3. Computed state comes from the checkpoint, settings (learning rate, weight decay, betas) from this run. The state of
+   Python's `random` is not saved: training draws nothing from it, but libraries may at any time.
+4. At most one parameter is in memory beside the model.
 5. Stacked experts are written and read one by one under their own names, so a checkpoint does not depend on how they
    are stacked or distributed.
 """
@@ -66,19 +66,19 @@ class Owned:
 
     optimizer: Any
     main: Tensor
-    """The main parameter that holds it."""
+    """The optimizer's main parameter that holds the state's weights."""
     within: slice
-    """Its range of the flattened main parameter."""
+    """The shard's range in the flattened main parameter."""
     start: int
-    """Where that range starts in the flattened shard."""
+    """Start of that range in the flattened shard."""
 
     def part(self, like: Tensor) -> Tensor:
-        """Its part of a tensor with the layout of the main parameter: a flat view."""
+        """Returns a flat view of the shard's part of `like`, a tensor with the layout of the main parameter."""
         return like.view(-1)[self.within]
 
 
 def owned_part(trainable: Trainable, held: Held) -> Owned | None:
-    """This rank's optimizer state for a shard; None if it is frozen or in the range of another rank."""
+    """Returns this rank's optimizer state for a shard; None if it is frozen or in the range of another rank."""
     for inner in trainable.inner:
         if inner.optimizer is None:  # trains nothing here
             continue
@@ -98,11 +98,11 @@ def owned_part(trainable: Trainable, held: Held) -> Owned | None:
 # The random generators of training: torch's on each device, NumPy's and Megatron's tracked ones.
 
 RNG = "rng/"
-"""Prefix of their tensors in a file."""
+"""Prefix of the generators' tensors in a file."""
 
 
 def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors by name, the rest as JSON) of the generators."""
+    """Returns the state of the generators: tensors by name, and the rest as JSON."""
     kind, keys, pos, has_gauss, cached = np.random.get_state()
     tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
     if torch.cuda.is_available():
@@ -124,27 +124,27 @@ def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A model in checkpoints: the policy or the critic."""
+    """A model that checkpoints contain: the policy or the critic."""
 
     trainable: Trainable
     info: ParallelInfo
     hf_checkpoint: Path
     """Folder of its config.json and tokenizer."""
     other_policies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
-    """Policies that a new run could not make, such as a reference that has moved: by name, filled in place."""
+    """Policies that a new run could not rebuild, such as an updated reference, by name. Loading fills them in place."""
 
     @property
     def model(self) -> ShardedModel:
         return self.trainable.model
 
     def of_others(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(role, shard) of a parameter in the other policies."""
+        """Returns (role, shard) of a parameter for each of the other policies."""
         return ((OTHER_POLICY + p, held[name]) for p, held in self.other_policies.items() if name in held)
 
     def state(self, held: Held) -> Iterator[tuple[str, Tensor, int]]:
-        """(role, tensor, where its range of the flattened shard starts) of this rank's optimizer state for a shard.
+        """Yields (role, tensor, start of its range in the flattened shard) of this rank's optimizer state for a shard.
 
-        Without master weights that are a view of the parameter, or have the same bits.
+        Omits master weights that are a view of the parameter, or have the same bits.
         """
         owned = owned_part(self.trainable, held)
         if owned is not None:
@@ -157,17 +157,17 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank writes of one model."""
+    """One rank's part of one model in a checkpoint."""
 
     rank: int
     tensors: Mapping[str, Tensor]
-    """By name in the file. On the trainer's device and, unless `on_host` was called, the trainer's own."""
+    """By name in the file. Unless `on_host` copied them, these are the trainer's own tensors, on its device."""
     meta: Mapping[str, Any]
     assets_from: Path | None
-    """Copied beside the files, by one rank."""
+    """Folder of the assets that rank 0 copies beside the files; None on other ranks."""
 
     def on_host(self) -> RankState:
-        """A copy in host memory, which training does not change."""
+        """Returns a copy in host memory, which training does not change."""
         tensors = {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t.detach(), non_blocking=True)
             for name, t in self.tensors.items()
@@ -177,7 +177,7 @@ class RankState:
         return dataclasses.replace(self, tensors=tensors)
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes and flushes `rank_NNNNN.safetensors` and `.json`; returns the seal of each by name."""
+        """Writes and flushes `rank_NNNNN.safetensors` and `.json`; returns their seals by name."""
         directory.mkdir(parents=True, exist_ok=True)
         stem = f"rank_{self.rank:05d}"
         seals = {f"{stem}.safetensors": write_tensors(directory / f"{stem}.safetensors", self.tensors)}
@@ -189,13 +189,13 @@ class RankState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes of all models in a checkpoint."""
+    """One rank's part of a checkpoint, for all models."""
 
     states: Mapping[str, RankState]
-    """By folder below the checkpoint's."""
+    """By folder, relative to the checkpoint's."""
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes every file; returns the seal of each by its path below `directory`."""
+        """Writes every file; returns their seals by path below `directory`."""
         return {
             f"{folder}/{name}".lstrip("/"): seal
             for folder, state in self.states.items()
@@ -204,7 +204,7 @@ class Snapshot:
 
 
 def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) -> RankState:
-    """This rank's part of a checkpoint, not copied. No communication."""
+    """Returns this rank's part of a checkpoint, without copying or communicating."""
     tensors: dict[str, Tensor] = {}
     shards: list[CheckpointShard] = []
 
@@ -246,7 +246,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
 def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
     """Restores what all ranks wrote, including `kept.other_policies`, and returns the weight version.
 
-    `seed`: the run's. Raises `CheckpointError` if the checkpoint does not fit, before anything changes.
+    `seed`: the run's seed. Raises `CheckpointError` if the checkpoint does not fit, before anything changes.
     """
     reader = ShardReader(directory)
     meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
@@ -307,7 +307,7 @@ class _Destination:
     """Filled from element `start` of the flattened shard, unless `state_of` is given."""
     start: int = 0
     state_of: Owned | None = None
-    """The optimizer state whose entry `role` is filled instead."""
+    """If given, entry `role` of this optimizer state is filled instead."""
 
     def fill(self, source: Tensor) -> None:
         if self.state_of is None:
@@ -367,7 +367,7 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
 
 
 def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype | None, directory: Path) -> None:
-    """`dtype`: None for an optimizer's state, which has its own."""
+    """`dtype` is None for optimizer state, which has a dtype of its own."""
     is_other = there.tp_size == own.tp_size and there.shape != own.shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
@@ -377,7 +377,7 @@ def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype 
 
 
 def _counts(trainable: Trainable) -> set[float]:
-    """Steps that optimizers have made: torch counts per parameter, fused optimizers per group."""
+    """Returns the step counts of the optimizers: torch counts per parameter, fused optimizers per group."""
     optimizers = _optimizers(trainable)
     found = [group["step"] for o in optimizers for group in o.param_groups if "step" in group]
     for optimizer in optimizers:
@@ -395,7 +395,7 @@ def _computed(trainable: Trainable) -> dict[str, Any]:
 
 
 def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> None:
-    """`metas`: what each rank counted; a rank that trained nothing has no step."""
+    """`metas`: the saved result of `_computed` for each rank; a rank that trained nothing has no step."""
     meta = next((meta for meta in metas if meta["step"] is not None), metas[0])
     step = meta["step"]
     for optimizer in _optimizers(trainable) if step is not None else ():

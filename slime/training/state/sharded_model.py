@@ -1,13 +1,12 @@
-"""One record of a model that is sharded over ranks: each parameter's names, split and holders, and this rank's shard of
-it.
+"""A record of a model that is sharded over ranks: the names, split, holders and local shard of each parameter.
 
-Built once, from the family's table and what the ranks hold. Loading, export, checkpoints, memory and other policies are
-loops over it; none of them has to find a holder from a name.
+It is built once, from the family's table and the parameters on each rank. Loading, export, checkpoints, memory and
+other policies loop over it, so none of them has to find the holder of a name.
 
 Invariants
 1. It names exactly the parameters of the table, the same on each rank. Only the fields about "this rank" differ.
 2. It holds parameters, not their memory: a shard is a view taken on demand, because Megatron's wrapper moves the memory
-   below.
+   of parameters.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from slime.training.state.adapter_files import A, B, adapters_alone, merge, with
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A parameter of the whole model. Each expert is one, even if its rank stacks them."""
+    """A parameter of the whole model. Each expert has its own record, even if its rank stacks experts."""
 
     entry: Entry
-    """Its names, and its row: how it is split, and whether it stays float32."""
+    """The names, and the row, which says how the parameter is split and whether it stays float32."""
     shape: tuple[int, ...]
-    """Of one shard."""
+    """Shape of one shard."""
     dtype: torch.dtype
     tp_rank: int = 0
     tp_size: int = 1
-    """This tensor-parallel rank's shard, of how many; 0 of 1 if it is not split."""
+    """This rank has tensor-parallel shard `tp_rank` of `tp_size`; 0 of 1 if the parameter is not split."""
     pp_rank: int = 0
-    """First stage that holds it: a tied embedding has a copy on the last."""
+    """First stage that holds it; a tied embedding also has a copy on the last stage."""
     ep_rank: int = 0
     """The expert-parallel rank that holds an expert; 0 for everything else."""
     trained: bool = True
@@ -50,8 +49,8 @@ class ShardedTensor:
     held: Held | None = None
     """Where this rank holds its shard; None if it holds none."""
     share: tuple[int, int] | None = None
-    """(number, count): which of `count` equal parts of its shard this rank writes, as one of the ranks that hold the
-    same; None if another rank writes it."""
+    """(number, count): this rank writes part `number` of `count` equal parts of its shard, because `count` ranks divide
+    the writing; None if other ranks write it."""
 
     @property
     def name(self) -> str:
@@ -74,7 +73,7 @@ class ShardedModel:
     """All parameters of a model, and which of them this rank holds."""
 
     table: FamilyTable
-    """Their rows, including those of adapters."""
+    """Rows of the parameters, including those of adapters."""
     tensors: Mapping[str, ShardedTensor]
     """By name; this rank's come first, in the order of its modules."""
     device: torch.device
@@ -89,9 +88,9 @@ class ShardedModel:
         trained: Container[str],
         adapter_scale: float | None = None,
     ) -> ShardedModel:
-        """The record of the model that the `chunks` of all ranks form. Collective.
+        """Builds the record of the model that the `chunks` of all ranks form. Collective.
 
-        `trained`: names of what is trained. Raises `ConfigError` if table and ranks do not name the same parameters.
+        `trained`: names of trained parameters. Raises `ConfigError` if table and ranks name different parameters.
         """
         held = held_by(chunks)
         holders = _find_holders(held)
@@ -116,7 +115,7 @@ class ShardedModel:
 
     @cached_property
     def own(self) -> tuple[ShardedTensor, ...]:
-        """Those that this rank holds, in the order of its modules."""
+        """The parameters that this rank holds, in the order of its modules."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.held is not None)
 
     @cached_property
@@ -126,7 +125,7 @@ class ShardedModel:
 
     @property
     def shards(self) -> dict[str, Tensor]:
-        """Name -> this rank's shard, where it is now."""
+        """Name -> view of this rank's shard at its current place in memory."""
         return {own.name: own.shard for own in self.own}
 
     @cached_property
@@ -143,7 +142,7 @@ class ShardedModel:
         return dataclasses.replace(self, table=table, tensors={n: t for n, t in self.tensors.items() if n in names})
 
     def at(self, tensors: Mapping[str, Tensor]) -> ShardedModel:
-        """The same model with these shards on this rank, such as another policy's."""
+        """Returns the same model with the shards `tensors` on this rank, such as another policy's."""
 
         def moved(tensor: ShardedTensor) -> ShardedTensor:
             here = Held(tensors[tensor.name], None) if tensor.name in tensors else None
@@ -152,13 +151,13 @@ class ShardedModel:
         return dataclasses.replace(self, tensors={name: moved(tensor) for name, tensor in self.tensors.items()})
 
     def adapter_of(self, weight: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor] | None:
-        """The adapter `a`, `b` of a weight, if it has one."""
+        """Returns the adapter (`a`, `b`) of a weight; None without one."""
         linear = weight.name.removesuffix("weight")
         return (self.tensors[linear + A], self.tensors[linear + B]) if linear + A in self.tensors else None
 
     @torch.no_grad()
     def merged(self, own: ShardedTensor) -> Tensor:
-        """A weight's shard as exported: with its adapter, rounded once."""
+        """Returns a weight's shard for export: merged with its adapter, rounded once."""
         adapter = self.adapter_of(own)
         if adapter is None:
             return own.shard
@@ -168,7 +167,7 @@ class ShardedModel:
 
 
 def split_of(entry: Entry) -> tuple[int, int]:
-    """(this rank's shard, number of shards) of a parameter. Experts are whole on tensor-parallel ranks."""
+    """Returns (this rank's shard, number of shards) of a parameter. Tensor parallelism does not split experts."""
     if entry.expert is not None or entry.row.dim is None:
         return 0, 1
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -201,7 +200,7 @@ def _find_holders(held: Mapping[str, Held]) -> dict[str, _Holder]:
 
 
 def _first(found: Mapping[str, _Holder], group: dist.ProcessGroup, rank_name: str) -> dict[str, _Holder]:
-    """Merges what the ranks of a group found; the lowest rank wins and is recorded as `rank_name`."""
+    """Merges `found` of all ranks of a group. The lowest rank wins and is recorded as `rank_name`."""
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, found, group=group)
     holders: dict[str, _Holder] = {}

@@ -1,11 +1,11 @@
-"""Checkpoint shards: what a checkpoint of a model consists of on disk, in any layout. Needs torch, no ranks.
+"""Checkpoint shards: the files of a model in a checkpoint, for any layout. Needs torch but no ranks.
 
 A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes its own
 into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds configuration and
 tokenizer of the model, so that the folder is self-contained.
 
 Invariants
-1. A range that no checkpoint shard covers is a `CheckpointError`, never zeros.
+1. A range that no checkpoint shard covers raises a `CheckpointError`; it is never filled with zeros.
 2. A reader holds one parameter at a time.
 3. Writing neither copies a host tensor nor holds the interpreter's lock for long: bytes are written and hashed in
    chunks.
@@ -38,7 +38,7 @@ from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.weights.hf_shards import export, export_stack, load_shard
 
 MAX_HEADER_BYTES = 100 * 1000**2
-"""Limit of a safetensors header, as in its library."""
+"""Limit of a safetensors header, as in the safetensors library."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -54,13 +54,13 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By their names in safetensors files."""
+"""Dtypes by their names in safetensors files."""
 
 
 class TensorFile:
-    """A mapped safetensors file. Raises `CheckpointError` that names it if it is damaged.
+    """A memory-mapped safetensors file. Raises `CheckpointError` with its name if it is damaged.
 
-    The library's own reader keeps every page that was read while the file is open; this one can release them.
+    The library's own reader keeps every page that was read while the file is open. This reader can release pages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ class TensorFile:
         return tuple(self._tensors)
 
     def read(self, name: str) -> Tensor:
-        """A view of the mapping; writes to it are lost at the next release."""
+        """Returns a view of the mapping. Writes to it are lost at the next release."""
         if name not in self._tensors:
             raise CheckpointError(f"{self._path} has no {name}; it is damaged, load or fetch another one")
         dtype, shape, start = self._tensors[name]
@@ -103,14 +103,14 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def release(self) -> None:
-        """Frees the memory of what was read. Tensors stay valid and are read from the file again."""
+        """Frees the memory of tensors that were read. They stay valid and are read from the file again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"
 OTHER_POLICY = "copy."
-"""Roles, and the prefix of other policies' roles. All others are the optimizer's names of its state."""
+"""Roles of weights, and the prefix of other policies' roles. The other roles are the optimizer's names of its state."""
 SHARDS_KEY = "pieces"
 """Key of a rank's checkpoint shards in its JSON file, in format 3."""
 HF = "hf"
@@ -143,12 +143,12 @@ class CheckpointShard:
 
     role: str
     name: str
-    """Of the parameter in the whole model (`training.model.parameter_names`)."""
+    """Name of the parameter in the whole model (`training.model.parameter_names`)."""
     tp_rank: int
-    """0 of 1 for what every tensor-parallel rank holds whole."""
+    """0 of 1 if every tensor-parallel rank holds the whole parameter."""
     tp_size: int
     shape: tuple[int, ...]
-    """Of the shard."""
+    """Shape of the tensor-parallel shard."""
     start: int
     end: int
     dtype: str
@@ -160,7 +160,7 @@ class CheckpointShard:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json that decide which weights a model has and what they compute."""
+    """Returns the entries of a config.json that decide which weights a model has and what they compute."""
     return {k: v for k, v in hf_config.items() if k not in _NOT_ARCHITECTURE and not k.startswith("_")}
 
 
@@ -200,7 +200,7 @@ class ShardReader:
     """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Its files stay open."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads every rank's description. Raises `CheckpointError` for a missing or damaged one, by its name."""
+        """Reads every rank's description. Raises `CheckpointError` with the name of a missing or damaged one."""
         self.folder = folder
         files = sorted(folder.glob("rank_*.json"))
         if not files:
@@ -232,7 +232,7 @@ class ShardReader:
         return self._names.get(role, ())
 
     def any_shard(self, role: str, name: str) -> CheckpointShard:
-        """One shard of a parameter, which says how it is split. Raises `CheckpointError` if there is none."""
+        """Returns one shard of a parameter, to see how it is split. Raises `CheckpointError` if there is no shard."""
         if (role, name) not in self._shards:
             raise CheckpointError(
                 f"{self.folder} has no {role} of {name}; it was written by another model or with other settings"
@@ -240,7 +240,10 @@ class ShardReader:
         return self._shards[role, name][0][1]
 
     def flat(self, role: str, name: str, tp_rank: int, start: int, end: int) -> Tensor:
-        """Elements [start, end) of a flattened shard, on the host. Raises `CheckpointError` if a part is missing."""
+        """Returns elements [start, end) of a flattened shard, on the host.
+
+        Raises `CheckpointError` if a part is missing.
+        """
         found = [(f, s) for f, s in self._shards.get((role, name), ()) if s.tp_rank == tp_rank]
         parts, at = [], start
         for file, shard in sorted(found, key=lambda item: item[1].start):
@@ -262,11 +265,11 @@ class ShardReader:
         return [self.shard(role, name, rank) for rank in range(self.any_shard(role, name).tp_size)]
 
     def tensor(self, rank: int, key: str) -> Tensor:
-        """A copy of one rank's own tensor, such as a generator's state."""
+        """Returns a copy of one rank's own tensor, such as a generator's state."""
         return self._read(self.folder / f"rank_{rank:05d}.safetensors", key).clone()
 
     def _read(self, file: Path, key: str) -> Tensor:
-        """A view of a tensor, whose memory is freed by the next read."""
+        """Returns a view of a tensor. The next read frees its memory."""
         if self._touched is not None:
             self._touched.release()
         if file not in self._open:
@@ -276,7 +279,7 @@ class ShardReader:
 
 
 def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
-    """The shard of rank `tp_rank` of `tp_size`, from a checkpoint with another split."""
+    """Returns the shard of rank `tp_rank` of `tp_size`, from a checkpoint with another split."""
     whole = dict(export(table, name, reader.shards(role, name)))
     return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
 
@@ -286,9 +289,9 @@ def iter_full(
     shards: Callable[[Entry], Sequence[Tensor]],
     stack: Callable[[Entry], Tensor | None] = lambda _first: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) in table order, from the shards of each entry; experts that share a tensor are stacked.
+    """Yields (HF name, full tensor) in table order, from each entry's shards. Experts that share a tensor are stacked.
 
-    `stack`: called with a row's first expert; returns a tensor that holds all of them, if there is one.
+    `stack` is called with the first expert of a row, and may return one tensor that holds all experts of the row.
     """
     for run in table.runs:
         whole = stack(run[0])
@@ -310,7 +313,7 @@ class OpenCheckpoint:
     """A committed checkpoint, read without ranks, for `slime convert`."""
 
     hf_config: dict[str, Any]
-    """The policy's, flat, as from `read_hf_config`."""
+    """The policy's config, flat as from `read_hf_config`."""
     table: FamilyTable
     assets: Path
 
@@ -322,14 +325,14 @@ class OpenCheckpoint:
         self.table = self.table_of(self.hf_config)
 
     def table_of(self, hf_config: HfConfig) -> FamilyTable:
-        """The table of a config, with the layer of multi-token prediction if that was trained."""
+        """Returns the table of a config, with the multi-token prediction layer if it was trained."""
         trained = any(name.startswith(PREFIX) for name in self.reader.names(MODEL))
         return table_for(with_mtp(hf_config) if trained else hf_config)
 
     def iter_hf(self, role: str = MODEL) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) in table order, one at a time, adapters merged.
+        """Yields (HF name, full tensor) in table order, one at a time, with adapters merged.
 
-        `role` "master": the float32 weights that the optimizer keeps, where it does.
+        `role` "master" selects the optimizer's float32 weights where it keeps them.
         """
         held = self.reader.names(role)
 
@@ -337,7 +340,7 @@ class OpenCheckpoint:
             return self.reader.shards(role if name in held else MODEL, name)
 
         def shards(entry: Entry) -> list[Tensor]:
-            """Merged with its adapter as in an export, but float32 for masters."""
+            """Returns the shards merged with their adapter as in an export, but in float32 for master weights."""
             weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
             if linear + "lora_a" not in self.reader.names(MODEL):
                 return weights
@@ -349,9 +352,9 @@ class OpenCheckpoint:
         return iter_full(self.table, shards)
 
     def adapters(self) -> tuple[FamilyTable, float, Iterator[tuple[str, Tensor]]]:
-        """The table with adapter rows, the adapters' scale, and (name, full tensor) of each.
+        """Returns the table with adapter rows, the adapters' scale, and (name, full tensor) of each adapter.
 
-        Raises `CheckpointError` if it has none.
+        Raises `CheckpointError` if the checkpoint has no adapters.
         """
         names = [name for name in self.reader.names(MODEL) if name.endswith(A)]
         if not names:
@@ -365,9 +368,9 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """A `--save` folder (its latest checkpoint) or one checkpoint, after comparing every file with its hash.
+    """Opens one checkpoint, or the latest one of a `--save` folder, after comparing every file with its hash.
 
-    Raises `CheckpointError` if it is none, or damaged.
+    Raises `CheckpointError` if `path` has no checkpoint, or a damaged one.
     """
     found = latest(path)
     if found is None:

@@ -1,22 +1,22 @@
-"""What a training rank has on its GPU: everything, only the policy's weights, or nothing.
+"""Chooses what a training rank keeps on its GPU: everything, only the policy's weights, or nothing.
 
     wake            everything              to train, to load, to save
-    keep_weights    the policy's weights    beside an engine that takes its own back: a weight sync, an export
+    keep_weights    the policy's weights    beside an engine that takes its weights back: a weight sync, an export
     sleep           nothing                 while engines generate
 
-A colocated trainer lends its GPU memory to the engines by moving its storages to one range of host memory, which is
-pinned in the background beside the start of the engines, because pinning storage by storage costs seconds of the first
-sleep. It moves storages, not tensors, so every view (a parameter into Megatron's contiguous buffer, a master weight
-into a parameter) stays valid: the storage is emptied under it and filled again.
+A colocated trainer lends its GPU memory to the engines by moving its storages to one range of host memory. The range is
+pinned in the background while the engines start, because pinning storage by storage would add seconds to the first
+sleep. Storages are moved, not tensors, so every view (a parameter into Megatron's contiguous buffer, a master weight
+into a parameter) stays valid: its storage is emptied and filled again.
 
-The backend calls it on one thread. `take` and `close` of the arena wait for the thread that pins, with a limit, and are
-woken by it.
+The backend calls this module from one thread. `take` and `close` of the arena wait, with a limit, for the pinning
+thread, which wakes them.
 
 Invariants
 1. After `wake` every bit is as before, except gradients, which are zeros.
 2. Memory that both weights and optimizer use (float32 training) stays as long as the weights do.
 3. Ranges taken from the arena do not overlap, and each begins at a multiple of `ALIGNMENT`.
-4. A plan that was too small costs one more room and a warning, never a wrong bit.
+4. If the arena was planned too small, it adds a room and logs a warning; results do not change.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""Bytes. Enough for any dtype and for whole bursts of a copy engine."""
+"""Bytes; enough for any dtype and for full bursts of a copy engine."""
 PIN_LIMIT_S, SLOWEST_PIN = 600.0, 100e6
-"""Limit of the wait for the memory, plus one second per `SLOWEST_PIN` bytes. Pinning takes about a second per 4 GB, and
-a busy host may have to swap out what lies there."""
+"""Limit of the wait for the memory: `PIN_LIMIT_S` plus one second per `SLOWEST_PIN` bytes. Pinning takes about a second
+per 4 GB, and longer on a busy host that has to swap out other memory."""
 
 Undo = Callable[[], None]
 Pin = Callable[[Tensor], tuple[Tensor, Undo]]
-"""Makes host memory reachable for the device: the same memory or other in its place, and how to undo it."""
+"""Pins host memory for the device. Returns this memory or other memory to use instead, and a function to unpin it."""
 
 
 def pin_for(device: torch.device) -> Pin:
-    """Page-locks for a GPU; a CPU needs nothing."""
+    """Returns a function that page-locks memory for a GPU, and does nothing for a CPU."""
     return (lambda memory: _page_lock(memory, device)) if device.type == "cuda" else (lambda memory: (memory, _nothing))
 
 
@@ -68,7 +68,7 @@ def _nothing() -> None:
 
 
 def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # each thread has its own current device
     cudart, address, num_bytes = torch.cuda.cudart(), memory.data_ptr(), memory.numel()
     if num_bytes == 0:
         return memory, _nothing
@@ -89,10 +89,10 @@ def room_of(num_bytes: int) -> int:
 
 
 class HostArena:
-    """Rooms of host memory, and how much of them is taken. One thread takes and rewinds."""
+    """Gives out ranges of host memory, which it allocates in rooms. Only one thread may take and rewind."""
 
     def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float | None = None) -> None:
-        """Starts to make a room of `num_bytes` and returns at once."""
+        """Starts to allocate a room of `num_bytes` in the background, and returns at once."""
         self._pin, self._limit_s = pin, PIN_LIMIT_S + num_bytes / SLOWEST_PIN if limit_s is None else limit_s
         self._rooms: list[Future[Tensor]] = []
         self._room, self._used = 0, 0
@@ -107,7 +107,7 @@ class HostArena:
         return self._num_bytes
 
     def take(self, num_bytes: int) -> Tensor:
-        """The next free range, [num_bytes] uint8. Waits for the thread that pins.
+        """Returns the next free range, [num_bytes] uint8. Waits for the pinning thread.
 
         Raises `DeadlineExceeded`, or the error of that thread.
         """
@@ -124,14 +124,14 @@ class HostArena:
         return self.take(num_bytes)
 
     def mark(self) -> tuple[int, int]:
-        """What is taken now, for `rewind`."""
+        """Returns the current end of the taken ranges, for `rewind`."""
         return self._room, self._used
 
     def rewind(self, mark: tuple[int, int]) -> None:
         self._room, self._used = mark
 
     def close(self) -> None:
-        """Frees the memory. Ranges must not be used any more."""
+        """Frees the memory. Its ranges must not be used afterwards."""
         for room in self._rooms:
             self._wait(room)
         self._end()
@@ -170,9 +170,9 @@ def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Fresh memory [num_bytes] uint8 with all pages present; forked children do not get it.
+    """Allocates memory [num_bytes] uint8 with all pages present. Forked children do not inherit it.
 
-    Pages are touched before they are pinned: touching takes turns with other threads, pinning blocks them.
+    Pages are touched before they are pinned, because other threads can run during touching but not during pinning.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -184,7 +184,7 @@ def _pages(num_bytes: int) -> Tensor:
 
 
 _Away = tuple[torch.UntypedStorage, int, Tensor | None]
-"""A storage that was emptied, its bytes, and its content on the host; None: dropped."""
+"""An emptied storage, its size in bytes, and its content on the host; None if the content was dropped."""
 
 
 class HostStash:
@@ -193,14 +193,14 @@ class HostStash:
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
         self._kept: list[tuple[tuple[int, int], list[_Away]]] = []
-        """What each call put away, and the mark of the arena before it."""
+        """For each call of `put_away`, the arena's mark before it, and the storages."""
 
     @property
     def empty(self) -> bool:
         return not self._kept
 
     def put_away(self, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()) -> int:
-        """Moves the storages of `keep` to the host and frees those of `drop` (gradients: zeros after waking).
+        """Moves the storages of `keep` to the host, and frees those of `drop` (gradients, zeros after waking).
 
         May be called again before `take_back`. Returns the bytes freed. Ignores tensors of other devices.
         """
@@ -242,7 +242,7 @@ class HostStash:
 
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> Iterator[torch.UntypedStorage]:
-    """The non-empty storages on `device`, each once, in order."""
+    """Yields the non-empty storages on `device`, each once, in order."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -252,7 +252,7 @@ def storages_of(tensors: Iterable[Tensor], device: torch.device) -> Iterator[tor
 
 
 def num_bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Size of their storages on `device`, each counted once."""
+    """Returns the size of the tensors' storages on `device`, each counted once."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device))
 
 
@@ -262,8 +262,8 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return view
 
 
-# The peak of GPU memory in each phase of a colocated step, from sizes that are known when everything is built. Bytes of
-# one rank and the GPU that it shares.
+# Predicts the peak of GPU memory in each phase of a colocated step, from sizes that are known once everything is built.
+# All sizes are bytes of one rank and of the GPU that it shares.
 #
 #   train        the trainer alone: weights, gradients, optimizer, and the activations of the largest micro-batch, which
 #                a rehearsal measures (`slime.training.rehearsal`)
@@ -273,22 +273,22 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What one training rank keeps on its GPU between two calls."""
+    """Bytes that one training rank keeps on its GPU between two calls."""
 
     weights: int
-    """The policy's, with adapters and frozen ones."""
+    """Weights of the policy, including adapters and frozen weights."""
     gradients: int
     others: int
-    """Optimizer states (moments counted even before Adam's first step) and all of a critic but its gradients."""
+    """Optimizer states (with moments even before Adam's first step), and a critic without its gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBytes:
-    """What one engine rank keeps on the same GPU."""
+    """Bytes that one engine rank keeps on the same GPU."""
 
     weights: int
     pool: int | None
-    """Weights and cache together, `mem_fraction_static` of the GPU; None where SGLang chooses the fraction."""
+    """Weights and cache together, `mem_fraction_static` of the GPU; None if SGLang chooses the fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class MemoryPlan:
     peaks: Mapping[str, Peak]
 
     def with_training(self, num_bytes: int) -> MemoryPlan:
-        """The same plan with the measured peak of training, activations included."""
+        """Returns the plan with the measured peak of training, including activations."""
         return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(num_bytes, 0)})
 
     def too_large(self) -> list[str]:
@@ -323,9 +323,9 @@ class MemoryPlan:
 
 
 def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
-    """Phase -> its peak; for training without activations, until they are known.
+    """Returns the peak of each phase. The peak of training lacks activations, which are measured later.
 
-    A weight sync holds two buckets, together at most all weights, including what ranks gather for them.
+    A weight sync holds two buckets, each at most as large as the engine's weights, including memory for gathering.
     """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),
@@ -343,10 +343,10 @@ def engine_bytes(
     fraction: float | None,
     quantised: QuantisedFormat | None = None,
 ) -> EngineBytes:
-    """An engine rank's share of a model whose tensors are `itemsize` bytes wide (4 if they stay float32), or
-    `quantised`.
+    """Returns an engine rank's share of a model with `itemsize` bytes per element (4 where it stays float32).
 
-    Slightly too low: without padding and without what an engine does not split.
+    `quantised` gives the size of quantised weights. The result is slightly too low: it ignores padding and the tensors
+    that an engine does not split.
     """
     total = 0
     for entry in table.entries:
@@ -367,15 +367,15 @@ class Held(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of one rank, by when they must be on the GPU."""
+    """The tensors of one rank, grouped by the phases that need them on the GPU."""
 
     weights: Sequence[Tensor]
-    """The policy's, which engines are sent."""
+    """The policy's weights, which are sent to engines."""
     others: Sequence[Tensor]
     """Optimizer states, which may view weights, and a critic's weights."""
     gradients: Sequence[Tensor]
     num_later_bytes: int = 0
-    """Size of states that the first optimizer step makes."""
+    """Size of states that the first optimizer step creates."""
     num_later: int = 0
 
     @classmethod
@@ -405,12 +405,12 @@ class Parts:
         return cls(weights, others, gradients, later_bytes, 3 * num_later)  # two moments and a count
 
     def apart(self) -> list[Tensor]:
-        """Those of `others` that view no weight."""
+        """Returns the tensors of `others` that are not views of weights."""
         held = {w.untyped_storage().data_ptr() for w in self.weights}
         return [t for t in self.others if t.untyped_storage().data_ptr() not in held]
 
     def num_bytes(self, device: torch.device) -> RankBytes:
-        """What they take on the device, including later states."""
+        """Returns the bytes that the parts take on the device, including later states."""
         return RankBytes(
             weights=num_bytes_of(self.weights, device),
             gradients=num_bytes_of(self.gradients, device),
@@ -418,18 +418,18 @@ class Parts:
         )
 
     def arena_bytes(self, device: torch.device) -> int:
-        """Host memory for all of them but the gradients."""
+        """Returns the host memory needed for all parts except gradients."""
         now = sum(room_of(s.nbytes()) for s in storages_of([*self.weights, *self.apart()], device))
         return now + room_of(self.num_later_bytes) + ALIGNMENT * self.num_later
 
 
 class Sleeper:
-    """Moves the parts of one rank. Unless `active` (on a CPU) nothing moves."""
+    """Moves the parts of one rank. If not `active` (on a CPU), nothing moves."""
 
     def __init__(self, parts: Callable[[], Parts], device: torch.device, *, active: bool, prepares: bool) -> None:
-        """`parts`: called each time, because an optimizer makes its states in its first step.
+        """`parts` is called each time, because an optimizer creates its states in its first step.
 
-        `prepares`: the host arena is made in the background from now on; else when it is first needed.
+        With `prepares`, a background thread starts to allocate the host arena now, instead of when it is first needed.
         """
         self._parts, self._device, self._active = parts, device, active
         self.plan: MemoryPlan | None = None
@@ -445,7 +445,7 @@ class Sleeper:
         return self._held
 
     def keep_weights(self) -> dict[str, float]:
-        """Drops gradients and puts away all but the policy's weights, or after `sleep` brings only these back.
+        """Drops gradients and puts away all but the policy's weights, or brings only these weights back after `sleep`.
 
         Returns the peak of the phase that ends; {} if nothing changes.
         """
@@ -456,7 +456,7 @@ class Sleeper:
             self._prepare().put_away(parts.apart(), parts.gradients)
         else:
             seen = self._seen("generate")
-            self._prepare().take_back_last()  # `sleep` puts them away last, separately
+            self._prepare().take_back_last()  # `sleep` puts the weights away last, in a separate call
         self._held = Held.WEIGHTS
         self._reset_peak()
         return seen
@@ -482,7 +482,7 @@ class Sleeper:
         return slept
 
     def expect_in_training(self, num_bytes: int) -> None:
-        """Puts the measured peak of training, activations included, into the plan."""
+        """Puts the measured peak of training, including activations, into the plan."""
         if self.plan is not None:
             self.plan = self.plan.with_training(num_bytes)
 
@@ -510,7 +510,7 @@ class Sleeper:
 
 
 def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], device: torch.device) -> Sleeper:
-    """The sleeper of a rank that is built. If its GPU is shared with engines, pins host memory and plans the phases."""
+    """Builds a rank's sleeper. If its GPU is shared with engines, it pins host memory and plans the phases."""
     active = device.type == "cuda"
     sleeper = Sleeper(parts, device, active=active, prepares=args.offload_train)
     if active and args.offload_train:

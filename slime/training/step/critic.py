@@ -1,6 +1,6 @@
-"""The critic of an estimator that needs one: a value model and its optimizer, split over ranks as the policy is.
+"""The critic, for estimators that need one: a value model and its optimizer, split over ranks like the policy.
 
-It starts from the weights of `--critic-load` and a value head of zeros, so its first values are zero.
+It starts with the weights of `--critic-load` and a zero value head, so its first values are zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _METRICS = {
 
 
 class Critic:
-    """Values of response tokens before an update, and the update. Collective throughout."""
+    """Computes values of response tokens before an update, and makes the update. All methods are collective."""
 
     trainable: Trainable
 
@@ -48,7 +48,7 @@ class Critic:
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
         chunks = build_model(args, hf_config, device, kind=ValueModel)
-        # The head replaces the output layer, so the checkpoint's output layer is not read, as for a tied one.
+        # The head replaces the output layer, so the checkpoint's output layer is not read, as if it were tied.
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
         table = dataclasses.replace(table, after=after, tied=True)
@@ -67,11 +67,11 @@ class Critic:
         return cls(args, algorithm.estimator, device)
 
     def values(self, context: StepContext, prepared: PreparedBatch) -> Arrays:
-        """Values [R] of all samples under the current weights, on every rank."""
+        """Returns the values [R] of every sample under the current weights, on every rank."""
         return forward_batch(context, self._objective, self.trainable.ddps, prepared)[0]
 
     def train(self, context: StepContext, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
-        """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as for the policy."""
+        """Runs every optimizer step of a batch with returns. Raises `NumericsError` as for the policy."""
         metrics = train_on(context, self._objective, self.trainable, prepared, version=version)
         metrics.pop("train/num_updates")
         return {_METRICS.get(name, name): value for name, value in metrics.items()}

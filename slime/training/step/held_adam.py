@@ -1,18 +1,19 @@
 """AdamW that holds master weights and moments itself: in half precision, in host memory, or both.
 
-Megatron's distributed optimizer gives it this rank's shards of the model's parameters, each with its gradient in
-`decoupled_grad`, and leaves the rest to it. `--optimizer-cpu-offload` keeps a part of the state in host memory, where
-the processor makes the update while the next gradient arrives and the last weights leave.
-`--use-precision-aware-optimizer` sets the precision of each part of the state.
+Megatron's distributed optimizer passes it this rank's shards of the model's parameters, each with its gradient in
+`decoupled_grad`. `--optimizer-cpu-offload` keeps a part of the state in host memory, where the CPU computes the update
+while the next gradient is copied in and the previous weights are copied out. `--use-precision-aware-optimizer` sets the
+precision of each part of the state.
 
-Consumes: complete gradients on the device. Produces: new weights on the device. On the host it waits for each gradient
-that it works on. `step` returns when the last weights are on their way, and the device's stream waits for them.
+Consumes: complete gradients on the device. Produces: new weights on the device. The host waits for each gradient before
+it uses it. `step` returns once the last copy of weights has started, and the device's stream waits for that copy.
 
 Invariants
-1. The arithmetic is that of float32 AdamW (Loshchilov & Hutter 2019), whatever the state is stored in.
-2. Half-precision state is rounded up or down at random, so that it is right on average: rounding to nearest would lose
-   every update of less than half a digit.
-3. These draws depend only on the step and the place in the optimizer: resume equals not stopping.
+1. The arithmetic is that of float32 AdamW (Loshchilov & Hutter 2019), in whichever dtype the state is stored.
+2. Half-precision state is rounded stochastically, so it is correct on average. Rounding to nearest would lose every
+   update smaller than half a unit in the last place.
+3. The random numbers depend only on the step and the place in the optimizer, so a resumed run equals an uninterrupted
+   one.
 4. The master weight of a float32 parameter on the device is the parameter itself.
 """
 
@@ -30,11 +31,11 @@ from torch.optim.adamw import adamw
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 """Keys of a parameter's state, and the roles of its tensors in a checkpoint."""
 BLOCK = 1 << 24
-"""Elements per block: half precision costs float32 copies of one block only."""
+"""Elements per block. With half precision, only one block at a time has float32 copies."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""By their names in the settings."""
+"""Dtypes by their names in the settings."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""Dtype -> how many bits of a float32 mantissa it drops."""
+"""Dtype -> number of float32 mantissa bits that it drops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class Holding:
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32
     host_fraction: float = 0.0
-    """The part of this rank's parameters, by elements and in order, whose state is in host memory."""
+    """Fraction of this rank's parameter elements with state in host memory; the first parameters come first."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> Holding | None:
-        """As the settings say; None where torch's own AdamW is used."""
+        """Reads the settings. None if torch's own AdamW is used."""
         offload, precise = megatron.get("optimizer_cpu_offload"), megatron.get("use_precision_aware_optimizer")
         if not (offload or precise):
             return None
@@ -61,7 +62,7 @@ class Holding:
         return cls(master, exp_avg, exp_avg_sq, fraction)
 
     def dtype_of(self, key: str, parameter: Tensor) -> torch.dtype:
-        """Dtype of `state[key]` of a parameter; the master of a float32 parameter is float32."""
+        """Returns the dtype of `state[key]` of a parameter. The master of a float32 parameter is float32."""
         if key == MASTER:
             return torch.float32 if parameter.dtype == torch.float32 else self.master
         return self.exp_avg if key == EXP_AVG else self.exp_avg_sq
@@ -78,7 +79,7 @@ class _Block:
 
 
 class HeldAdamW:
-    """The interface that Megatron's distributed optimizer and our checkpoints expect."""
+    """An optimizer with the interface that Megatron's distributed optimizer and our checkpoints expect."""
 
     def __init__(self, param_groups: list[dict[str, Any]], holding: Holding) -> None:
         """`param_groups`: as for torch's AdamW, each parameter one-dimensional."""
@@ -100,20 +101,20 @@ class HeldAdamW:
         return (p for group in self.param_groups for p in group["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, which belong to Megatron."""
+        """Drops the references to gradients, which belong to Megatron."""
         for parameter in self._parameters():
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def renew_masters(self) -> None:
-        """Copies weights that were set from outside into the master weights."""
+        """Copies the parameters into the master weights, after other code has set the parameters."""
         for parameter, held in self.state.items():
             if MASTER in held:
                 held[MASTER].copy_(parameter)
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Moves loaded state to its device and dtype, and makes missing master weights."""
+        """Moves loaded state to its device and dtype, and creates missing master weights."""
         for place, parameter in enumerate(self._parameters()):
             held = self.state[parameter]
             for key, loaded in list(held.items()):
@@ -174,7 +175,7 @@ def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
     """Updates the state of a block with its gradient and writes the new weights to `target`, all on one device."""
     group, step = block.group, int(block.group["step"])
     stored = {MASTER: target, **block.state} if MASTER not in block.state else dict(block.state)
-    wide = {key: tensor.float() for key, tensor in stored.items()}  # the tensor itself where it is float32
+    wide = {key: tensor.float() for key, tensor in stored.items()}  # the same tensor if it is float32
     adamw(
         [wide[MASTER]],
         [grad.float()],
@@ -201,9 +202,9 @@ def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
 
 
 def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Tensor:
-    """float32 -> bfloat16 or float16: one of the two neighbours, with a probability that grows with its nearness.
+    """Rounds float32 stochastically to one of its two neighbours in bfloat16 or float16; the nearer one is likelier.
 
-    Below 6e-5 float16 has fewer digits, and rounds to nearest.
+    Below 6e-5, float16 has fewer digits, and values are rounded to nearest.
     """
     bits = _DROPPED_BITS[dtype]
     noise = torch.randint(0, 1 << bits, x.shape, dtype=torch.int32, device=x.device, generator=draws)
@@ -211,7 +212,7 @@ def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Te
 
 
 class _Lane:
-    """Host buffers between a device and the processor, for one block at a time."""
+    """Host buffers for copying one block at a time from and to the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -226,7 +227,7 @@ class _Lane:
             self._arrived.record()
 
     def work(self, block: _Block) -> Tensor:
-        """Waits for the gradient and for the buffer, and returns the new weights."""
+        """Waits for the gradient and for a free buffer, and returns the new weights."""
         for event in (self._arrived, self._left):
             if event is not None:
                 event.synchronize()
@@ -241,7 +242,7 @@ class _Lane:
 
 
 def _update_on_host(blocks: Sequence[_Block]) -> None:
-    """`_update` in host memory. While it works on a block, the next gradient arrives and the last weights leave."""
+    """Runs `_update` in host memory, while the next gradient is copied in and the previous weights are copied out."""
     if not blocks:
         return
     device, size = blocks[0].parameter.device, max(block.parameter.numel() for block in blocks)

@@ -1,8 +1,8 @@
 """The objectives of training, one per kind of loss: what to compute for a micro-batch, and what to minimise.
 
-Loss and metrics are sums of weight * value over tokens. The weights carry the denominators of the whole step, so a
-step's numbers are the sums over its micro-batches and ranks. `slime.algorithms` has the formulas per token; they are
-combined here.
+Loss and metrics are sums of weight * value over tokens. The weights carry the denominators of the whole step, so the
+numbers of a step are sums over its micro-batches and ranks. `slime.algorithms` has the formulas per token; this module
+combines them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.training.model.log_probs import RowLogits, TokenScores
 from slime.training.step.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
-"""Metric name -> this micro-batch's part of it, a float64 scalar on the device."""
+"""Metric name -> this micro-batch's part of the metric, a float64 scalar on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Evaluation(Protocol):
     """How to evaluate one model on the tokens of a micro-batch."""
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """The output of one model chunk; `trains`: a loss will be made from it."""
+        """Returns the output of one model chunk. `trains`: a loss will be computed from it."""
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """The last chunk's answers, each [R] float32; the last one is comparable with engines, if any is."""
+        """Returns the last chunk's results, each [R] float32. The last result is comparable with engines, if any is."""
 
     @property
     def num_results(self) -> int: ...
@@ -56,14 +56,14 @@ class Objective(Evaluation, Protocol):
 
     @property
     def compares_with_engines(self) -> bool:
-        """Whether the results are comparable with what engines reported."""
+        """Whether the results are comparable with the engines' log-probs."""
 
     def loss(self, batch: MicroBatch, output: Any) -> LossParts:
-        """From the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
+        """Returns the loss of the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
 
 
 def nothing_of(objective: Objective, output: Any) -> Tensor:
-    """A loss of zero whose backward pass goes through all answers of the model."""
+    """Returns a zero loss with a backward pass through all results of the model."""
     answers = [*objective.results(output), *(getattr(output, name, None) for name in ("draft_log_probs", "logits"))]
     return torch.stack([answer.sum() for answer in answers if answer is not None]).sum() * 0.0
 
@@ -82,16 +82,16 @@ def objective_of(args: Args, algorithm: Algorithm) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-probs under the distribution that was sampled from: temperature, top-k and top-p (for fine-tuning the plain
-    one), and entropy where a loss needs it.
+    """Log-probs under the sampling distribution, and entropy if a loss needs it.
 
-    Engines report log-probs of the whole distribution at that temperature, regardless of top-k and top-p; so with a
-    top-p set there is a second result, of the whole distribution.
+    The sampling distribution has temperature, top-k and top-p; fine-tuning uses the plain distribution. Engines report
+    log-probs of the whole distribution at that temperature, regardless of top-k and top-p. So with a top-p set there is
+    a second result, of the whole distribution.
     """
 
     args: Args
     whole: bool = False
-    """Only the whole distribution, for a reference or a teacher."""
+    """Whether to use only the whole distribution, as for a reference or a teacher."""
 
     @property
     def with_entropy(self) -> bool:
@@ -136,8 +136,9 @@ class SupervisedObjective(LogProbs):
 
 
 class CustomObjective(LogProbs):
-    """`--custom-loss-function-path`: gets the batch as a dict, log-probs or logits (`--custom-loss-logits`), and a
-    reducer.
+    """The loss of `--custom-loss-function-path`.
+
+    The function gets the batch as a dict, log-probs or logits (`--custom-loss-logits`), and a reducer.
     """
 
     compares_with_engines = False
@@ -161,7 +162,7 @@ class CustomObjective(LogProbs):
         args, log_probs, flag = self.args, output.log_probs, "--custom-loss-function-path"
         assert args.custom_loss_function_path is not None, "--loss-type custom_loss needs a function"
         if isinstance(output, RowLogits) and not batch.positions:
-            nothing = output.logits.sum() * 0.0  # a row without samples still needs a backward pass
+            nothing = output.logits.sum() * 0.0  # a row without samples also needs a backward pass
             return LossParts(nothing, log_probs, {})
         data = {f.name: getattr(batch, f.name) for f in fields(batch)}
         data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
@@ -202,7 +203,7 @@ class PolicyObjective(LogProbs):
         recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
         made = policy_losses(args, algorithm, batch, log_probs, old)
-        # Engines report the whole distribution, so that is what is compared with them.
+        # Engines report log-probs of the whole distribution, so compare the same.
         whole = recomputed
         if samples_top_p_set(args):
             whole = output.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
@@ -240,7 +241,7 @@ class PolicyObjective(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The critic's objective: the expected return before each response token."""
+    """The critic's objective: to predict the expected return before each response token."""
 
     estimator: CriticEstimator
     compares_with_engines = False
@@ -286,10 +287,10 @@ def _corrected(
     old: Tensor,
     whole: Tensor,
 ) -> tuple[Tensor, Sums]:
-    """(policy loss [R] after every correction, their metrics). Tokens that no engine sampled keep weight 1.
+    """Returns the policy loss [R] after every correction, and metrics. Tokens that no engine sampled keep weight 1.
 
-    log_probs [R]: current, detached; old [R]: of the old policy; whole [R]: the trainer's before the update, of the
-    whole distribution, as engines report it.
+    log_probs [R]: current, detached. old [R]: the old policy's. whole [R]: the trainer's before the update, of the
+    whole distribution, as engines report them.
     """
     tokens = OffPolicyTokens(
         log_probs=log_probs,
@@ -325,7 +326,7 @@ def _diagnostics(batch: MicroBatch, made: TokenLosses, log_probs: Tensor) -> Sum
 
 
 def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
-    """The policy loss by `--custom-pg-loss-reducer-function-path`, divided over the step's executions."""
+    """Reduces the policy loss with `--custom-pg-loss-reducer-function-path`, divided over the step's executions."""
     flag, masks = "--custom-pg-loss-reducer-function-path", list(batch.mask.split(batch.lengths))
     assert args.custom_pg_loss_reducer_function_path is not None, "the caller checks this"
     build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")
@@ -335,7 +336,7 @@ def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: T
 
 
 def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
-    """Checks a user's loss. Even a dummy micro-batch needs a backward pass, or other ranks would wait for it."""
+    """Checks a user's loss. Even a dummy micro-batch needs a backward pass, because other ranks wait for it."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise HookError(f"{flag}: the loss must be a tensor with one number, not {type(value).__name__}")
     if source.requires_grad and not value.requires_grad and bool((batch.mask > 0).any()):
@@ -347,22 +348,22 @@ def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
 
 
 def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
-    """The sum over tokens, differentiable. Masked values must already be finite zeros: 0 * NaN would be NaN."""
+    """Returns the differentiable weighted sum over tokens. Masked values must already be 0, because 0 * NaN is NaN."""
     return (values * batch.weights).sum()
 
 
 def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
-    """A part of the loss as a metric: detached, float64, whatever the masked positions hold."""
+    """Returns the weighted sum over tokens as a metric, detached, in float64. Masked positions are ignored."""
     return (unmasked(values.detach(), batch.mask).double() * batch.weights).sum()
 
 
 def token_mean(values: Tensor, batch: MicroBatch) -> Tensor:
-    """This micro-batch's part of a mean over the trained tokens of the step: detached, float64."""
+    """Returns this micro-batch's part of a mean over the trained tokens of the step, detached, in float64."""
     return (unmasked(values.detach(), batch.mask).double() * batch.token_share).sum()
 
 
 def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
-    """The policy's objective, with multi-token prediction where that is trained."""
+    """Returns the policy's objective, with multi-token prediction if it is trained."""
     policy = objective_of(args, algorithm)
     if not args.enable_mtp_training:
         return policy
@@ -371,11 +372,11 @@ def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class WithDraft:
-    """An objective of the policy that trains multi-token prediction as well.
+    """An objective of the policy that also trains multi-token prediction.
 
-    A trained token at index t of its sample is predicted once more, from the hidden state at t - 2 and the token at t -
-    1. Its negative log-prob, at temperature 1, is averaged over the trained tokens of the step and scaled by
-    `--mtp-loss-scaling-factor`. The mask is that of the policy loss; a token at index 1 cannot be predicted in this way
+    A trained token at index t of its sample is predicted a second time, from the hidden state at t - 2 and the token at
+    t - 1. Its negative log-prob, at temperature 1, is averaged over the trained tokens of the step and scaled by
+    `--mtp-loss-scaling-factor`. The mask is that of the policy loss. A token at index 1 cannot be predicted in this way
     and adds nothing.
     """
 
@@ -398,7 +399,7 @@ class WithDraft:
         return self.policy.results(output)
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
-        """The metric `loss` stays the policy's."""
+        """Adds the scaled loss of multi-token prediction. The metric `loss` stays the policy's."""
         parts = self.policy.loss(batch, output)
         assert output.draft_log_probs is not None, "the model was not asked for multi-token prediction"
         foreseen = batch.mask * (batch.position_ids.index_select(0, batch.predicting) > 0)

@@ -1,7 +1,7 @@
-"""From the train batch to the tensors of one forward pass and its loss.
+"""Converts a train batch to the tensors of one forward pass and its loss.
 
-`prepare` makes the schedule and the weight of every token in the loss of its step, on the host, the same on every rank.
-Forward passes then give log-probs, whole on every rank; `with_advantages` adds advantages and returns
+`prepare` computes the schedule and the weight of every token in the loss of its step, on the host, the same on every
+rank. Forward passes then give log-probs, whole on every rank, and `with_advantages` adds advantages and returns
 (`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so no result can depend on the partition.
 """
 
@@ -44,30 +44,30 @@ from slime.training.step.staging import Put, put_each
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch with everything that is computed from all of it. Sequences are by sample position, each entry [R]."""
+    """A batch with everything computed from the whole batch. Sequences are by sample position, each entry [R]."""
 
     batch: TrainBatch
     schedule: Schedule
     weights: Arrays
-    """Weight of each response token in the loss of its own step; zero where masked."""
+    """Weight of each response token in the loss of its step; zero where masked."""
     token_shares: tuple[float, ...]
     """`StepWeights.token_share` of the sample's step."""
     units: tuple[float, ...]
     """`StepWeights.unit` of the sample's step; 0 for an unscored sample."""
     log_probs: BatchLogProbs = field(default_factory=BatchLogProbs)
     values: Arrays | None = None
-    """The critic's, before its update; None without a critic."""
+    """The critic's values before its update; None without a critic."""
     aims: AdvantagesAndReturns | None = None
     routing: BatchRouting | None = None
-    """Choices that the routers replay; None: they choose themselves."""
+    """Choices that the routers replay; None if they choose themselves."""
     images: Sight | None = None
-    """What the placeholders of its samples stand for; None: it has no images."""
+    """Encodes the images behind the samples' placeholders; None without images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
-    """Positions of a micro-batch -> what each of its samples shares with one before it; None: nothing is shared."""
+    """Positions of a micro-batch -> what each of its samples shares with an earlier one; None if nothing is shared."""
 
     @property
     def shared_fraction(self) -> float:
-        """The part of the batch's tokens that is not computed, because another sample of the row has them."""
+        """Fraction of the batch's tokens that is not computed, because another sample of the row has the same ones."""
         if self.shared is None:
             return 0.0
         shared = sum(one.num_tokens for row in self.shared.values() for one in row)
@@ -85,10 +85,10 @@ def prepare(
     flops: FlopsModel | None = None,
     one_step: bool = False,
 ) -> PreparedBatch:
-    """Schedule and token weights of a batch. Deterministic; every rank computes the same.
+    """Computes schedule and token weights of a batch. Deterministic; every rank computes the same.
 
-    `one_step` is for measuring: a batch of any size is one step, whatever the settings say. `flops` is the cost of
-    samples for `--balance-data`; a micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
+    `one_step` is for measuring: it makes a batch of any size one step, regardless of the settings. `flops` is the cost
+    of samples for `--balance-data`. A micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
     """
     samples = batch.samples
     check_samples(samples, args, algorithm)
@@ -126,7 +126,7 @@ def prepare(
 def with_advantages(
     prepared: PreparedBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None = None
 ) -> PreparedBatch:
-    """The same batch with advantages and returns. Raises as `advantages_and_returns` does."""
+    """Returns the batch with advantages and returns. Raises the errors of `advantages_and_returns`."""
     aims = advantages_and_returns(prepared.batch, args, algorithm, log_probs, values)
     return dataclasses.replace(prepared, log_probs=log_probs, values=values, aims=aims)
 
@@ -150,11 +150,11 @@ class MicroBatch:
     target_tokens: Tensor
     """[R] int64 response tokens, sample by sample."""
     asked_positions: Tensor
-    """[U] int64 row positions that the model is asked about; response tokens that samples share appear once."""
+    """[U] int64 row positions to predict at; response tokens that samples share appear once."""
     asked_tokens: Tensor
-    """[U] int64 token asked for at each."""
+    """[U] int64 token to score at each of these positions."""
     answers: Tensor | None
-    """[R] int64 index in [0, U) of each response token; None: U is R, in order."""
+    """[R] int64 index in [0, U) of each response token; None if U is R, in order."""
     sequences: Sequences
     """The sample that each response token belongs to."""
     mask: Tensor
@@ -162,9 +162,9 @@ class MicroBatch:
     weights: Tensor
     """[R] float32 weight in the loss of the step; zero where masked."""
     token_share: float
-    """Weight of a trained token in a mean over those of the step."""
+    """Weight of a trained token in a mean over the trained tokens of the step."""
     unit: float
-    """Factor for the sum of a user's reducer; see `StepWeights.unit`."""
+    """Factor for the sum that a user's reducer returns; see `StepWeights.unit`."""
     rollout_log_probs: Tensor
     """[R] float32; meaningless where `sampled` is 0."""
     sampled: Tensor
@@ -172,17 +172,17 @@ class MicroBatch:
     versions: Tensor
     """[R] int32 weight version of each token."""
     advantages: Tensor
-    """[R] float32; zero before they are known."""
+    """[R] float32; zero until they are computed."""
     old_log_probs: Tensor | None
-    """[R] float32, of the policy before the update; None if the trained pass gives them."""
+    """[R] float32, of the policy before the update; None if the training pass gives them."""
     old_full_log_probs: Tensor | None
-    """[R] float32, of the whole distribution, where tokens were sampled from a top-p set."""
+    """[R] float32, of the whole distribution; only if tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None
-    """[R] float32, of the critic before its update."""
+    """[R] float32, the critic's values before its update."""
     returns: Tensor | None
-    """[R] float32, the critic's target."""
+    """[R] float32, the values that the critic learns."""
 
 
 def to_device(
@@ -194,9 +194,10 @@ def to_device(
     pad_each_to: int = 1,
     put: Put | None = None,
 ) -> MicroBatch:
-    """Packs the samples at `positions` and puts their tensors on the device; padding as in `pack`.
+    """Packs the samples at `positions` and moves their tensors to the device. Padding works as in `pack`.
 
-    `put` copies all arrays to the device at once (`slime.training.step.staging`); without it each is copied separately.
+    `put` copies all arrays to the device at once (`slime.training.step.staging`). Without it, each array is copied
+    separately.
     """
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
@@ -242,7 +243,7 @@ def to_device(
 
 
 def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
-    """Tokens and asked positions by the names of `MicroBatch`; without `answers` where U is R."""
+    """Returns the row's fields of `MicroBatch`: tokens and asked positions, without `answers` if U is R."""
     asked_positions, asked_tokens, answers = row.questions()
     found = {} if answers is None else {"answers": answers}
     tokens = {"tokens": row.tokens, "position_ids": row.position_ids}
@@ -250,13 +251,13 @@ def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
 
 
 def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """`predicting` and `target_tokens` [R] from the asked positions and tokens [U]."""
+    """Returns `predicting` and `target_tokens` [R] from the asked positions and tokens [U]."""
     asked, answers = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
     return asked if answers is None else (asked[0].index_select(0, answers), asked[1].index_select(0, answers))
 
 
 def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-    """[R] each, by the names of `MicroBatch`; unknown ones are left out."""
+    """Returns the [R] fields of `MicroBatch`, without those that are not known yet."""
     samples = [prepared.batch.samples[p] for p in positions]
     mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)
@@ -281,7 +282,7 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
         "rollout_log_probs": _join(rollout, np.float32),
         "sampled": sampled.astype(np.float32),
         "versions": versions,
-        "advantages": np.zeros(len(mask), np.float32),  # before they are known
+        "advantages": np.zeros(len(mask), np.float32),  # until they are computed
         **{
             name: _join([arrays[p] for p in positions], np.float32)
             for name, arrays in known.items()

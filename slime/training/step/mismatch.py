@@ -1,10 +1,10 @@
-"""Train-inference mismatch: how far the trainer's log-probs are from the engine's for the same sampled tokens.
+"""Train-inference mismatch: the difference between the trainer's and the engine's log-probs of the same tokens.
 
 A wrong weight, template or temperature, or a stale engine, shows here first. Tokens sampled by the trainer's current
-version must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of other versions (partial
-rollouts, asynchronous training) legitimately differ and have their own metric. With them count current tokens after
-older ones in a sample, where a request went on with its old keys and values (`in_place`) or where experts are replayed:
-they read what older versions computed.
+version must agree up to rounding; a difference over a limit, which depends on the dtype, stops the run. Tokens of other
+versions (partial rollouts, asynchronous training) legitimately differ and have their own metric. If a request continued
+with its old keys and values (`in_place`), or experts are replayed, current tokens after older ones in a sample belong
+to that metric too, because they depend on what older versions computed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LIMITS: dict[torch.dtype, tuple[str, float]] = {
     torch.bfloat16: ("mean", 1e-1),
     torch.float16: ("mean", 2e-2),
 }
-"""Training dtype -> the limited figure, and its default limit in nats. `--mismatch-limit` replaces the number.
+"""Training dtype -> the statistic that is limited, and its default limit in nats. `--mismatch-limit` overrides it.
 
-float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. In half precision single tokens of real
-models differ by 1 and more, so the limit is on the mean."""
+float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 or more. In half precision single tokens of real
+models differ by 1 or more, so the limit is on the mean."""
 
 _LOW, _HIGH, _BINS = -9.0, 3.0, 1200
 """Histogram of log10(difference): bins 2.3 % wide, the same on every rank, so a percentile needs one all-reduce."""
@@ -50,19 +50,19 @@ class WorstToken:
 
 
 class MismatchMeter:
-    """Collects differences over micro-batches; `finish` reduces over the group and raises if over the limit."""
+    """Collects differences over micro-batches. `finish` reduces them over the group and raises if over the limit."""
 
     def __init__(self, version: int, device: torch.device, *, mixes_versions: bool = False) -> None:
-        """`mixes_versions`: in a sample of several versions the newest tokens read what older versions computed."""
+        """`mixes_versions`: in a sample of several versions, the newest tokens depend on results of older versions."""
         self._version, self._mixes_versions = version, mixes_versions
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
         self._pending: list[tuple[MicroBatch, Tensor]] = []
-        """Micro-batch, and its worst token's difference, index, trainer's and engine's log-prob, [4] float64."""
+        """Micro-batch, and [4] float64 of its worst token: difference, index, trainer's and engine's log-prob."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
-        """log_probs [R]: the trainer's, detached. Nothing waits for the device before `finish`."""
+        """Adds the trainer's detached `log_probs` [R]. Nothing waits for the device before `finish`."""
         if batch.target_tokens.numel() == 0:
             return
         sampled = batch.sampled > 0
@@ -88,9 +88,9 @@ class MismatchMeter:
     def finish(
         self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
     ) -> dict[str, float]:
-        """Metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
+        """Returns metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
 
-        A collective over the data-parallel `group`.
+        Collective over `group`.
         """
         numbers = torch.cat([self._sums, self._histogram])
         dist.all_reduce(numbers, group=group)
@@ -122,7 +122,7 @@ class MismatchMeter:
 
 
 def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
-    """(position of the sample in the batch, offset in its response) of entry `index` of [R]."""
+    """Returns (position of the sample in the batch, offset in its response) of entry `index` of [R]."""
     for position, length in zip(batch.positions, batch.lengths, strict=True):
         if index < length:
             return position, index

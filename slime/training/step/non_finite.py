@@ -1,18 +1,18 @@
 """Finds non-finite numbers at trained tokens, writes their samples to the run folder and stops the step.
 
-A clamp or a mask may hide such a number from the loss, so the inputs of the loss are checked, too. Every rank raises
-the same error, before the weights change.
+A clamp or a mask may hide a non-finite number from the loss, so the inputs of the loss are checked, too. Every rank
+raises the same error, before the weights change.
 
     <run dir>/non_finite/step_<rollout id>_rank_<rank>/
       samples.json           the samples, where the loss is not finite, which numbers are not finite there
-      tensors.safetensors    "<n>.<name>" for the n-th sample of the list: tokens [T]; all else [R]
+      tensors.safetensors    "<n>.<name>" for the n-th sample of the list: tokens [T]; all others [R]
 
-Each rank that found some writes its own folder.
+Each rank that found non-finite numbers writes its own folder.
 
 Invariants
-1. A folder is complete or absent: it is written under a hidden name and renamed. None is ever replaced.
+1. A folder is complete or absent: it is written under a hidden name and renamed. A folder is never replaced.
 2. At most `MAX_SAMPLES` samples are written; samples.json says how many there were.
-3. A failure to write is logged, not raised: it must not hide the error that is being reported.
+3. A failure to write is logged, not raised, so it cannot hide the error that is being reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 8
 MAX_OFFSETS = 32
-"""Offsets per sample in samples.json; the tensors have all."""
+"""Maximum number of offsets per sample in samples.json; the tensors have all of them."""
 
 Array = npt.NDArray[Any]
 PerSample = Mapping[int, Array] | Sequence[Array]
@@ -114,7 +114,7 @@ def _describe(sample: TrainSample, offsets: Sequence[int], own: Mapping[str, Arr
 
 
 def _json_number(value: Any) -> float | str:
-    """A float, or the name of a non-finite one, which JSON does not have."""
+    """Returns a float, or the name of a non-finite number, which JSON cannot hold."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -126,7 +126,7 @@ def _write(folder: Path, report: dict[str, Any], tensors: dict[str, Array]) -> P
     save_file(tensors, partial / "tensors.safetensors")
     open_to_readers(partial / "tensors.safetensors")
     (partial / "samples.json").write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    # A resumed run meets the same samples again; the first folder stays.
+    # A resumed run may find the same samples again; the first folder stays.
     free, again = folder, 1
     while free.exists():
         again += 1
@@ -147,7 +147,7 @@ class Suspects:
         """Micro-batch, bool [R] where a number is not finite, scores [R]."""
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
-        """scores [R]: the model's answers; token_loss [R], zero where masked; both detached."""
+        """scores [R]: the model's results. token_loss [R]: zero where masked. Both are detached."""
         engine = torch.where(batch.sampled > 0, batch.rollout_log_probs, torch.zeros_like(scores))
         inputs = (scores, engine, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
         bad = torch.stack([~torch.isfinite(x) for x in inputs if x is not None]).any(0) & (batch.mask > 0)
@@ -159,7 +159,7 @@ class Suspects:
         return torch.stack([bad.any() for _, bad, _ in self._seen]).any() if self._seen else None
 
     def offsets(self) -> dict[int, list[int]]:
-        """Where numbers are not finite. Waits for the device once per micro-batch, so ask `any_found` first."""
+        """Returns where numbers are not finite. Waits for the device per micro-batch, so call `any_found` first."""
         out: dict[int, list[int]] = {}
         for batch, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
@@ -168,7 +168,7 @@ class Suspects:
         return out
 
     def scores(self) -> dict[int, np.ndarray[Any, Any]]:
-        """Sample position -> the model's answers [R]."""
+        """Sample position -> the model's results [R]."""
         return {
             position: part.float().cpu().numpy()
             for batch, _, scores in self._seen
@@ -179,9 +179,9 @@ class Suspects:
 def check_log_probs(
     prepared: PreparedBatch, log_probs: BatchLogProbs, values: Arrays | None, *, run_dir: str | None
 ) -> None:
-    """Raises `NumericsError` for a log-prob or value that is not finite at a trained token.
+    """Raises `NumericsError` on every rank for a log-prob or value that is not finite at a trained token.
 
-    The same on every rank; rank 0 dumps.
+    Rank 0 writes the samples.
     """
     named = {
         "old": log_probs.old,
@@ -202,7 +202,7 @@ def check_log_probs(
 
 
 def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: str | None) -> str | None:
-    """Writes this rank's samples with a non-finite loss; returns the folder, or None."""
+    """Writes this rank's samples with a non-finite loss. Returns the folder, or None if nothing was written."""
     if not bad or not run_dir:
         return None
     log_probs, aims = prepared.log_probs, prepared.aims
@@ -218,7 +218,7 @@ def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: 
 
 
 def raise_for(names: Iterable[str], folders: Iterable[object]) -> None:
-    """Raises `NumericsError` if there are `names`, which are those of all ranks."""
+    """Raises `NumericsError` if there are `names`. They must be the names of all ranks."""
     found = list(names)
     if found:
         raise NumericsError(_message(found, folders))

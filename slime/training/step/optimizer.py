@@ -1,10 +1,10 @@
 """Megatron's data-parallel wrappers, distributed optimizers and schedule, and one checked optimizer step.
 
-Experts have their own optimizer: they are sharded over other ranks than the rest of the model.
+Experts have their own optimizer, because they are sharded over other ranks than the rest of the model.
 
 Invariants
-1. Gradients are sums over all ranks that have the parameter: Megatron's own division is switched off
-   (`megatron_config`), because the loss carries the denominators of the whole step.
+1. Gradients are sums over all ranks that have the parameter. Megatron's own division is disabled (`megatron_config`),
+   because the loss carries the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
@@ -50,17 +50,17 @@ class Trainable:
         return list(self.optimizer.chained_optimizers)
 
     def let_go(self) -> None:
-        """Empties the wrappers at the end of their life.
+        """Empties the wrappers when they are no longer used.
 
-        Autograd nodes hold their hooks, invisibly to the garbage collector. Without this the model, the buffers and the
-        groups would live on, and the groups' threads would run until the process ends.
+        Autograd nodes keep the wrappers' hooks alive, and the garbage collector cannot see that. Without this call the
+        model, buffers and groups would stay in memory, and the groups' threads would run until the process ends.
         """
         for ddp in self.ddps:
             vars(ddp).clear()
 
 
 def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron: Mapping[str, Any]) -> Trainable:
-    """Wraps chunks. Their weights must be loaded: the optimizer copies its master weights now.
+    """Wraps chunks. Their weights must be loaded first, because the optimizer copies its master weights from them.
 
     Raises `ConfigError` for float16 with experts.
     """
@@ -84,10 +84,10 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
 
 
 def _choose_adam(inner: Any, holding: Holding | None) -> None:
-    """Uses our AdamW where it holds the state itself, else torch's fused kernel on a GPU.
+    """Uses our AdamW if it is to hold the state, else torch's fused kernel on a GPU.
 
-    Without the fused kernel torch works through lists of tensors, one operation at a time, and needs a copy of all
-    weights at its peak.
+    Without the fused kernel, torch runs one operation at a time over lists of tensors, and its peak includes a copy of
+    all weights.
     """
     if holding is not None:
         inner.optimizer = HeldAdamW(inner.optimizer.param_groups, holding)
@@ -137,7 +137,7 @@ def zero_grad(trainable: Trainable) -> None:
 
 @torch.no_grad()
 def reset_moments(trainable: Trainable) -> None:
-    """Makes the next update a first one: moments and step count become zero. Master weights and schedule stay."""
+    """Resets moments and step count to zero, as before the first update. Master weights and schedule stay."""
     for inner in trainable.inner:
         if inner.optimizer is None:
             continue
@@ -150,10 +150,10 @@ def reset_moments(trainable: Trainable) -> None:
 
 
 def reduce_grads(trainable: Trainable) -> None:
-    """After a step's last backward pass: sums over data-parallel ranks, over tensor-parallel ones where needed, and
-    over the two copies of a tied embedding.
+    """Sums gradients over ranks after the last backward pass of a step.
 
-    Each data-parallel rank ends with its own shard of the sum; the rest of its buffers is partial.
+    The sum is over data-parallel ranks, over tensor-parallel ranks where needed, and over the two copies of a tied
+    embedding. Each data-parallel rank then has its own shard of the sum; the rest of its buffers is partial.
     """
     finalize_model_grads(list(trainable.ddps))
 
@@ -162,7 +162,7 @@ def reduce_grads(trainable: Trainable) -> None:
 def apply_update(trainable: Trainable) -> dict[str, float]:
     """Clips, updates the weights and advances the schedule; returns gradient norm (before clipping) and learning rate.
 
-    With float16 a gradient that overflowed the loss scale skips the update (`train/skipped_updates`). Any other
+    With float16, a gradient overflow under the loss scale skips the update (`train/skipped_updates`). Any other
     non-finite gradient raises `NumericsError` on every rank, before the weights change.
     """
     optimizer = trainable.optimizer
@@ -193,23 +193,23 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
 
 
 # Users' functions around the passes of the trainer (`--custom-megatron-...-path`) run on every rank, and must change
-# the model in the same way on all of them. Each raises `HookError` for a path that has no fitting function.
+# the model in the same way on all of them. Each raises `HookError` for a path without a suitable function.
 
 
 def after_init(args: Args) -> None:
-    """When this rank has joined its process groups, before there is a model."""
+    """Runs after this rank has joined its process groups, before the model is built."""
     if args.custom_megatron_init_path is not None:
         load_hook(args.custom_megatron_init_path, "megatron_init")(args)
 
 
 def before_log_prob(args: Args, chunks: Sequence[Any], prefix: str) -> None:
-    """Before a pass without gradients. `prefix` says whose weights are used: "", `ref_` or `teacher_`."""
+    """Runs before a pass without gradients. `prefix` names the policy that is used: "", `ref_` or `teacher_`."""
     if args.custom_megatron_before_log_prob_hook_path is not None:
         load_hook(args.custom_megatron_before_log_prob_hook_path, "before_log_prob")(args, list(chunks), prefix)
 
 
 def before_train_step(args: Args, rollout_id: int, step: int, trainable: Trainable) -> None:
-    """Before the passes of an optimizer step, when gradients are zero."""
+    """Runs before the passes of an optimizer step, when gradients are zero."""
     if args.custom_megatron_before_train_step_hook_path is not None:
         hook = load_hook(args.custom_megatron_before_train_step_hook_path, "before_train_step")
         hook(args, rollout_id, step, list(trainable.ddps), trainable.optimizer, trainable.scheduler)

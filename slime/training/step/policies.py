@@ -1,8 +1,8 @@
 """The policies beside the trained one: reference, teacher and old policy, and their log-probs.
 
-Each is a set of weights on the host that is lent to the model for a forward pass. The old policy is what the engines
-served when they sampled a batch. `train_async.py` generates while it trains, so the old policy is one weight sync
-behind: the weights of the last two syncs are kept, and each weight sync shifts them.
+Each is a set of weights on the host that is lent to the model for a forward pass. The old policy has the weights that
+the engines served when they sampled a batch. `train_async.py` generates while it trains, so the old policy is one
+weight sync behind. The weights of the last two syncs are kept, and each weight sync shifts them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from slime.training.step.optimizer import Trainable
 from slime.training.step.train_step import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
-"""Names in checkpoints; `SYNCED` is what the engines serve, `BEFORE` what they served before that."""
+"""Names in checkpoints. Engines serve the weights `SYNCED`; before that they served `BEFORE`."""
 _PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
-"""Prefixes under which users' functions know these."""
+"""The prefixes of these policies in users' functions."""
 
 
 class OtherPolicies:
@@ -56,7 +56,10 @@ class OtherPolicies:
                 self._host.read(name, Path(directory), flag)
 
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
-        """[R] of each sample under `REFERENCE` or `TEACHER`, of the whole distribution; None without that policy."""
+        """Returns log-probs [R] of each sample under `REFERENCE` or `TEACHER`; None without that policy.
+
+        They are of the whole distribution.
+        """
         if name not in self._host:
             return None
         with self._host.lent(name):
@@ -64,9 +67,9 @@ class OtherPolicies:
             return forward_batch(context, evaluation, self._chunks, prepared, whose=_PREFIX[name])[0]
 
     def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Log-probs (see `LogProbs`) of each token under the weights that sampled it: the old policy.
+        """Returns log-probs (see `LogProbs`) of each token under the old policy, which sampled it.
 
-        That is `SYNCED`, or `BEFORE` for earlier versions. Tokens that no engine sampled may get either.
+        The old policy is `SYNCED`, or `BEFORE` for earlier versions. Tokens that no engine sampled may get either.
         """
         versions = [s.token_versions for s in prepared.batch.samples]
         newer = [v >= self._synced_version for v in versions]
@@ -84,30 +87,31 @@ class OtherPolicies:
         )
 
     def note_synced(self, version: int) -> None:
-        """The engines now serve the current policy, under this version."""
+        """Records that the engines now serve the current policy under `version`."""
         self._synced_version = version
         if self._args.keep_old_actor:
             self._host.shift(SYNCED, BEFORE)
 
     def note_trained(self, rollout_id: int) -> None:
-        """A rollout was trained. Every `--ref-update-interval` of them the policy becomes the reference."""
+        """Copies the policy to the reference after every `--ref-update-interval` trained rollouts."""
         interval = self._args.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self._host.take(REFERENCE)
 
     @property
     def lasting(self) -> dict[str, Mapping[str, Tensor]]:
-        """The policies that a checkpoint must hold, because a new run could not make them -> tensors, filled in
-        place.
+        """Tensors of the policies that a checkpoint must hold, because a new run could not rebuild them.
+
+        Loading fills them in place.
         """
         names = (REFERENCE,) if self._args.ref_update_interval else ()
         return self._host.lasting((*names, *((SYNCED,) if self._args.keep_old_actor else ())))
 
 
 def needs_old_pass(args: Args, algorithm: Algorithm, prepared: PreparedBatch) -> bool:
-    """Whether the policy before the update needs its own pass.
+    """Whether the log-probs of the policy before the update need their own pass.
 
-    With one step, the trained pass itself gives its log-probs, unless an advantage is made from them.
+    With one step, the training pass gives them, unless advantages are computed from them.
     """
     several = len(prepared.schedule.steps) > 1
     hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path

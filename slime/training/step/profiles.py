@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 Target = Literal["train_overall", "train_actor", "train_log_probs"]
 
 HISTORY_ENTRIES = 1_000_000
-"""Newest events that the allocator remembers: some hundred megabytes of host memory."""
+"""Number of newest events that the allocator keeps, in some hundred megabytes of host memory."""
 
 
 class Profiles:
-    """The profiles of one training rank. Built before the model, so that the history has the model's memory."""
+    """The profiles of one training rank. Build it before the model, so that the history includes the model's memory."""
 
     def __init__(self, args: Args, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
@@ -62,7 +62,7 @@ class Profiles:
                 self._records = False
 
     def part(self, target: Target, rollout_id: int) -> AbstractContextManager[Any]:
-        """Around `target`: a trace of it, a mark in the trace under way, or nothing."""
+        """Returns a context that traces `target`, or marks it in the running trace, or does nothing."""
         if rollout_id not in self._steps:
             return nullcontext()
         if self._tracing:

@@ -1,12 +1,12 @@
-"""The routing of a batch's passes: routers replay what the engines or an earlier pass chose, or choose themselves.
+"""Routing in the passes over a batch: routers replay the choices of the engines or of an earlier pass, or choose.
 
-Engines record their choices while they sample (`--use-rollout-routing-replay`); the choices of the old policy's pass
-can be kept for the trained passes (`--use-routing-replay`). Both belong to the trained policy, so only its passes
-replay them: reference, teacher and critic have other weights and choose themselves.
+Engines record their choices while they sample (`--use-rollout-routing-replay`). The choices of the old policy's pass
+can be kept for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its passes
+replay them. Reference, teacher and critic have other weights, and their routers choose.
 
 Invariants
 1. A record is split over ranks like the tokens of its row: context-parallel chunks, then sequence-parallel slices.
-2. A rank reads its kept choices for the same micro-batch: all passes over one batch share a schedule.
+2. A rank reads the choices that it kept for the same micro-batch, because all passes over a batch share a schedule.
 3. Without a record, passes are unchanged.
 """
 
@@ -32,27 +32,27 @@ from slime.models.common.packed_attention import RowShard
 from slime.settings import Args
 
 Kept = dict[tuple[int, ...], dict[int, Tensor]]
-"""Positions of a micro-batch -> layer -> the choices for this rank's tokens."""
+"""Positions of a micro-batch -> layer -> choices for this rank's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRouting:
     samples: tuple[TrainSample, ...]
-    """Empty where the engines' record is not read."""
+    """Empty if the engines' record is not read."""
     replays: bool
     """Whether the engines' record is replayed; otherwise it is only compared."""
     counts: Tensor | None
-    """This rank's; see `RowRouting`."""
+    """Counts of this rank; see `RowRouting`."""
     keeps: bool = False
-    """Whether this pass fills `kept`; otherwise it reads it."""
+    """Whether this pass fills `kept`; otherwise it reads `kept`."""
     kept: Kept = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Args, batch: TrainBatch, config: Any, device: torch.device) -> BatchRouting | None:
-        """For the policy's first pass over a batch; None if its routers choose themselves and nothing is compared.
+        """Returns the routing of the policy's first pass over a batch; None without records to read or choices to keep.
 
-        `config`: Megatron's, of the policy. Raises `DataError` for a record of another model, and if a record is to be
-        replayed and there is none.
+        `config`: Megatron's config of the policy. Raises `DataError` for a record of another model, and for a missing
+        record that is to be replayed.
         """
         replays, keeps = args.use_rollout_routing_replay, args.use_routing_replay
         is_recorded = any(s.routed_experts is not None for s in batch.samples)
@@ -68,7 +68,7 @@ class BatchRouting:
         return cls(batch.samples if is_recorded else (), replays, counts, keeps=keeps)
 
     def afterwards(self) -> BatchRouting | None:
-        """For the passes after the first; None if routers choose themselves in them."""
+        """Returns the routing of the passes after the first; None if nothing is replayed in them."""
         if self.keeps:
             return dataclasses.replace(self, samples=(), counts=None, keeps=False)
         return dataclasses.replace(self, counts=None) if self.replays else None
@@ -76,7 +76,7 @@ class BatchRouting:
     def row(
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> RowRouting:
-        """The routing of the micro-batch of the samples at `positions`, packed as `row`."""
+        """Returns the routing of the micro-batch with the samples at `positions`, packed as `row`."""
         key = tuple(positions)
         if not self.keeps and key in self.kept:
             return RowRouting(self.kept[key])
@@ -90,7 +90,7 @@ class BatchRouting:
     def _recorded(
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> Tensor | None:
-        """[T, L, topk] for this rank's tokens; None if no sample of the micro-batch has a record."""
+        """Returns the record [T, L, topk] of this rank's tokens; None if no sample of the micro-batch has a record."""
         parts = [_fetched(self.samples[p]) for p in positions] if self.samples else []
         known = [part for part in parts if part is not None]
         if not known:
@@ -107,9 +107,9 @@ class BatchRouting:
         return ids.chunk(slices)[mpu.get_tensor_model_parallel_rank()] if slices > 1 else ids
 
     def metrics(self, batch: TrainBatch, own: Sequence[int]) -> dict[str, float]:
-        """Metrics of the engines' record, the same on every rank. Collective if there is a record.
+        """Returns metrics of the engines' record, the same on every rank. Collective if there is a record.
 
-        `own`: positions of the samples that this rank reports; each is reported by one rank.
+        `own`: positions of the samples that this rank reports. Each sample is reported by one rank.
         """
         if self.counts is None:
             return {}
@@ -141,7 +141,7 @@ def _fetched(sample: TrainSample) -> Ids | None:
 
 
 def _unrecorded(sample: TrainSample) -> int:
-    """Number of trained tokens that were predicted from a token without a record."""
+    """Returns the number of trained tokens that were predicted from a token without a record."""
     recorded = np.zeros(sample.num_tokens, np.bool_)
     if (ids := _fetched(sample)) is not None:
         recorded[: len(ids)] = ids[:, 0, 0] != not_recorded(ids.dtype)

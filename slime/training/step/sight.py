@@ -1,11 +1,11 @@
-"""How a training rank encodes a batch's images: its vision tower and processor, and the patches of each micro-batch.
+"""Encodes a batch's images on a training rank: vision tower and processor, and the patches of each micro-batch.
 
-Patches and their places are computed on the host when a micro-batch is made. A micro-batch reads and encodes each of
-its different images once; the placeholders of all samples with that image point to the same features.
+Patches and their places are computed on the host when a micro-batch is built. A micro-batch reads and encodes each
+distinct image once; the placeholders of all samples with that image point to the same features.
 
 Invariants
-1. A sample's placeholders are the first ones in its prompt, in the number that its images need. The same id later,
-   which a model may sample, is text.
+1. The first placeholder tokens in a sample's prompt, as many as its images need, are its placeholders. The same id
+   later, which a model may sample, is text.
 2. Without images in a batch, passes are unchanged.
 """
 
@@ -42,19 +42,19 @@ class RowPictures:
     """The images of a packed row, on the host."""
 
     grids: Int64s
-    """[N, 3], one row per different image."""
+    """[N, 3], one row per distinct image."""
     arrays: dict[str, npt.NDArray[Any]]
 
     def on_device(self, tensors: Mapping[str, Tensor]) -> RowImages:
-        """`tensors` must hold `arrays` on the device; it may hold more."""
+        """Returns the images on the device. `tensors` must hold `arrays` on the device, and may hold more."""
         pixels, rows, features, positions = (tensors[f"images/{name}"] for name in _NAMES)
         return RowImages(pixels, torch.from_numpy(self.grids), rows, features, positions)
 
 
 def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> Int64s:
-    """[N] where the placeholders of a sample's images begin; `counts` [N]: how many each has.
+    """Returns the first placeholder's index in the sample for each image, [N]. `counts` [N]: placeholders per image.
 
-    Raises `DataError` if the sample has others.
+    Raises `DataError` if the sample's placeholders do not match `counts`.
     """
     places = np.flatnonzero(sample.tokens == token_id)[: int(counts.sum())]
     ends = np.cumsum(counts)
@@ -79,7 +79,7 @@ class Sight:
 
     @classmethod
     def of(cls, args: Args, hf_config: HfConfig, chunks: Sequence[PolicyModel], device: torch.device) -> Sight:
-        """Reads the tower of `--hf-checkpoint` and gives it to the model. Raises `CheckpointError` or `ConfigError`."""
+        """Loads the tower of `--hf-checkpoint` into the model. Raises `CheckpointError` or `ConfigError`."""
         folder = ImageFolder.of_run(args.run_dir)
         if args.multimodal_keys is None:
             return cls(folder)
@@ -92,7 +92,7 @@ class Sight:
         return cls(folder, family.images(hf_config, source), tower)
 
     def of_batch(self, batch: TrainBatch) -> Sight | None:
-        """None if no sample has images. Raises `ConfigError` if there is no processor for them."""
+        """Returns None if no sample has images. Raises `ConfigError` if images have no processor."""
         if not any(s.images for s in batch.samples):
             return None
         if self.processor is None:
@@ -100,7 +100,7 @@ class Sight:
         return self
 
     def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
-        """The images of a micro-batch; None if there are none. `own` [T]: positions of tokens in their samples.
+        """Returns the images of a micro-batch, or None. `own` [T]: positions of tokens in their samples.
 
         Raises `DataError` for a prompt whose placeholders do not fit its images.
         """
@@ -126,7 +126,7 @@ class Sight:
         return RowPictures(grids, {f"images/{name}": array for name, array in zip(_NAMES, arrays, strict=True)})
 
     def digests(self, dtype: torch.dtype, digest: Digest) -> dict[str, str]:
-        """Resident name -> digest of what an engine of one rank must hold of the tower; empty without a tower."""
+        """Returns resident name -> digest of the tower's tensors in an engine of one rank; empty without a tower."""
         return {} if self.tower is None else {name: digest(held) for name, held in self.tower.resident(dtype)}
 
     def close(self) -> None:

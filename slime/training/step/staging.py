@@ -1,18 +1,18 @@
-"""From host arrays to device tensors: a micro-batch in one asynchronous copy, one micro-batch ahead.
+"""Copies host arrays to the device: each micro-batch in one asynchronous copy, one micro-batch ahead.
 
-A copy from ordinary memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` packs
-them into pinned memory, copies that once on its own stream and returns views. While one micro-batch is computed, a
+A copy from pageable memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` packs
+them into pinned memory, copies it once on its own stream and returns views. While one micro-batch is computed, a
 thread packs and copies the next one.
 
-Consumes: functions that build micro-batches, in order. Produces: micro-batches in the same order, ready for the stream
-of the consumer. The consumer waits for the thread; the thread waits until the copy before last has left its buffer. A
+Consumes: functions that build micro-batches, in order. Produces: micro-batches in the same order, ready for the
+consumer's stream. The consumer waits for the thread. The thread waits until the copy before last has left its buffer. A
 consumer that stops early closes the iterator, which ends the thread.
 
 Invariants
-1. Staging changes no byte: without it each array becomes the same tensor by a copy of its own.
+1. Staging changes no byte: a separate copy of each array would give the same tensors.
 2. The computing stream owns device memory before it is used, and the memory is not reused before that stream has read
    it.
-3. An error of a build is raised where its micro-batch is asked for, after those before it.
+3. An error of a build is raised when the consumer asks for its micro-batch, after the earlier ones.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Bytes. Kernels read whole vectors from the beginning of a tensor."""
+"""Bytes; kernels read full vectors from the beginning of a tensor."""
 NUM_BUFFERS = 2
 
 T = TypeVar("T")
 HostArrays = Mapping[str, npt.NDArray[Any]]
 Put = Callable[[HostArrays], dict[str, Tensor]]
-"""Makes device tensors from host arrays, under the same names."""
+"""Copies host arrays to device tensors of the same names."""
 
 
 def put_each(device: torch.device) -> Put:
-    """Copies each array separately; on a CPU the tensors share the memory of the arrays."""
+    """Returns a `Put` that copies each array separately. On a CPU the tensors share the memory of the arrays."""
 
     def put(arrays: HostArrays) -> dict[str, Tensor]:
         return {
@@ -52,7 +52,7 @@ def put_each(device: torch.device) -> Put:
 
 
 def layout(arrays: HostArrays) -> tuple[dict[str, int], int]:
-    """Byte offset of each array in one buffer, and the size of that buffer."""
+    """Returns the byte offset of each array in one buffer, and the size of the buffer."""
     starts, end = {}, 0
     for name, array in arrays.items():
         starts[name] = end
@@ -62,13 +62,13 @@ def layout(arrays: HostArrays) -> tuple[dict[str, int], int]:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Pinned memory, and the event when the last copy out of it ended."""
+    """Pinned memory, and the event that marks the end of the last copy out of it."""
 
     memory: Tensor | None = None
     copied: torch.cuda.Event | None = None
 
     def room(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """[num_bytes] uint8 that no copy reads any more."""
+        """Returns [num_bytes] uint8, after waiting for the last copy out of the buffer."""
         if self.copied is not None:
             self.copied.synchronize()
         if self.memory is None or self.memory.numel() < num_bytes:
@@ -86,7 +86,7 @@ class Staging:
         self._num_puts = 0
 
     def one_ahead(self, builds: Sequence[Callable[[Put], T]]) -> Generator[T]:
-        """Calls each build with a `put` and yields its result, in order; the next one is under way meanwhile."""
+        """Calls each build with a `put` and yields its result, in order, while the next build runs."""
         with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as pool:
             following: Future[tuple[T, torch.cuda.Event | None]] | None = None
             for build in builds:
@@ -102,7 +102,7 @@ class Staging:
             return value, self._mark()
 
     def _taken(self, built: Future[tuple[T, torch.cuda.Event | None]]) -> T:
-        """Runs on the computing thread: from here on its stream may use the result."""
+        """Runs on the computing thread. After it, that thread's stream may use the result."""
         value, made = built.result()
         if made is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -141,7 +141,7 @@ class Staging:
 
 
 def _storages(value: Any) -> list[Tensor]:
-    """The GPU tensors in nested records, lists and mappings, one for each storage."""
+    """Returns the GPU tensors in nested records, lists and mappings, one for each storage."""
     found: dict[int, Tensor] = {}
     waiting = [value]
     while waiting:

@@ -1,9 +1,9 @@
 """Training on one batch: forward passes for log-probs, then the optimizer steps.
 
 All layouts take one path: Megatron's own schedules run the micro-batches, plain, 1F1B or interleaved. Every rank of a
-pipeline builds the same micro-batches in the same order; a stage waits for the hidden states of the one before it. Only
-the last pipeline stage has results, the same on its tensor- and context-parallel ranks; one rank that `reports` speaks
-for them. Its results are shared with the whole world, so that metrics, log-probs and errors are the same on every rank.
+pipeline builds the same micro-batches in the same order, and each stage waits for the hidden states of the previous
+one. Only the last pipeline stage has results, the same on its tensor- and context-parallel ranks; one of them
+`reports`. Its results are shared with the whole world, so metrics, log-probs and errors are the same on every rank.
 
 Invariants
 1. The loss is not scaled by the number of micro-batches, tokens or ranks: it already carries its denominators.
@@ -51,7 +51,7 @@ from slime.training.step.optimizer import (
 from slime.training.step.staging import Put, Staging
 
 Finish = Callable[[MicroBatch, Any], Tensor]
-"""Scalar loss from a micro-batch and the last chunk's output; called once for each, in order."""
+"""Returns the scalar loss of a micro-batch from the last chunk's output. Called once per micro-batch, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class StepContext:
     reports: bool
     """See `ParallelInfo.reports`."""
     pad_to_multiple: int
-    """Rows are padded to a multiple of it, so that all ranks that share a row have equally many tokens."""
+    """Rows are padded to a multiple of this, so that all ranks that share a row have the same number of tokens."""
     pad_each_to: int
-    """Sequences are padded to a multiple of it: context-parallel ranks split each one into two chunks."""
+    """Sequences are padded to a multiple of this, because context parallelism splits each into two chunks per rank."""
     staging: Staging | None
     """Copies micro-batches to a GPU, one ahead; None on a CPU."""
 
@@ -85,7 +85,7 @@ class StepContext:
 
 
 def micro_batch_multiple(chunks: Sequence[Any]) -> int:
-    """Every rank's number of micro-batches must be a multiple of this, because interleaving works in rounds."""
+    """Returns the number that must divide every rank's micro-batches, because interleaving works in rounds."""
     if len(chunks) == 1:
         return 1
     return int(chunks[0].config.microbatch_group_size_per_vp_stage)
@@ -94,10 +94,10 @@ def micro_batch_multiple(chunks: Sequence[Any]) -> int:
 def forward_batch(
     context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch, *, whose: str = ""
 ) -> tuple[Arrays, ...]:
-    """Each result of `evaluation` [R] float32 for every sample, on every rank. No gradients. Collective.
+    """Returns each result of `evaluation`, [R] float32 for every sample, on every rank. No gradients. Collective.
 
-    One rank writes each position of flat rows, and the others add zeros to it, so no bit is lost. `whose`: prefix of
-    the policy that is lent, see `before_log_prob`.
+    One rank writes each position of flat rows and the others add zeros, so no bit is lost. `whose`: prefix of the
+    policy that is lent, see `before_log_prob`.
     """
     before_log_prob(context.args, chunks, whose)
     lengths = [s.response_length for s in prepared.batch.samples]
@@ -125,7 +125,7 @@ def forward_batch(
 
 
 def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
-    """The mean over the trained tokens of a whole batch, in float64, independent of split, order and packing."""
+    """Returns the mean loss over the trained tokens of a batch, in float64, independent of split, order and packing."""
     trained = [-part[s.loss_mask > 0].astype(np.float64) for part, s in zip(log_probs, batch.samples, strict=True)]
     num_tokens = sum(map(len, trained))
     return {"loss": math.fsum(x for part in trained for x in part) / num_tokens, "num_tokens": float(num_tokens)}
@@ -134,9 +134,9 @@ def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
 def measure_mismatch(
     context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
-    """The train-inference mismatch of a batch under the current weights; nothing is trained. See `MismatchMeter`.
+    """Measures the train-inference mismatch of a batch under the current weights, without training.
 
-    Uses the log-probs that the batch has, else those of a pass.
+    Uses the batch's log-probs if it has them, else runs a forward pass. See `MismatchMeter`.
     """
     old = prepared.log_probs.student
     log_probs = forward_batch(context, evaluation, chunks, prepared)[-1] if old is None else old
@@ -144,7 +144,7 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    """Under these settings the newest tokens of a sample read what older versions computed."""
+    """Versions mix if the newest tokens of a sample depend on what older versions computed."""
     mixes = context.args.pause_generation_mode == "in_place" or context.args.use_rollout_routing_replay
     return MismatchMeter(version, context.device, mixes_versions=mixes)
 
@@ -164,9 +164,8 @@ def train_on(
 ) -> dict[str, float]:
     """Runs every optimizer step of the batch; returns metrics averaged over them.
 
-    Without old log-probs the batch has one step, whose own forward pass gives them. Raises `NumericsError` on all
-    ranks, before the weights change, for a non-finite loss or gradient and for a train-inference mismatch over its
-    limit.
+    A batch without old log-probs has one step, and its forward pass gives them. Raises `NumericsError` on all ranks,
+    before the weights change, for a non-finite loss or gradient and for a train-inference mismatch over its limit.
     """
     results = []
     first_mismatch = {}
@@ -189,7 +188,7 @@ def train_on(
 
 
 def rehearse_step(context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch) -> None:
-    """The passes of a batch's first step, with a loss that is always zero. Collective.
+    """Runs the passes of a batch's first step with a loss of zero. Collective.
 
     Gradients are zeros before and after.
     """
@@ -212,7 +211,7 @@ class _Collected:
     sums: Sums = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)
     failure: Exception | None = None
-    """An error of a user's function. Kept until all ranks have run their collectives, which would wait otherwise."""
+    """An error of a user's function. It is raised after all ranks have run their collectives, to avoid a deadlock."""
 
     def add(self, batch: MicroBatch, scores: Tensor, parts: LossParts) -> None:
         self.suspects.add(batch, scores, parts.token_loss)
@@ -228,7 +227,7 @@ def run_step(
     step: StepSchedule,
     meter: MismatchMeter | None,
 ) -> dict[str, float]:
-    """Forward and backward passes of one optimizer step, gradients summed; its metrics, the same on every rank."""
+    """Runs the passes of one optimizer step and sums gradients. Returns its metrics, the same on every rank."""
     seen = _Collected()
 
     def finish(batch: MicroBatch, output: Any) -> Tensor:
@@ -252,7 +251,7 @@ def run_step(
         finish=finish,
         lends=True,
     )
-    reduce_grads(trainable)  # even before an error: reductions that overlap the backward pass are under way
+    reduce_grads(trainable)  # also before an error, because reductions that overlap the backward pass have started
     return _share(context, prepared, seen)
 
 
@@ -266,11 +265,11 @@ def _run_micro_batches(
     forward_only: bool = False,
     lends: bool = False,
 ) -> None:
-    """Forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
+    """Runs forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
 
-    `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)`: the output
-    of one chunk. `lends`: the last stage gets the embedding for multi-token prediction from the first. Gradients are
-    summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
+    `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)` returns the
+    output of one chunk. `lends`: the last stage gets the embedding for multi-token prediction from the first. Gradients
+    are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -289,14 +288,14 @@ def _run_micro_batches(
             data_iterator=list(itertools.tee(batches, len(chunks))),
             model=list(chunks),
             num_microbatches=num_micro_batches,
-            seq_length=1,  # shapes are exchanged: rows differ in length
+            seq_length=1,  # stages exchange the real shapes, because rows differ in length
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
 
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Generator[MicroBatch]:
-    """This rank's micro-batches of one step, each built on demand, or one ahead (`StepContext.staging`)."""
+    """Yields this rank's micro-batches of one step, each built on demand, or one ahead (`StepContext.staging`)."""
 
     def build(positions: Sequence[int], put: Put | None = None) -> MicroBatch:
         return to_device(
@@ -316,15 +315,17 @@ def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) 
 
 
 def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
-    # Over the world, so that all ranks raise together; those that do not report add nothing.
+    # Reduced over the world, so that all ranks raise together. Ranks that do not report add nothing.
     args, world = context.args, dist.group.WORLD
     assert world is not None, "the trainer has joined its process group"
     return meter.finish(prepared.batch, dtype=training_dtype(args.megatron), limit=args.mismatch_limit, group=world)
 
 
 def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
-    """Metric sums over the world. Raises `NumericsError` on every rank, with the samples of all, for a non-finite loss
-    on any rank; an error of a user's function becomes a `HookError` on the other ranks.
+    """Returns metric sums over the world.
+
+    Raises `NumericsError` on every rank for a non-finite loss on any rank, with the samples of all ranks. An error of a
+    user's function becomes a `HookError` on the other ranks.
     """
     suspect = seen.suspects.any_found()
     flag = [] if suspect is None else [suspect.double()]
@@ -348,7 +349,7 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
 
 
 def _average(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over optimizer steps of each metric; counts are summed."""
+    """Returns the mean of each metric over optimizer steps; counts are summed."""
     out: dict[str, float] = {}
     for name in dict.fromkeys(k for r in results for k in r):
         values = [r[name] for r in results if name in r]
