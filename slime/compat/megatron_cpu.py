@@ -200,7 +200,7 @@ def _patch_type_names() -> PatchReport:
     clip = importlib.import_module("megatron.core.optimizer.clip_grads")
     _with_cuda_type_names(distributed.DistributedOptimizer, "__init__")
     _with_cuda_type_names(optimizer.Float16OptimizerWithFloat16Params, "__init__")
-    for module in (optimizer, clip):  # the optimizer imported it by name
+    for module in (optimizer, clip):  # the optimizer has imported the function by name
         _with_cuda_type_names(module, "clip_grad_by_total_norm_fp32")
     parameter = torch.zeros(2)
     parameter.grad = torch.ones(2)

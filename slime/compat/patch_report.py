@@ -1,4 +1,4 @@
-"""`PatchReport`: the purpose of a patch of an upstream package, and whether it took effect."""
+"""`PatchReport` describes a patch of an upstream package and whether it took effect."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ POLL_S = 0.02
 
 
 def wait(*_given: Any, **_named: Any) -> None:
-    """Runs before a rank measures its memory."""
+    """Waits until the gate is open. Runs before a rank measures its memory."""
     gate = Path(os.environ[GATE_ENV])
     if gate.exists():
         return

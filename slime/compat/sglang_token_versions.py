@@ -21,7 +21,7 @@ from slime.core.ports import TOKEN_VERSIONS_KEY
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
-"""The scheduler's methods that take weights."""
+"""The scheduler's methods that load weights."""
 _served = {"version": 0}
 """The version that this process serves. 0 is the checkpoint that the engine loaded itself."""
 

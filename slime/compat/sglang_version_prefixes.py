@@ -58,7 +58,7 @@ def _divide(request: Any, tree_cache: Any = None, *_: Any, **__: Any) -> None:
 
 def _give_key(request: Any) -> None:
     own, given = getattr(request, _KEYS, (None, None))
-    if given is None or request.extra_key != given:  # it is new, or SGLang has changed its key
+    if given is None or request.extra_key != given:  # the request is new, or SGLang has changed its key
         own = request.extra_key or ""
     request.extra_key = f"{own}{_MARK}{_updates['asked']}"
     setattr(request, _KEYS, (own, request.extra_key))

@@ -57,7 +57,7 @@ class ProcessId:
 
     pid: int
     start_ticks: int
-    """Clock ticks after boot (field 22 of /proc/<pid>/stat)."""
+    """Start time in clock ticks after boot (field 22 of /proc/<pid>/stat)."""
 
 
 @dataclass(frozen=True, slots=True)

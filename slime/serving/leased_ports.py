@@ -1,7 +1,7 @@
 """Port leases, which keep two runs on a host from using one port; and `LeasedServer`, the base of SGLang servers and
 routers.
 
-An engine binds its port many seconds after it was chosen, so another run could take a port that was only found free. A
+An engine binds its port many seconds after it was chosen, so another run could take a port that is merely free now. A
 lease is a name in the abstract Unix socket namespace that this process binds. Binding is atomic and, like TCP ports,
 scoped to the network namespace. The kernel releases the name when the process ends, and there is no file to remove.
 
@@ -55,7 +55,7 @@ def is_bindable(port: int) -> bool:
     for host in ("127.0.0.1", "0.0.0.0", "::1", "::"):
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not matter
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: accepts ports in TIME_WAIT
                 if ":" in host:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((host, port))
@@ -87,7 +87,7 @@ class PortLease:
         return self.ports[0]
 
     def release(self) -> None:
-        """May be called again."""
+        """Gives the ports back. Idempotent."""
         while self._names:
             self._names.pop().close()
 
@@ -173,7 +173,7 @@ class LeasedServer:
 
     @property
     def port(self) -> int:
-        """Raises `EngineError` before `start`."""
+        """The first leased port. Raises `EngineError` before `start`."""
         if self._lease is None:
             raise EngineError(f"{self.what} has no port before start()")
         return self._lease.port

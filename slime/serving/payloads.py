@@ -1,9 +1,9 @@
 """SGLang's payloads of `/update_weights_from_tensor` and its tensor digests, byte for byte.
 
-A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains
-`{"flattened_tensor", "metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom
-loader. Tensors are handles, not data: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler
-accepts few names, so a payload uses only torch's rebuild functions and `SimpleNamespace`.
+A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains `{"flattened_tensor",
+"metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom loader. Tensors are handles,
+not data: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler accepts few names, so a
+payload uses only torch's rebuild functions and `SimpleNamespace`.
 
 This module does not import SGLang, because that takes 10 s.
 """
@@ -67,7 +67,7 @@ def shareable(num_bytes: int, device: torch.device) -> Tensor:
     """Returns [num_bytes] uint8 that other processes on the host can map: on a CPU shared memory, on a GPU any."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # sharing an ordinary storage would copy it
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # because sharing an ordinary storage copies it
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     _remove_abandoned()
     _born[storage._share_filename_cpu_()[1].decode().lstrip("/")] = reductions.StorageWeakRef(storage)

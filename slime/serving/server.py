@@ -11,8 +11,8 @@ The engines of a prefill-decode pair move keys and values with one of SGLang's t
 reports earlier what is missing and what to install.
 
 Invariants
-1. The server listens on `host` only, by default loopback. Exception: Mooncake's two ports listen on every interface
-   and no setting changes that (docs/topologies.md).
+1. The server listens on `host` only, by default loopback. Exception: Mooncake's two ports listen on every interface and
+   no setting changes that (docs/topologies.md).
 2. The server's ports stay leased as long as it may run.
 3. `dtype` is always passed: SGLang's "auto" serves a float32 checkpoint as float16.
 4. The user's `--sglang-...` settings override every default in this file.
@@ -116,8 +116,8 @@ PATIENT: Mapping[str, str] = dict.fromkeys(
 short for answers of many thousand tokens; the client has its own limit (`--request-timeout-s`)."""
 ON_A_CPU: Mapping[str, str] = {
     "MOONCAKE_PROTOCOL": "tcp",
-    # Early sending waits with a CUDA event. Without a GPU the scheduler dies at the second prompt with a cached prefix
-    # (seen with 0.5.16).
+    # With early sending, SGLang waits on a CUDA event. Without a GPU its scheduler dies at the second prompt with a
+    # cached prefix (seen with 0.5.16).
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
 """Environment variables of a paired engine on a CPU."""
@@ -206,7 +206,7 @@ class ServerSpec:
     """[ranks of this node] The GPU of each rank, stage by stage, as CUDA_VISIBLE_DEVICES names it: a number or a UUID.
     None: the first visible GPUs."""
     random_seed: int | None = None
-    """Seed of the sampler. No effect on a CPU, where stock SGLang cannot sample by seed."""
+    """Seed of the sampler. Has no effect on a CPU, where stock SGLang cannot sample by seed."""
     memory_saver: bool = False
     """Whether the memory of weights and cache can be released and resumed (`--offload-rollout`); GPUs only."""
     num_threads: int = 1
@@ -277,9 +277,9 @@ class ServerSpec:
 
         `keys`: the run's keys, which --sglang-api-key and --sglang-admin-api-key override. `model_path`: replaces
         --hf-checkpoint. `overrides`: ServerArgs by field name, which override --sglang-.... `layout`: replaces the one
-        derived from these and --rollout-num-gpus-per-engine. `shares`: in a colocated run, whether this engine
-        shares GPUs with training ranks. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray
-        narrows them). Each engine gets its own seed, because with one seed equal prompts get equal continuations.
+        derived from these and --rollout-num-gpus-per-engine. `shares`: in a colocated run, whether this engine shares
+        GPUs with training ranks. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray narrows
+        them). Each engine gets its own seed, because with one seed equal prompts get equal continuations.
         """
         extra = {**args.sglang, **(overrides or {})}
         dtype = extra.pop("dtype", None) or "bfloat16"

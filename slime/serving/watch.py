@@ -104,11 +104,11 @@ class Probe:
     """Properties of a server, found by asking it for a few tokens."""
 
     repeats: bool
-    """Each event of a stream repeats the earlier ones."""
+    """Whether each event of a stream repeats the earlier ones."""
     labels: bool
-    """Answers give the weight version of each token."""
+    """Whether answers give the weight version of each token."""
     experts: bool
-    """Requests that ask for routed experts by their id get them."""
+    """Whether a mark in a request's id makes the answer contain routed experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Weight sync: HF and Megatron shards, the layout in engines, transports, and the check that weights arrived."""
+"""Weight sync: HF and Megatron shards, layouts of engines, transports, and the verification of sent weights."""

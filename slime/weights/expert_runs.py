@@ -21,13 +21,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # transports are imported where torch is not
+if TYPE_CHECKING:  # the command line imports transports without torch
     from torch import Tensor
 
     from slime.models.common.table import FamilyTable
 
 LOADER = f"{__name__}.load"
-"""The import path that SGLang gets."""
+"""The import path of `load`, for `--custom-weight-loader`."""
 _AT = "@"
 """Separates the name of a resident tensor from the element where a run begins. No tensor name contains it."""
 

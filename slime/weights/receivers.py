@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import EngineControl
 
-if TYPE_CHECKING:  # transports are imported where torch is not
+if TYPE_CHECKING:  # the command line imports transports without torch
     from torch import Tensor
 
 T = TypeVar("T")

@@ -325,7 +325,7 @@ class _WeightSync:
         names = [name for turn in self._sent for name in turn.hf_names]
         with self._timed("digest"):
             self._guarded(lambda: digests.append(self._expected.finish(names)))
-        reports: list[Any] = []  # a channel that never began has none
+        reports: list[Any] = []  # stays empty if the channel never began
         if self._begun:
             self._guarded(lambda: reports.append(self._channel.report()))
         report = reports[0] if reports else None

@@ -39,7 +39,7 @@ class Spec:
     """Name, shape and type of a tensor to send."""
 
     name: str
-    """The HF name."""
+    """The tensor's HF name."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -51,7 +51,7 @@ class Spec:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     tensors: tuple[tuple[str, Tensor], ...]
-    """(HF name, full tensor): views of one memory, end to end."""
+    """(HF name, full tensor) of each tensor. The tensors are views of one memory, end to end."""
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
@@ -118,7 +118,7 @@ class Portion:
     """The entries of the table; several if HF tensors stack all experts of a layer."""
     specs: tuple[Spec, ...]
     stage: int = 0
-    """Pipeline stage."""
+    """The pipeline stage that holds the tensors."""
 
     @property
     def num_bytes(self) -> int:

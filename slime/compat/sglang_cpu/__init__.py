@@ -106,7 +106,7 @@ def _cuda_synchronize() -> PatchReport:
     if needed and not getattr(torch.cuda.synchronize, "__slime_stand_in__", False):
 
         def synchronize(device: object = None) -> None:
-            """A CPU has no queue to wait for."""
+            """Does nothing, because a CPU has no queue of kernels."""
 
         synchronize.__slime_stand_in__ = True  # type: ignore[attr-defined]
         torch.cuda.synchronize = synchronize

@@ -39,7 +39,7 @@ class Entry:
     """One tensor of a version: the location of its patch, and the checksum of the result."""
 
     name: str
-    """Hugging Face name."""
+    """The tensor's Hugging Face name."""
     dtype: str
     """The safetensors name: "BF16", "F32", ..."""
     shape: tuple[int, ...]

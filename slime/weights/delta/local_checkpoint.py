@@ -73,7 +73,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The work of `LocalCheckpoint.bring_to`."""
+    """The work that one call of `LocalCheckpoint.bring_to` did."""
 
     full: int
     """Number of full versions copied."""
