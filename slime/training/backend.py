@@ -90,8 +90,8 @@ class MegatronBackend:
         """Joins the process group, builds the models and loads their checkpoints. Collective.
 
         Ranks meet at `master_address`, where rank 0 listens: on `listener` (`slime.weights.rendezvous.listen_on`) if
-        given, else on `master_port`. Raises `ConfigError` for what cannot be trained, `CheckpointError` for a
-        checkpoint that does not fit.
+        given, else on `master_port`. Raises `ConfigError` for a model or settings that cannot be trained, and
+        `CheckpointError` for a checkpoint that does not fit.
         """
         activate(args.device)
         self.args = args

@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 
 
 def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
-    """Returns the table with adapter rows of `rank` after the rows that they adapt. They keep their names in files."""
+    """Returns the table with adapter rows of `rank` after the rows that they adapt, under the same names in files."""
 
     def more(row: Row, layer: int) -> tuple[Row, ...]:
         # The experts of a layer are adapted together.

@@ -244,7 +244,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
 
 @torch.no_grad()
 def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
-    """Restores what all ranks wrote, including `kept.other_policies`, and returns the weight version.
+    """Restores the state that all ranks wrote, including `kept.other_policies`, and returns the weight version.
 
     `seed`: the run's seed. Raises `CheckpointError` if the checkpoint does not fit, before anything changes.
     """

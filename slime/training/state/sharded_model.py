@@ -130,7 +130,7 @@ class ShardedModel:
 
     @cached_property
     def base(self) -> ShardedModel:
-        """The model without adapters: what a checkpoint of the family holds."""
+        """The model without adapters, as in a checkpoint of the family."""
         return self if self.adapter_scale is None else self.within(without_adapters(self.table))
 
     @cached_property

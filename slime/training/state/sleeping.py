@@ -221,7 +221,7 @@ class HostStash:
             self.take_back_last()
 
     def take_back_last(self) -> None:
-        """Restores what the last call of `put_away` took."""
+        """Restores the storages of the last call of `put_away`."""
         mark, away = self._kept.pop()
         for storage, num_bytes, host in away:
             storage.resize_(num_bytes)

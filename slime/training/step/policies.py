@@ -58,7 +58,7 @@ class OtherPolicies:
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
         """Returns log-probs [R] of each sample under `REFERENCE` or `TEACHER`; None without that policy.
 
-        They are of the whole distribution.
+        The log-probs are of the whole distribution, without top-k and top-p.
         """
         if name not in self._host:
             return None

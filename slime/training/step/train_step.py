@@ -144,7 +144,7 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    """Versions mix if the newest tokens of a sample depend on what older versions computed."""
+    """Sets `mixes_versions` for settings under which newer tokens depend on results of older versions."""
     mixes = context.args.pause_generation_mode == "in_place" or context.args.use_rollout_routing_replay
     return MismatchMeter(version, context.device, mixes_versions=mixes)
 
