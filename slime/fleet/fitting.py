@@ -64,7 +64,7 @@ class Wanted:
     table: FamilyTable
     sglang_version: str
     settings: Mapping[str, Any]
-    """ServerArgs by name that the run depends on: those that the user gave, and those that other settings need."""
+    """ServerArgs by name that the run depends on, either given by the user or needed by other settings."""
     labels: bool
     """Whether answers must have the weight version of each token."""
     experts: bool

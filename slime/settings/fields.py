@@ -127,7 +127,7 @@ class Declared:
     adjust: Callable[[Any, Any], Adjusted | None] | None = None
     """(value, settings) -> the replacement, or None to keep the value."""
     required: str = ""
-    """Marks a setting that must be given or derived: the error message that says what to give."""
+    """If not empty, the setting must be given or derived. The text is the error message for a missing value."""
     internal: bool = False
     """The run fills it in; it has no flag."""
 

@@ -54,4 +54,4 @@ GROUPS: tuple[Group, ...] = (
     Group(launch_scripts.LaunchScriptSettings, "Launch scripts", launch_scripts.RULES),
     Group(logging.ConfigurationSettings, "Configuration"),
 )
-"""In the order of --help."""
+"""All groups, in the order of --help."""
