@@ -50,8 +50,10 @@ def load_shard(
 
     The shard may be a view of the tensor from `read_hf`; only this rank's part is read. For an expert, rank and size
     refer to the experts' own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
-    `vocab_multiple * tp_size`, as Megatron does. Raises `CheckpointError` if a tensor does not have the shape that the
-    config implies, `ConfigError` if it cannot be split evenly.
+    `vocab_multiple * tp_size`, as Megatron does.
+
+    Raises `CheckpointError` if a tensor does not have the shape that the config implies, `ConfigError` if it cannot be
+    split evenly.
     """
     assert 0 <= tp_rank < tp_size, f"tp_rank {tp_rank} of {tp_size}"
     entry = table.entry(megatron_name)

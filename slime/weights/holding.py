@@ -1,4 +1,4 @@
-"""Computes which part of each resident tensor an engine rank holds, from its stage, share and experts.
+"""Computes which part of each resident tensor an engine rank holds.
 
 The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`):
@@ -7,7 +7,8 @@ The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/voc
   it as a separate tensor. In some models every stage holds the embedding (`Spread.every_embedding`);
 - the ranks of a DP group split attention among them, and the embedding unless each rank holds it whole (`Spread`), and
   with `dp_lm_head` the output layer;
-- a rank holds the (consecutive) experts of its EP group, of each expert the share given by its place in the group;
+- a rank holds a share of each expert of its EP group, by its place in the group. The experts of a group are
+  consecutive;
 - all ranks of a stage split everything else, such as shared experts and dense MLPs;
 - a draft model is split in the same way and also contains the model's embedding and output layer.
 """

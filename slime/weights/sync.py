@@ -82,8 +82,8 @@ def require_equal(
 ) -> None:
     """Raises one `WeightSyncError` that lists all missing, extra and differing tensors by engine and rank.
 
-    Engines do not report buffers that are never loaded, such as rotary tables. They load tensors that the trainer does
-    not send from the checkpoint.
+    Engines do not report buffers that are never loaded, such as rotary tables. They load tensors from the checkpoint if
+    the trainer does not send them.
 
     `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks; a
     rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
@@ -158,8 +158,10 @@ def sync_weights(
     Returns seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`, `update_weights_send_time`
     (time in which a bucket was in flight), `update_weights_verify_time` (engines' digests and the comparison),
     `update_weights_digest_time` (the trainer's digests on the slowest rank; overlaps the sending),
-    `update_weights_bytes`. Raises on every rank: `WeightSyncError` if an engine holds other weights, `EngineError` or
-    `DeadlineExceeded` if an engine cannot be reached.
+    `update_weights_bytes`.
+
+    Raises on every rank: `WeightSyncError` if an engine holds other weights, `EngineError` or `DeadlineExceeded` if an
+    engine cannot be reached.
     """
     run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)

@@ -63,7 +63,7 @@ class Serialize(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportContext:
-    """The training rank from which a channel sends, and its surroundings."""
+    """The training rank from which a channel sends, and the resources that the channel uses."""
 
     peers: Peers
     device: str
