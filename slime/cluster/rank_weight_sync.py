@@ -122,9 +122,7 @@ class RankWeightSync:
             logger.warning("%s; all weights are sent again, whole", error)
             metrics = self._send()
         finally:
-            if (
-                self._backend.device.type == "cuda"
-            ):  # on a CPU they are kept: filling new shared memory is ten times slower
+            if self._backend.device.type == "cuda":  # kept on a CPU: filling new shared memory is ten times slower
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}

@@ -384,9 +384,7 @@ class RayEngines:
             for actor in self._crews[index]:
                 actor.open_gate.remote()
             self._gates[index] = True
-            self._wait_ready(
-                index
-            )  # called last: the head runs one call at a time, and this call would block `open_gate`
+            self._wait_ready(index)  # comes last: the head runs one call at a time, so this would block `open_gate`
 
     def _wait_ready(self, index: int) -> None:
         self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
@@ -414,9 +412,8 @@ class RayEngines:
     def _spec(self, index: int) -> ServerSpec:
         placed, wanted = self._placed[index]
         overrides = dict(wanted.group.overrides)
-        if (
-            placed.colocated and not wanted.model.trained
-        ):  # no weight sync restores the weights of a frozen model after it lent its memory
+        # After a frozen model has lent its memory, no weight sync restores its weights.
+        if placed.colocated and not wanted.model.trained:
             overrides.setdefault("enable_weights_cpu_backup", True)
         return ServerSpec.from_args(
             self._args,

@@ -245,7 +245,7 @@ class Run:
         """Compares log-probs of trainer and engines on new samples of the synced weights. Raises beyond the limit.
 
         Asynchronous training needs this, because its batches were sampled by older weights than the trainer's. In
-        synchronous training, every batch allows the comparison.
+        synchronous training, every training step makes this comparison.
         """
         if not self._actors.engines or not self._actors.trainers:
             return

@@ -106,9 +106,7 @@ def _own_device() -> tuple[int, str]:
     (device,) = map(str, ray.get_gpu_ids())
     if device.isdigit():
         return int(device), device
-    listed = (
-        ray._private.worker.global_worker.original_visible_accelerator_ids
-    )  # no public API reports the order (2.60)
+    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # no public API has the order (2.60)
     names = [str(name) for name in listed.get("GPU") or ()]
     return names.index(device) if device in names else 0, device
 

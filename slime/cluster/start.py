@@ -140,16 +140,9 @@ def start(
             engine_logs=[folder.logs / f"engine_{placed.index}.log" for placed in plan.engines],
         )
         results = wait_for(
-            [
-                *building,
-                *ready,
-                *data,
-                *lent,
-                *opened,
-            ],  # `building` first, because a failed build also makes `lent` fail
+            [*building, *ready, *data, *lent, *opened],  # a failed build also makes `lent` fail, so builds come first
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
-            limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1)
-            + 60,  # twice if engines wait for the trainer
+            limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=lambda: _told(port, hosts, progress),
             flag=START_FLAG,
         )

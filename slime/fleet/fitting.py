@@ -119,9 +119,7 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     ours = config.get("architectures") or [config.get("wrapper_type", config.get("model_type"))]
     if facts.model.get("is_generation") is False or facts.info.get("is_embedding"):
         yield "it embeds texts and does not sample; start it without --is-embedding"
-    if bool(facts.model.get("architectures")) is not bool(
-        config.get("architectures")
-    ):  # only one side names its architectures
+    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # only one side names them
         served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
     if list(served) != list(ours):
         path = facts.model.get("model_path")

@@ -292,9 +292,8 @@ def server_settings(layout: EngineLayout) -> dict[str, Any]:
 def contradictions(layout: EngineLayout, sglang: Mapping[str, Any]) -> list[str]:
     """Returns the names of given ServerArgs that contradict the layout."""
     own = {**_PLAIN, "moe_dense_tp_size": layout.tp_size, **server_settings(layout)}
-    idle = (
-        () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")
-    )  # SGLang ignores these if dp_size is 1
+    # SGLang ignores these if dp_size is 1.
+    idle = () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")
     given = {name: value for name, value in sglang.items() if name in own and value is not None}
     return sorted(name for name, value in given.items() if value != own[name] and name not in idle)
 

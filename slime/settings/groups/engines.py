@@ -3,12 +3,11 @@
 Flags of SGLang and the router are --sglang-* and --router-*.
 
 Prefix caches. A cached prefix is valid only for the weights that computed it (laws 1 and 2). With
-`--pause-generation-mode abort` each weight sync flushes the cache. With `retract` and `in_place` the cache keys contain
-the weight version (`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 escape both. Stores outside
-the engine's memory are keyed only by tokens, are shared by engines and runs, and survive a flush, so an engine whose
-weights change cannot use one. Other caches are flushed but ignore the weight version in the key: the C++ tree, and
-streaming sessions, which keep prefixes outside the tree. The hierarchical cache in host memory is not known to respect
-it.
+`--pause-generation-mode abort` each weight sync flushes the cache. With `retract` and `in_place` the cache keys depend
+on the weights (`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 escape both. Stores outside the
+engine's memory are keyed only by tokens, are shared by engines and runs, and survive a flush, so an engine whose
+weights change cannot use one. Other caches are flushed but ignore this part of the key: the C++ tree, and streaming
+sessions, which keep prefixes outside the tree. The hierarchical cache in host memory is not known to respect it.
 
 Drafts. An engine's draft model is the checkpoint's own multi-token-prediction layer. If that layer is trained, every
 weight sync sends and verifies it. A draft from another folder would become stale unnoticed, so it is refused.
@@ -105,7 +104,7 @@ def one_key(args: Args) -> str | None:
 
 
 def keys_need_one_front_door(args: Args) -> str | None:
-    """SGLang 0.5.16 cannot check keys in several tokenizer processes; a server with both settings does not start."""
+    """SGLang 0.5.16 checks keys in only one process, so with a key it starts no second tokenizer process."""
     num_workers = args.sglang.get("tokenizer_worker_num") or 1
     if num_workers == 1 or args.debug_train_only:
         return None
@@ -354,7 +353,7 @@ UNDIVIDED: Mapping[str, str] = {
     "enable_hierarchical_cache": "the cache in the host's memory",
     "enable_streaming_session": "what a streaming session has read",
 }
-"""SGLang setting -> the cache that it switches on, which a flush empties but whose keys ignore the weight version."""
+"""SGLang setting -> the cache that it switches on, which a flush empties but whose keys ignore the weights."""
 CPP_TREE_ENV = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 """The environment variable that selects SGLang's C++ prefix tree."""
 _OFF = (None, False, "")

@@ -398,9 +398,8 @@ def _start(s: Any) -> str:
 
 _SAVES = Need(lambda s: s.save is not None, "--save")
 _REMOVES = Need(lambda s: s.save_keep_last is not None, "--save-keep-last; without it all are kept")
-_LOADS = Need(
-    lambda s: not s.origins.get("load", "default").startswith("default"), "--load"
-)  # `load` is None if `_fresh_start` dropped it
+# Not `s.load`, which is None if `_fresh_start` dropped it.
+_LOADS = Need(lambda s: not s.origins.get("load", "default").startswith("default"), "--load")
 _RESUMES = Need(lambda s: s.load is not None, "--load of a folder with checkpoints")
 
 
