@@ -205,7 +205,7 @@ def test_a_trained_token_that_no_engine_sampled_is_no_old_policy(tiny_qwen3: Pat
     versions[0] = -1
     samples = list(batch.samples)
     samples[1] = dataclasses.replace(samples[1], token_versions=versions)
-    with pytest.raises(DataError, match="sample 1: trained tokens without rollout log-probs"):
+    with pytest.raises(DataError, match="sample 1 has trained tokens without rollout log-probs"):
         make_backend(tiny_qwen3, use_rollout_logprobs=True).train(with_samples(batch, samples))
 
 
