@@ -31,9 +31,11 @@ from tests.support.e2e import (
     digits_task,
     started_and_finished,
 )
+from tests.support.marks import quick
 
 FLOAT32 = ["--no-bf16"]
 CONSTANT_LR = ["--lr", "2e-2", "--lr-decay-style", "constant"]
+RUNS = ("plain_run", "async_run", "colocated_run", "long_async_run")
 CHANGING_LR = ["--lr", "2e-2", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--min-lr", "1e-2"]
 
 
@@ -115,10 +117,7 @@ def colocated_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path)
     return started_and_finished(runs / "colocated", [*digits(tiny_qwen3), *CONSTANT_LR, *where, *engines])
 
 
-SLOW_RUNS = [pytest.param(name, marks=pytest.mark.slow) for name in ("colocated_run", "long_async_run")]
-
-
-@pytest.fixture(scope="session", params=["plain_run", "async_run", *SLOW_RUNS])
+@pytest.fixture(scope="session", params=quick(RUNS, "plain_run", "async_run"))
 def any_run(request: pytest.FixtureRequest) -> RealRun:
     """Each of them in turn."""
     run: RealRun = request.getfixturevalue(request.param)

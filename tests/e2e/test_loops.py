@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from slime.observability.samples import read_samples
 from tests.support.e2e import NUM_STEPS, PROMPTS_PER_STEP, RealRun
 from tests.support.ledger import require_balance
+from tests.support.marks import quick
 from tests.support.wandb_file import read_offline_run
 
 MIN_RISE = 0.15
@@ -24,7 +25,6 @@ MAX_MISMATCH = 1e-5
 LOUDNESS = 10
 """At the rate of these runs logits grow, and with them what float32 rounds: 2e-5 was seen. A wrong weight gives 0.1."""
 MIN_TOKENS = 1000
-LONG_RUNS = [pytest.param(name, marks=pytest.mark.slow) for name in ("colocated_run", "long_async_run")]
 
 
 def num_steps(run: RealRun) -> int:
@@ -32,7 +32,7 @@ def num_steps(run: RealRun) -> int:
     return int(json.loads((run.run_dir / "args.json").read_text())["num_rollout"])
 
 
-@pytest.mark.parametrize("name", ["plain_run", *LONG_RUNS])
+@pytest.mark.parametrize("name", quick(["plain_run", "colocated_run", "long_async_run"], "plain_run"))
 def test_reward_rises(name: str, request: pytest.FixtureRequest) -> None:
     """Law: the loop learns, however it is placed and however its weights travel."""
     run: RealRun = request.getfixturevalue(name)
@@ -80,7 +80,7 @@ def test_every_sample_has_one_version(any_run: RealRun) -> None:
         assert row["rollout/weight_version/min"] == row["rollout/weight_version/max"] == expected, (step, row)
 
 
-@pytest.mark.parametrize("name", ["plain_run", pytest.param("colocated_run", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", quick(["plain_run", "colocated_run"], "plain_run"))
 def test_trainer_and_engine_agree(name: str, request: pytest.FixtureRequest) -> None:
     """Law: in float32 the worst of some 1,000 sampled tokens is 1e-5 nats off at most, at step 0 and ten updates on.
 

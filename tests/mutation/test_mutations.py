@@ -18,6 +18,7 @@ import pytest
 
 from tests.mutation.mutations import MUTATIONS, QUICK
 from tests.mutation.record import LEFT_OUT, SUITES, Mutation
+from tests.support.marks import quick
 
 ROOT = Path(__file__).parents[2]
 UNIT_ROOMS = (
@@ -104,7 +105,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MUTATIONS])
+@pytest.mark.parametrize("name", quick(MUTATIONS, QUICK))
 def test_the_suite_notices(name: str, results: dict[str, dict[str, Any]]) -> None:
     mutation = MUTATIONS[name]
     mutated((ROOT / "slime" / mutation.file).read_text(), mutation)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.families import FAMILIES, WITH_EXPERTS, reference, write_family
+from tests.support.marks import quick
 from tests.support.ranks import Ranks
 from tests.support.training import random_batch
 from tests.support.training_ranks import Outcome, run_layouts
@@ -119,8 +120,6 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 CASES = [(family, name) for family in FAMILIES for name in layouts_of(family)]
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize(("family", "name"), quick(CASES, *QUICK))
 def test_a_family_is_that_of_transformers(runs: Runs, family: str, name: str) -> None:
     runs.check(family, name)

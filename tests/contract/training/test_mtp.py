@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract.training.test_families import ALL_TO_ALL, CP, EP, PP, SP
+from tests.support.marks import quick
 from tests.support.mtp import Reference, names_of, write_with_mtp
 from tests.support.ranks import Ranks
 from tests.support.training import random_batch
@@ -87,9 +88,7 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(ranks, tmp_path_factory.mktemp("mtp"))
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize(("family", "name"), quick(CASES, *QUICK))
 def test_loss_and_gradients_are_those_of_transformers_layers(runs: Runs, family: str, name: str) -> None:
     outcome, (loss, gradients) = runs.outcome(family, name, rounds=1), runs.reference(family)
     assert abs(outcome.result["metrics"][0]["train/mtp_loss"] - loss) < TOLERANCE

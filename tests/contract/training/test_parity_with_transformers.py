@@ -17,6 +17,7 @@ from slime.core.sample import Sample
 from slime.rollout.sft import fill, renderer
 from tests.support.experts import by_checkpoint_name
 from tests.support.families import LLAMA3
+from tests.support.marks import quick
 from tests.support.tiny import FORGETFUL_TEMPLATE, SHAPE, write_tiny_model, write_tokenizer
 from tests.support.training import random_batch
 
@@ -57,7 +58,7 @@ def _reference_log_probs(model: Any, batch: TrainBatch, temperature: float) -> l
     return out
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", quick(MODELS, *QUICK))
 def test_log_probs_and_gradient_equal_transformers(name: str, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
     checkpoint = _write(tmp_path / name, name)
     batch = random_batch(seed=3)

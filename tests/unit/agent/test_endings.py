@@ -20,6 +20,7 @@ from slime.core.sample import Sample
 from slime.rollout.client.call import Generation
 from tests.support.agent_histories import TOOLS
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
+from tests.support.marks import quick
 
 IM_END, EOS = "<|im_end|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
 GLM = {"user": "<|user|>", "tool": "<|observation|>", "system": "<|system|>"}
@@ -138,7 +139,7 @@ QUICK = ("qwen3", "llama3.1", "glm4.6")
 """Ends shared by all roles, a call in a turn, an end for each role; the others take seconds each to load."""
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BEFORE])
+@pytest.mark.parametrize("name", quick(BEFORE, *QUICK))
 def test_behind_any_end_token_stands_what_the_template_writes_before_the_next_role(name: str) -> None:
     family = Family(name)
     can_call = bool(family.tools) and family.calls.name != "text"
