@@ -63,8 +63,8 @@ LOCAL_RAY = {
     "RAY_AUTH_MODE": "token",
     # By default Ray lowers the CPU priority of its workers and their children.
     "RAY_worker_niceness": "0",
-    # By default Ray gives up a host if its daemon is silent for a minute. Here it is the only host, and the driver
-    # notices the daemon's exit without this check.
+    # By default Ray gives up a host whose daemon is silent for a minute. On a single host the driver notices the
+    # daemon's exit without this check.
     "RAY_health_check_failure_threshold": "60",
     # Ray would record the last 100,000 calls (21 kB a step) for its dashboard, which does not run.
     "RAY_task_events_report_interval_ms": "0",
@@ -157,7 +157,7 @@ def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
 def how_to_resume(args: Args, *, stopped: bool) -> str:
     """Returns one line on how to resume a run that stopped or failed; empty if it cannot be resumed.
 
-    `stopped` means by Ctrl-C or SIGTERM. In that case, the line says so if nothing was saved.
+    `stopped`: whether Ctrl-C or SIGTERM ended the run. Only then does the line also report that nothing was saved.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""
@@ -273,7 +273,7 @@ def _placed(
 
 @contextmanager
 def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManager[T]) -> Iterator[T]:
-    """Enters `block` for the length of the `with` statement, and shows the entering as a phase of the start."""
+    """Enters `block` as a phase of the start, and leaves it at the end of the `with` statement."""
     with ExitStack() as stack:
         with startup.phase(phase, line):
             entered = stack.enter_context(block)
@@ -296,9 +296,9 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 
 @contextmanager
 def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
-    """If an error was caused by the death of another process, raises that death instead.
+    """If the death of another process caused an error, raises `ActorDied` instead.
 
-    If the process left a last message, raises `LoopStalled` with that message.
+    If the dead process left a last message, raises `LoopStalled` with that message.
     """
     try:
         yield

@@ -47,7 +47,7 @@ class EngineInfo:
     """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with the rank."""
     control_key: str | None = field(default=None, repr=False)
     incarnation: int = 0
-    """How often its processes were replaced. It tells apart engines that answered at the same address."""
+    """Number of times its processes were replaced. Distinguishes engines that answered at the same address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> Any:
-        """Calls the rollout side and returns its answer. `flag` has the meaning of `on_trainers`."""
+        """Calls the rollout side and returns its answer. For `flag`, see `on_trainers`."""
         answers = [getattr(self.rollout, method).remote(*arguments)]
         return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll, flag=flag)[0]
 
@@ -102,9 +102,9 @@ class Actors:
 LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
 """How long to wait, after a call to an engine failed, for the supervisor to notice that the engine is lost. Longer than
-`OWNER_LIMIT_S`, because a lost host shows only by the silence of the engine's actor."""
+`OWNER_LIMIT_S`, because the only sign of a lost host is that the engine's actor stays silent."""
 LONGEST_REFUSAL_S = 3600.0
-"""Longest pause between failing weight syncs to an external engine. Each failure costs the other engines a sync too."""
+"""Longest pause between failing weight syncs to an external engine. Each failure makes the other engines fail, too."""
 STALLS_EVERY_S = 5.0
 """Interval between checks whether engines deliver tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
@@ -130,7 +130,8 @@ class Engines:
         self._stalled: Any = None
         """The rollout side's pending answers to `stalled` and `progressing`."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
-        """`_served_at` is the end of the last weight sync. Engines that stalled before it may work again."""
+        """`_served_at`: end of the last weight sync. Stalls before that time do not count, because the engines may work
+        again."""
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
 
@@ -142,7 +143,7 @@ class Engines:
         self._port.may_take_memory = says
 
     def up(self, index: int, url: str) -> None:
-        """Records that a first incarnation answers at `url`."""
+        """Records that the first incarnation of engine `index` answers at `url`."""
         self._supervisor.up(index, url)
 
     def tend(self) -> None:
@@ -202,7 +203,7 @@ class Engines:
         self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
-        """Begins a weight sync to `engines`, or to all policy engines, and returns those of them that answer.
+        """Begins a weight sync to `engines`, or to all policy engines, and returns the ones that answer.
 
         Waits until at least one answers. Raises `DeadlineExceeded` after the start limit of engines.
         """
@@ -229,8 +230,8 @@ class Engines:
     def failed_sync(self, engines: Sequence[Engine], error: SlimeError) -> bool:
         """Handles a failed weight sync. Returns whether an engine was lost, so that another sync may succeed.
 
-        If the sync failed only at some engines (`SlimeError.engines`), gives these up. After a timeout, waits long
-        enough for the supervisor to notice a hanging engine.
+        If only some engines failed (`SlimeError.engines`), gives up these engines. After a timeout, waits long enough
+        for the supervisor to notice a hanging engine.
         """
         failed = [engine for engine in engines if engine.url in error.engines]
         if len(failed) != 1 and self.lost_any(engines):  # a dead engine may have made the others fail

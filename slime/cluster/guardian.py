@@ -20,7 +20,7 @@ gone. Each kind of failure is noticed as follows:
     the actor           the guardian, by its pipe         the same; the driver notices and starts another actor, which
                                                           waits until that guardian has finished (`GuardedHosts`)
     the guardian        the actor, by the other pipe      it starts another one in a tenth of a second; if the actor is
-                                                          killed meanwhile, the driver's next look starts both
+                                                          killed meanwhile, the driver's next check starts both
     the guardian, for   the driver: `wait` returns        another actor with another guardian
     the fourth time
 
@@ -31,9 +31,9 @@ Invariants
 3. All processes end within `GRACE_S + KILL_LIMIT_S` and a second or two, so less than 15 s after the driver.
 4. Only SIGKILL ends the guardian early: Ctrl-C and SIGTERM sent to the whole run do not.
 5. A host's guardian has only the two pipes of its actor, so end-of-file means the end of the actor.
-6. After `HostGuardian.close`, the host's guardian has ended and no other one starts.
-7. No guardian starts on a host while an older one is still ending processes there, since that one would also end the
-   new processes.
+6. After `HostGuardian.close`, the host's guardian has ended and no new one starts.
+7. No guardian starts on a host while an older one is still ending processes there, because the older one would also end
+   the new processes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ WATCHING, ENDED = b"watching ", b"ended "
 MAX_STARTS = 4
 """How many guardians one `HostGuardian` starts."""
 OLD_LIMIT_S = 60.0
-"""Time limit for a guardian without owner to finish: ten seconds and its scans, on a busy machine."""
+"""Time limit for a guardian without an owner to finish, which takes ten seconds plus its scans on a busy machine."""
 POLL_S = 0.1
 _MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
@@ -245,7 +245,7 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     """Follows the run's processes until the driver closes the pipe or is gone.
 
     Returns the processes, their shared memory, and the parent folders of their temporary folders. Daemons of an
-    existing Ray cluster may have another TMPDIR than the driver.
+    existing Ray cluster may have a different TMPDIR from the driver.
     """
     family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
     files, seen = SharedMemoryFiles(), set[ProcessId]()
@@ -258,7 +258,7 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
         rooms |= {room for member in members if member.id not in seen and (room := _temp_dir_of(member.id.pid))}
         seen |= {member.id for member in members}
         # The pause limits the share of a core that scans use, even with many or large processes. It must also be short:
-        # the shared memory of an engine that dies before any scan has seen it would not be removed.
+        # if an engine dies before its first scan, its shared memory is not removed.
         pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
@@ -321,7 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class HostGuardian:
-    """Keeps a guardian running on this host. A thread waits for its last message and replaces it if it was killed."""
+    """Keeps a guardian running on this host. A thread waits for the guardian's last message; it replaces a guardian
+    that was killed.
+    """
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
         """Starts the first guardian, after older ones of the run have ended.
@@ -337,7 +339,7 @@ class HostGuardian:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the guardian has ended and no other one will start."""
+        """Waits until the guardian has ended and no new one will start."""
         self._over.wait()
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:

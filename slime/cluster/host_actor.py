@@ -2,14 +2,14 @@
 
 The actor is the first and the last process of the run on its host. It reports facts about the host, checks that the
 host sees the shared folders, and keeps a guardian. The driver makes one call at a time, besides `watching`. All calls
-have time limits except `watching`, which returns when the guardian has ended and no other one will start.
+have time limits except `watching`, which returns when the guardian has ended and no new one will start.
 
 The handle is used on the driver's thread and waits only in `close`. For a host that comes back, it starts a thread that
 writes the tokens of the contract, which is slow in a network folder. The thread removes them once the host has
 answered, or at `drop`.
 
 Invariants
-1. The tokens of a contract exist only while the host looks for them.
+1. The tokens of a contract exist only while the host checks them.
 2. Only the driver's thread calls Ray, because a call after Ray has shut down would start Ray again.
 """
 
@@ -70,14 +70,14 @@ class HostActor:
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:
-        """Prepares a host that came back: returns the folders that it does not see, or starts the guardian if none."""
+        """Prepares a host that came back: starts a guardian, or returns the folders that the host does not see."""
         problems = not_seen(contract)
         if not problems:
             self.guard(log_dir)
         return problems
 
     def watching(self) -> None:
-        """Returns when the guardian has ended and no other one will start."""
+        """Returns when the guardian has ended and no new one will start."""
         assert self._guardian is not None, "watching() before guard()"
         self._guardian.wait()
 
@@ -100,8 +100,8 @@ class HostHandle:
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
         """Starts the actor. `host` is its name in messages.
 
-        `limit_s` limits the wait for an answer (--engine-start-timeout-s). The process first starts and imports
-        modules, and may wait for a shared folder.
+        `limit_s` limits the wait for an answer (--engine-start-timeout-s), which includes starting the process,
+        importing modules and waiting for a shared folder.
         """
         self._node_id, self._host, self._limit_s = node_id, host, limit_s
         actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]

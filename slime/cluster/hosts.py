@@ -124,7 +124,7 @@ class GuardedHosts:
         return host not in self._others or any(node.is_guarded for node in self._at(host))
 
     def has(self, host: Host) -> bool:
-        """Whether the host is present, which means guarded or soon guarded again."""
+        """Whether the host is present: guarded now, or soon again."""
         return host not in self._others or any(node.is_there for node in self._at(host))
 
     def close(self) -> None:
@@ -377,7 +377,7 @@ def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterat
 
 
 def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]:
-    """Returns the folders that this host does not see as the driver does, in words. Waits up to `limit_s` for them."""
+    """Describes the folders that this host does not see as the driver does. Waits up to `limit_s` for them."""
     deadline = time.monotonic() + limit_s
     while (problems := _look(contract)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -397,7 +397,7 @@ def require_seen(found: dict[str, list[str]]) -> None:
 def listing(folder: Path) -> str:
     """Returns a digest of the names and sizes of a folder's files and the content of config.json.
 
-    For a file, the digest is of its name and size.
+    For a file, the digest covers its name and size.
     """
     hasher = hashlib.sha256()
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
@@ -424,7 +424,7 @@ def _written(args: Args, run_dir: Path) -> dict[str, Path]:
 
 
 def _read(args: Args, under_way: bool) -> dict[str, Path]:
-    """Returns flag -> folder or file that every rank reads. Leaves out those that the run may be changing."""
+    """Returns flag -> folder or file that every rank reads. Leaves out folders that the run may be changing."""
     changing = {Path(path).absolute() for path in (args.load, args.save) if path} if under_way else set()
     given = {
         "--hf-checkpoint": args.hf_checkpoint,
@@ -442,7 +442,7 @@ def _read(args: Args, under_way: bool) -> dict[str, Path]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Makes a folder and its parents. Returns those that did not exist, outermost first."""
+    """Makes a folder and its parents. Returns the folders that did not exist, outermost first."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]

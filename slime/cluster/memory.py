@@ -4,9 +4,9 @@
     room for weights     before a weight sync     the trainer keeps only its weights, then engines take room for theirs
     room for the rest    after a weight sync      the trainer releases its weights, then engines take room for the cache
 
-One side always releases before the other allocates, because a GPU cannot hold an engine beside the trainer's gradients,
-optimizer states and caches. At the start, engines would measure the free memory while the trainer is being built. So
-the trainer lends its memory as soon as it is built, and engines wait for that before they allocate theirs
+One side always releases before the other allocates, because a GPU cannot hold an engine together with the trainer's
+gradients, optimizer states and caches. At the start, engines would measure the free memory while the trainer is being
+built. So the trainer lends its memory as soon as it is built, and engines wait for that before they allocate theirs
 (`slime.compat.sglang_memory_gate`).
 
 The driver's thread calls the actors and waits for them, with a time limit. Without `--offload-rollout` and
@@ -25,7 +25,7 @@ from slime.settings.conditions import lends_at_start
 class MemoryHandOver:
     """Tracks and changes who holds the memory of shared GPUs.
 
-    At first engines hold theirs, and so does the trainer unless it lends its own at the start.
+    At first the engines hold their memory. The trainer also holds its own, unless it lends it at the start.
     """
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:

@@ -12,8 +12,8 @@ Invariants
    slots or none.
 4. Processes that compute on one host at the same time have no more threads together than the host has cores, unless
    there are more processes than cores. Each process has at least one thread.
-5. Hosts are chosen greedily: of those with room, the fullest one first. So planning again with only the chosen hosts
-   gives the same plan.
+5. Hosts are chosen greedily, the fullest host with room first. So planning again with only the chosen hosts gives the
+   same plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Host:
     node_id: str | None = None
     """Ray's id of the node; None before Ray runs."""
     held_back: str = ""
-    """The reason, for messages, if the host has more free GPUs than slots."""
+    """Why the run may not take all free GPUs of the host, for messages; empty if it may."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -215,7 +215,7 @@ def _told(free: list[int], hosts: Sequence[Host]) -> str:
 def _numbered(
     hosts: tuple[Host, ...], ranks: list[int], places: Sequence[_Place], *, max_threads: int | None
 ) -> PlacementPlan:
-    """Numbers the slots host by host: those of training ranks, then those of engines with their own slots.
+    """Numbers the slots host by host: first the training ranks' slots, then the slots that only engines use.
 
     `ranks` holds the index of each training rank's host.
     """

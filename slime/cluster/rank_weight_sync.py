@@ -105,8 +105,7 @@ class RankWeightSync:
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
 
-        A sync that failed with deltas is tried once more with all weights sent whole. Raises `WeightSyncError` on every
-        rank.
+        If a sync with deltas fails, tries once more with all weights sent whole. Raises `WeightSyncError` on all ranks.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]

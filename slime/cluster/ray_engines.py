@@ -355,9 +355,9 @@ class RayEngines:
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
-        """Returns the problem of an actor, if a look at it has just ended with one or has lasted too long.
+        """Returns an actor's problem, if a check of the actor has just found one or takes too long.
 
-        Starts another look if the last one is older than `LOOK_EVERY_S`.
+        Starts a new check if the last one is older than `LOOK_EVERY_S`.
         """
         now, key = time.monotonic(), (index, member)
         asked = self._looks.get(key)
@@ -439,9 +439,9 @@ class RayEngines:
         return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
-        """Replaces the actors of an engine. Returns whether it did.
+        """Replaces the actors of an engine once the old ones have stopped or are late and its hosts have guardians.
 
-        It waits until the old actors have stopped or are late, and until all hosts of the engine have a guardian.
+        Returns whether it did. Never waits.
         """
         ending = self._ending[index]
         if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):

@@ -10,7 +10,7 @@ this process is the driver.
 
 The keeper waits for a start to end, reads the reason from a pipe, and waits until all its processes on this host have
 ended. Then it begins the next start on the same run folder, or exits with the status of the last one. It forwards
-SIGINT and SIGTERM to the running start, and then begins no other one.
+SIGINT and SIGTERM to the running start, and then begins no new one.
 
     faults                 a process is gone (`ActorDied`, the driver), an engine or a router was given up
                            (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait exceeded its limit

@@ -130,8 +130,8 @@ def write_key(path: Path, key: str) -> None:
 def needs_routers(args: Args) -> bool:
     """Whether any client may use a router.
 
-    Such clients are those of a run that only serves, the user if a router flag is given, and user code, which finds the
-    address in `args.sglang_router_ip` and `args.sglang_router_port`.
+    A run that only serves has such clients. So has a run with a router flag (the user), or with user code, which finds
+    the address in `args.sglang_router_ip` and `args.sglang_router_port`.
     """
     given = any(args.was_given(name) for name in ("router_host", "router_port", "sglang_router_ip"))
     return args.num_rollout == 0 or given or bool(args.router) or runs_user_code(args)
@@ -209,7 +209,7 @@ class RolloutActor:
         return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
-        """Lets requests go to these engines: the run's own at once, those of routers soon after.
+        """Lets requests go to these engines: the run's own requests at once, requests through routers soon after.
 
         Does nothing for engines that are already admitted.
         """

@@ -39,7 +39,7 @@ from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 
 READ_BYTES = 2**20
-"""How much of an engine's log is read. The log has some kilobytes when the engine is up."""
+"""How much of an engine's log is read. The log has a few kilobytes when the engine is up."""
 
 
 @dataclass(frozen=True, slots=True)

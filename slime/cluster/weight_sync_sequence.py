@@ -49,7 +49,7 @@ class EndRequests(enum.Enum):
     FOR_SAVES = enum.auto()
     """Only syncs before a save, which writes the tokens. In other weight syncs, engines keep their requests."""
     ALWAYS = enum.auto()
-    """All syncs. The engines would abort requests too, but need a second to notice that these have ended."""
+    """All syncs. The engines would abort requests, too, but take a second to notice that the requests have ended."""
 
     @classmethod
     def of(cls, args: Args) -> EndRequests:

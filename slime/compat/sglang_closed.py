@@ -1,4 +1,4 @@
-"""Closes security holes of SGLang 0.5.16 that are open to anybody who can reach the host.
+"""Closes security holes of SGLang 0.5.16 that anyone who can reach the host could use.
 
 - The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. The
   hook makes it listen only on the address where the ranks meet: loopback for an engine on one host.

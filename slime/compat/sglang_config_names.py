@@ -3,7 +3,7 @@
 SGLang reads a model's config with transformers' `AutoConfig`. Released checkpoints of such a model contain a config
 class as code, which slime does not run (law 10). SGLang registers some classes with `AutoConfig`, for example
 DeepSeek-V3's for Kimi-K2, but none for MiMo, which has the config keys of Qwen2. Remove it when transformers or SGLang
-has one.
+registers a class for MiMo.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _own_payload(worker: Any, request: Any) -> None:
 def _own_place(
     join: Callable[..., Any], updater: Any, address: str, port: int, rank_offset: int, *rest: Any, **named: Any
 ) -> Any:
-    """Joins the sender's group with a rank behind those of the earlier stages."""
+    """Joins the sender's group with a rank after the ranks of the earlier stages."""
     ps = updater.get_model_runner().ps
     return join(updater, address, port, rank_offset + ps.pp_rank * ps.tp_size, *rest, **named)
 

@@ -1,6 +1,6 @@
 """Divides an engine's prefix cache by weight version, for requests that continue across weight syncs.
 
-The cache of SGLang 0.5.16 does not know which weights computed its keys and values, and cannot be flushed while
+The cache of SGLang 0.5.16 does not record which weights computed its keys and values, and cannot be flushed while
 requests run. But SGLang divides its tree by the `extra_key` of requests, which it has for other purposes. Just before
 the scheduler looks up a request's prefix, on the thread that also changes weights, the hook adds the serving weights to
 the request's key. So a request that waited through a weight sync, or was retracted by it, finds only prefixes of the
@@ -10,8 +10,8 @@ The key counts the updates of this scheduler process. A version number would not
 next run counts from 1 again, and a resumed run reuses numbers. All ranks of an engine get the same updates, so their
 counts agree.
 
-Remove it when SGLang knows which weights computed a prefix. The launcher checks that each hook is in place; this module
-checks the type of the cache when it is created.
+Remove it when SGLang records which weights computed a prefix. The launcher checks that each hook is in place; this
+module checks the type of the cache when it is created.
 
 Invariants
 1. No two sets of weights share a key. The count increases before an update, even if the update fails.
@@ -30,7 +30,7 @@ from slime.compat.sglang_token_versions import MANAGER, UPDATES
 from slime.core.errors import EngineError
 
 DIVIDED = frozenset({"RadixCache", "UnifiedRadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"})
-"""SGLang's caches that use `extra_key` in every look-up and insertion and have no other cache behind them."""
+"""SGLang's caches that use `extra_key` in every look-up and insertion and are not backed by a second cache."""
 EMPTY = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
 """Caches of `--disable-radix-cache`, which keep nothing beyond a request."""
 _updates = {"asked": 0}

@@ -1,16 +1,17 @@
 """Watches external engines, which are servers that somebody else started, for the fleet's supervisor.
 
-slime neither starts nor ends them. To restart one means to wait until a server that fits (`fitting`) answers at its
-address, because its owner may start another there. If the addresses come from a file, the file is read again when it
-changes (`slime.settings.topology_yaml`): engines at new addresses join, those at removed addresses leave.
+slime neither starts nor ends these servers. Instead of restarting a lost server, it waits until a server that fits
+(`fitting`) answers at the same address, because the owner may start one there. If the addresses come from a file, the
+file is read again when it changes (`slime.settings.topology_yaml`): engines at new addresses join, and engines at
+removed addresses leave.
 
-The supervisor calls this module on one thread. Only `find`, at the start of a run, waits. Background threads ask the
-servers, with a time limit for each answer. All other methods only read their results.
+The supervisor calls this module on one thread. Only `find`, at the start of a run, waits. Background threads poll the
+servers, with a time limit for each answer. All other methods only read the results.
 
 Invariants
 1. A server is used, also after a restart, only if a check has shown that it fits.
 2. A server that does not serve the weights that it was sent counts as lost, because its owner has restarted it.
-3. A server that leaves is not touched: it goes on serving, unless it was lost with unverified weights.
+3. A server that leaves keeps serving, unless it was lost with unverified weights.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class ExternalEngines:
         return engine
 
     def _knock(self, url: str, layout: EngineLayout | None = None) -> _Knock:
-        """Returns the thread that asks an address. A new server there must have `layout`, if given."""
+        """Returns a thread that polls an address. If `layout` is given, a new server there must have it."""
         if url not in self._knocks:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
@@ -237,7 +238,7 @@ class AddressList:
 
 
 class _Knock:
-    """A thread that asks one address until a fitting server answers."""
+    """A thread that polls one address until a fitting server answers."""
 
     def __init__(
         self, url: str, ask_once: Callable[[], ServerFacts], judge: Callable[[ServerFacts], list[str]]
@@ -282,8 +283,8 @@ class _Knock:
 class _Look:
     """Watches whether one server still answers and still has the weights that it was sent.
 
-    It asks the front end every second, so that the cause of failed calls is known soon. It asks the scheduler as often
-    as for the run's own engines.
+    Polls the front end every second, so that the cause of failed calls is known soon, and the scheduler as often as for
+    the run's own engines.
     """
 
     def __init__(self, url: str, args: Args, api_key: str | None) -> None:

@@ -49,7 +49,7 @@ NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
 (`slime.compat.sglang_fresh_router`)."""
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
-"""An entry in `custom_weight_loader` by which servers show that slime's launcher started them."""
+"""An entry in `custom_weight_loader` that marks a server as started by slime's launcher."""
 UNSET = (None, False)
 DTYPES = {"half": "float16", "float": "float32"}
 """Alias of a dtype -> its name."""

@@ -17,7 +17,7 @@ Invariants
 1. When an engine is in trouble, requests to it are stopped first.
 2. A restarted engine gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. If an engine ends `MAX_FAILURES` times without being ready in between, the run ends. This does not apply to external
-   engines: the owner may fix one, and others may serve meanwhile.
+   engines: the owner may repair an engine while others serve.
 4. If an engine ends `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is sick and is not restarted. The run
    goes on with other engines of the same kind, or ends if no other is left.
 5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model wait for hosts
@@ -54,7 +54,7 @@ class State(str, Enum):
     READY = "ready"
     """The engine serves verified weights."""
     TAINTED = "tainted"
-    """A weight sync failed half-way, so the engine may hold parts of two versions. It needs another weight sync."""
+    """A weight sync failed midway, so the engine may hold parts of two versions and needs a new weight sync."""
     DEAD = "dead"
     """The engine has ended, or it does not answer and is being ended."""
 
@@ -245,8 +245,8 @@ class Supervisor:
     def _can_start(self, engine: Engine) -> bool:
         """Whether the engine is not sick and its host is present.
 
-        Raises `EngineError` if no engine of its kind is alive or can start. The run cannot go on then, even if other
-        kinds are left, because half of a prefill-decode pair cannot answer requests.
+        Raises `EngineError` if no engine of its kind is alive or can start. Then the run must end even if other kinds
+        are left, because half of a prefill-decode pair cannot answer requests.
         """
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}

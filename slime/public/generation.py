@@ -28,8 +28,9 @@ from slime.settings import Args
 async def generate_and_rm(
     args: Args, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """A sample with its reward, or the siblings of a fan-out. An unfinished one has the status ABORTED or FAILED and no
-    reward.
+    """Generates and grades a sample. Returns it with its reward, or the siblings of a fan-out.
+
+    An unfinished sample has the status ABORTED or FAILED and no reward.
     """
     context, siblings = current(), [sample] if isinstance(sample, Sample) else list(sample)
     hook = RolloutHooks.load(args).generate
@@ -41,7 +42,7 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Args, group: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
-    """`generate_and_rm` for all executions of a group, in parallel."""
+    """Calls `generate_and_rm` for all executions of a group, in parallel."""
     return await all_or_first_error([generate_and_rm(args, one, sampling_params, evaluation) for one in group])
 
 
@@ -54,7 +55,7 @@ def _with_status(execution: Execution) -> list[Sample]:
 
 
 class GenerateState:
-    """Tokenizer, parameters and end of a step for users' functions. One per event loop on which executions run.
+    """Tokenizer, sampling parameters and end of a step, for users' functions. Each event loop of executions has its own.
 
     Raises `HookError` outside a rollout.
     """
@@ -115,10 +116,10 @@ LIMIT_S = 30.0
 
 
 async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
-    """The reward of a sample by the built-in grader of its metadata's `rm_type` or of --rm-type.
+    """Returns the reward of a sample from the built-in grader that its metadata's `rm_type` or --rm-type names.
 
-    A rollout asks its pool of graders. In a grader's process, where reward functions run and which can be killed, the
-    grader is called directly. Raises `DataError` without a grader.
+    In a rollout, the pool of graders computes it. In a grader's process, which runs reward functions and can be killed,
+    the grader is called directly. Raises `DataError` without a grader.
     """
     try:
         pool = current().graders

@@ -3,7 +3,8 @@
 A request to a router of the run goes through the engine client, which has the key, survives weight syncs and lost
 engines, and records which weights sampled each token (`transcript`). The answer has SGLang's form.
 
-Waits for: the client, with its own limits, or a server, at most `TIMEOUT_S` per try. Is woken by its answer.
+`post` waits for the client, which has its own limits, or at most `TIMEOUT_S` per try for a server. The response wakes
+it.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _IGNORED: Mapping[str, tuple[Any, ...]] = {
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """The answer's JSON, or its text. Raises the error of the last try, or `HookError`.
+    """Returns the response's JSON, or its text. Raises the error of the last try, or `HookError`.
 
-    A status that a retry cannot fix (4xx) is raised at once.
+    Does not retry a status that a retry cannot fix (4xx).
     """
     client = _client_of(url)
     if client is not None:
@@ -79,7 +80,7 @@ async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str]
 
 
 def _client_of(url: str) -> EngineClient | None:
-    """The client of the model whose router has this address; None for other addresses, and outside a rollout."""
+    """Returns the client of the model whose router has this address; None for other addresses and outside a rollout."""
     try:
         context = current()
     except HookError:
@@ -94,7 +95,7 @@ def _client_of(url: str) -> EngineClient | None:
 
 
 async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """The engine's answer. Raises `HookError` for entries that the client cannot send."""
+    """Returns the engine's response. Raises `HookError` for entries that the client cannot send."""
     odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
     if odd:
         raise HookError(
@@ -116,7 +117,7 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 
 def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Sampling parameters within the limits of the execution; None if it may not sample any more."""
+    """Returns sampling parameters within the limits of the execution; None if it may sample no more tokens."""
     limits, context = LIMITS.get(), current()
     if limits is None or client is not context.client:
         return params
@@ -127,7 +128,7 @@ def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> 
 
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
-    """The answer in SGLang's form."""
+    """Returns the response in SGLang's form."""
     versions = generation.versions
     pairs = zip(generation.log_probs, generation.tokens, strict=True)
     meta = {

@@ -24,8 +24,10 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """([T] ids, [T] 1 where the model writes). Raises `DataError` if the template cannot render the conversation as
-        the model would have written it, or needs several sequences for it.
+        """Returns ([T] ids, [T] 1 where the model writes).
+
+        Raises `DataError` if the template cannot render the conversation as the model would have written it, or needs
+        several sequences for it.
         """
         masks = self.get_loss_masks(messages, tools)
         if len(masks) > 1:
@@ -38,11 +40,11 @@ class MultiTurnLossMaskGenerator:
     def get_loss_masks(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """A pair as in `get_loss_mask` for each training sample. Together they train each turn once."""
+        """Returns a pair as in `get_loss_mask` for each training sample. Together the samples train each turn once."""
         return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
-        """The text of each run of trained tokens."""
+        """Returns the text of each run of trained tokens."""
         runs: list[list[int]] = [[]]
         for token, trained in zip(token_ids, loss_masks, strict=True):
             if trained:

@@ -5,7 +5,7 @@ finder makes the module when somebody imports it, and imports its names then. Th
 because an updated checkout may still have a folder of that name with only compiled files in it.
 
 Invariants
-1. Nothing is imported before a plugin asks for it, and slime itself never asks.
+1. Nothing is imported before a plugin imports it. slime itself imports none of these names.
 2. A module of the table has only the names of its row.
 """
 

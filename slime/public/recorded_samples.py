@@ -35,7 +35,7 @@ _LEFT_OUT = frozenset(
 )
 """Fields that a replay does not need."""
 _NEEDED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
-"""Left out fields without which the tokens cannot be trained."""
+"""Fields of `_LEFT_OUT` without which the tokens cannot be trained."""
 
 
 @dataclass(frozen=True, slots=True)

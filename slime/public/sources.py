@@ -49,7 +49,7 @@ class RolloutDataSource:
         raise RuntimeError(f"{type(self).__name__} cannot take groups back; derive it from RolloutDataSourceWithBuffer")
 
     def save(self, rollout_id: int) -> None:
-        """Saves its position in the data beside the checkpoint of the step."""
+        """Saves its position in the data next to the checkpoint of the step."""
         path = self._file(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._state()))

@@ -1,4 +1,4 @@
-"""The weights agent of an engine: a process beside it that `tend` restarts when it ends. Thread-safe."""
+"""The weights agent of an engine, a process on the engine's host. `tend` restarts an agent that ended. Thread-safe."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ class ChildProcess:
         self._scratch: Path | None = None
         self._named: dict[int, str] = {}
         self._pids: list[int] = []
-        """Pids of the family at the last look."""
+        """Pids of the family at the last check."""
         self._stopped_at: float | None = None
         """Time since which some process has been stopped, on the monotonic clock."""
         self._shared = SharedMemoryFiles()

@@ -123,7 +123,7 @@ class HttpEngineControl:
     def start_profile(self, directory: str, name: str, *, num_passes: int, shapes: bool, stack: bool) -> None:
         """Traces the next `num_passes` forward passes of every rank.
 
-        After them each rank writes DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's host.
+        Then each rank writes DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's host.
         """
         body = {"output_dir": directory, "profile_id": name, "num_steps": num_passes}
         self._post("start_profile", {**body, "record_shapes": shapes, "with_stack": stack})
@@ -178,8 +178,8 @@ def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:
 class FolderEngineControl:
     """Controls an engine that the trainer reaches only through a shared folder.
 
-    The agent beside the engine forwards each call to it. Weights travel as versions in the folder; other ways to send
-    them raise `EngineError`.
+    The agent on the engine's host forwards each call to the engine. Weights travel as versions in the folder; other
+    ways to send weights raise `EngineError`.
     """
 
     def __init__(self, folder: Path, url: str, layout: EngineLayout, timeout_s: float) -> None:

@@ -33,7 +33,7 @@ class Secret(str):
     """A key that `repr` hides and that a copy or pickle replaces with a random text.
 
     SGLang logs the `repr` of its arguments, passes them to its children, and lists them all in `/server_info`. Without
-    this class, any client that may generate could read the key to the weights.
+    this class, any client that may generate could read the key that protects the weights.
     """
 
     __slots__ = ()
@@ -59,7 +59,7 @@ API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
 """Bearer token of the routes that change or end something. Without it they require the token of `API_KEY_ENV`."""
 SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
-"""A JSON list of further flags that are secret."""
+"""A JSON list of other secret flags."""
 
 
 def value_of(arguments: list[str], flag: str, default: str) -> str:

@@ -4,12 +4,12 @@ The run's own requests go directly to the engines. Routers serve all other clien
 A failing router never stops or delays a change of the engines.
 
 The run starts a `Router`. If it ends or hangs, its `KeptRouter` restarts it on the same port with the same servers, so
-clients see refused connections for a few seconds. Somebody else started an `ExistingRouter`: the run neither restarts
-nor ends it. The run logs when such a router stops answering, gives it the wanted servers when it answers again, and
-removes the run's servers from it at the end.
+clients see refused connections for a few seconds. The run neither restarts nor ends an `ExistingRouter`, which somebody
+else started. It logs when such a router stops answering, registers the run's servers again when the router answers, and
+removes them from the router at the end.
 
 Any thread may request changes (`Routers.admit`, `dismiss`); the calls return at once. Each router's thread applies the
-changes. A change or `begin_to_close` wakes the thread, and otherwise it looks every `LOOK_EVERY_S`. Every question to a
+changes. A change or `begin_to_close` wakes the thread; otherwise it polls every `LOOK_EVERY_S`. Every request to a
 router has a time limit.
 
 Invariants
@@ -17,9 +17,9 @@ Invariants
    could register a server and receive requests with the engines' key. By default the router's key is the engines' key,
    because it forwards the client's key to the engine. The key travels in the environment and is in no log.
 2. The metrics port is leased and on loopback, because two runs would collide on the default port.
-3. A lock guards the wanted servers. No thread holds it while it asks a router, so `admit` and `dismiss` never wait.
-   Changes apply in the order of the calls.
-4. Servers are added one by one, without waiting. A server that is missing at a later look is added again.
+3. A lock guards the wanted servers. No thread holds it during a request to a router, so `admit` and `dismiss` never
+   wait. Changes apply in the order of the calls.
+4. Servers are added one by one, without waiting. A server that is missing at a later check is added again.
 5. The run removes only servers that it admitted.
 6. A router that fails `MAX_FAILURES` restarts in a row, for example because it refuses the run's key, stays dead;
    `require_alive` then raises its error.
@@ -221,7 +221,7 @@ class Router(LeasedServer, RouterWorkers):
                 f"{error}; leave out the --router-* flags that set its keys and roles, except --router-api-key"
             ) from error
         except EngineError:
-            pass  # `KeptRouter` asks again
+            pass  # `KeptRouter` tries again
 
     def stop(self, timeout_s: float = 3.0) -> None:
         """Idempotent. Raises `EngineError` if the router survives SIGKILL."""
@@ -238,9 +238,9 @@ AnyRouter = Router | ExistingRouter
 
 LOOK_EVERY_S = 1.0
 LOOK_SOON_S = 0.2
-"""Time between two looks while the router's servers differ from the wanted ones."""
+"""Time between two checks while the router's servers differ from the wanted ones."""
 SILENCE_LIMIT_S, QUESTION_LIMIT_S = 7.5, 4.0
-"""Limits of all unanswered questions together, and of one. They are short, because a router only forwards."""
+"""How long a router may be silent, and the time limit of one request. Both are short: a router only forwards."""
 CHANGE_LIMIT_S = 5.0
 """Time limit for the router to accept a request to add or remove a server."""
 ASK_AGAIN_S = 10.0
@@ -301,7 +301,7 @@ class KeptRouter:
             self._notes.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, and the router if the run started it. That also ends a question in flight."""
+        """Ends the thread, and the router if the run started it. That also ends a request in flight."""
         self.begin_to_close()
         if isinstance(self.router, Router):
             with self._life:

@@ -54,7 +54,7 @@ class that `config.json` names; some of them import other frameworks, such as Me
 ALWAYS_WANTED = frozenset({"transformers"})
 """The file with SGLang's fallback for classes that no other file defines."""
 CHOOSE_ANOTHER_CLASS = ("speculative", "model_impl", "json_model_override_args", "quantization", "model_config_parser")
-"""Prefixes of settings that may make SGLang look for a class other than the one in `config.json`."""
+"""Prefixes of settings that may make SGLang choose a different class from the one in `config.json`."""
 
 
 def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
@@ -222,7 +222,7 @@ class ServerSpec:
     worker: Worker = Worker.REGULAR
     """Regular, or the prefill or decode half of a pair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The user's further ServerArgs, by field name (`args.sglang`)."""
+    """The user's other ServerArgs, by field name (`args.sglang`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -341,7 +341,7 @@ class ServerSpec:
         env: dict[str, str | None] = {
             API_KEY_ENV: self.api_key,
             ADMIN_KEY_ENV: self.admin_key,
-            # By default /health samples a token, and a router asks for it every few seconds. An engine that lent its
+            # By default /health samples a token, and a router polls it every few seconds. An engine that lent its
             # memory to the trainer would compute without weights and die (seen with 0.5.16 on one GPU, colocated).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             # Law 1: removed, because by default SGLang reads exactly the ids that it gets, also with images.

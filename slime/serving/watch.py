@@ -1,15 +1,15 @@
-"""Detects trouble of a running server (`ServerWatch`) and asks an external server about itself (`facts_of_server`).
+"""Detects problems of a running server (`ServerWatch`) and queries facts about an external one (`facts_of_server`).
 
 `ServerWatch.trouble` checks the processes at each call, so it reports a process that ended or was stopped (SIGSTOP) at
-once. A thread asks the server for its state at intervals (`/server_info`, which the scheduler answers between two
-batches, even after it lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.silence`
-tells them apart; tokens that clients get also count as signs of life (`heard`). Silence counts only while
-`expects_answers` is true, because a scheduler may take minutes to load weights from disk.
+once. A thread polls the server's state (`/server_info`, which the scheduler answers between two batches, even after it
+lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.silence` tells them apart; tokens
+that clients get also count as signs of life (`heard`). Silence counts only while `expects_answers` is true, because a
+scheduler may take minutes to load weights from disk.
 
-`facts_of_server` takes a second or two. It asks for the settings (`/server_info`), the model (`/model_info`), the names
+`facts_of_server` takes a second or two. It requests the settings (`/server_info`), the model (`/model_info`), the names
 and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which show the format of streams and
-the hooks that the server runs with. Each answer has a time limit. It first resumes a server that an earlier run left
-paused, which would never send tokens.
+the hooks that the server runs with. Each request has a time limit. A server that an earlier run left paused would never
+send tokens, so it is resumed first.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ServerWatch:
         used_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`processes`: returns the problem of the server's processes, or None. `answers`: asks the server once, with a
-        time limit in seconds, and returns whether it answered.
+        """`processes`: returns the problem of the server's processes, or None. `answers`: sends one request, with a
+        time limit in seconds, and returns whether the server answered.
 
-        `interval_s`: time between two questions; `timeout_s`: how long the server may be silent; `first_wait_s`: time
-        before the first question; `used_s`: processor time of its schedulers, if using it counts as a sign of life.
+        `interval_s`: time between two requests; `timeout_s`: how long the server may be silent; `first_wait_s`: time
+        before the first request; `used_s`: processor time of its schedulers, if using it counts as a sign of life.
         """
         self._processes, self._answers = processes, answers
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
@@ -72,7 +72,7 @@ class ServerWatch:
         self._silence.heard()
 
     def close(self) -> None:
-        """Stops asking. A question in flight ends by its own time limit."""
+        """Stops polling. A request in flight ends by its own time limit."""
         self._closed.set()
 
     def _ask(self) -> None:
@@ -86,7 +86,7 @@ class ServerWatch:
 
 
 NUM_PROBED = 4
-"""Number of tokens that the probe asks for: enough for several events of a stream."""
+"""Number of tokens that the probe requests: enough for several events of a stream."""
 NOT_YET = (0, 502, 503, 504)
 """Statuses from a server that is starting or a proxy in front of it. 0 means no answer."""
 KEYS = ("api_key", "admin_api_key")
@@ -101,7 +101,7 @@ class NotAnswering(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Properties of a server, found by asking it for a few tokens."""
+    """Properties of a server, found by requesting a few tokens."""
 
     repeats: bool
     """Whether each event of a stream repeats the earlier ones."""
@@ -127,7 +127,7 @@ class ServerFacts:
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """Asks a server's scheduler for the settings. Raises `EngineError` if it does not answer."""
+    """Requests the settings from a server's scheduler. Raises `EngineError` if the scheduler does not answer."""
     info = _object("GET", url, "server_info", None, api_key, timeout_s)
     return {name: value for name, value in info.items() if name not in HIDDEN}
 
@@ -141,10 +141,10 @@ def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
 
 
 def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
-    """Asks a server for all facts about it.
+    """Queries all facts about a server.
 
-    `digests_s`: time limit for the digests; `timeout_s`: time limit for each other answer; `experts`: whether to ask
-    for routed experts, too.
+    `digests_s`: time limit for the digests; `timeout_s`: time limit for each other request; `experts`: whether to
+    request routed experts, too.
 
     Raises `EngineError` if the server cannot be reached, refuses the key, or is not an SGLang server.
     """

@@ -1,4 +1,4 @@
-"""The agent beside an engine: keeps this host's checkpoint at the trainer's version and makes the engine load it.
+"""The agent on an engine's host: keeps the host's checkpoint at the trainer's version and makes the engine load it.
 
 The engine is a stock server; the agent calls its control routes as a trainer would. The agent listens on no port. Calls
 come one at a time through the shared folder (`slime.weights.delta.mailbox`), which it polls every `POLL_S`. Each answer

@@ -137,7 +137,7 @@ class MegatronBackend:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of one batch; the same metrics on every rank. Collective.
+        """Runs all optimizer steps of one batch. Returns the same metrics on every rank. Collective.
 
         Raises `NumericsError` on every rank for a non-finite loss or gradient (the failed step leaves the weights
         unchanged) and for a train-inference mismatch beyond the limit; `DataError` or `ConfigError` for a batch that
@@ -349,7 +349,7 @@ class MegatronBackend:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """GPU memory of this rank in each phase of a colocated step; None if the GPU is not shared with an engine."""
+        """Returns this rank's GPU memory in each phase of a colocated step; None if no engine shares the GPU."""
         return self._sleeper.plan
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ parallelism; the passes of a critic; samples longer than the settings say; copie
 
 Invariants
 1. Weights, optimizer, buffers and random numbers are unchanged; gradients are zeros.
-2. All ranks rehearse the same sizes; each has its own line, and all refuse if one does not fit. Collective.
+2. All ranks rehearse the same sizes. Each rank predicts its own peak; if one rank's peak does not fit, all ranks raise
+   an error. Collective.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def _peak_of(
 
 @contextmanager
 def _as_before(trainable: Trainable) -> Iterator[None]:
-    """Restores buffers and random numbers after the block, and empties the memory cache."""
+    """Restores buffers and generators after the block, and empties the memory cache."""
     buffers: Sequence[tuple[Tensor, Tensor]] = [
         (buffer, buffer.clone()) for chunk in trainable.chunks for buffer in chunk.buffers()
     ]

@@ -1,6 +1,6 @@
 """Reads pickles without running them: only a few harmless names are allowed, and classes are replaced by records.
 
-The loaders of torch and numpy let the file choose what to run, and take addresses from it, so they are not used.
+The loaders of torch and numpy are not used, because they run what the file names and trust the addresses in it.
 Archives are read as zip files. Tensors and arrays are built from plain bytes after a check of their number and type.
 
 Invariants
@@ -152,7 +152,7 @@ _STORAGES = {
 
 
 class _Storage:
-    """The bytes of one or several tensors."""
+    """The bytes of one or more tensors."""
 
     __slots__ = ("content", "dtype")
 

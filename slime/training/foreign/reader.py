@@ -1,7 +1,7 @@
 """Reads one `torch_dist` folder or one pickled rollout as data (`inert`).
 
-A damaged file raises `CheckpointError`, and so does a file that asks for more memory than its size justifies. A file
-built to exhaust the C stack can end the process, but do nothing else.
+A damaged file raises `CheckpointError`, and so does a file that needs more memory than its size justifies. A file built
+to exhaust the C stack can end the process, but do nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.core.text import one_line
 from slime.training.foreign import inert
 
 SPARE_BYTES = 4 << 30
-"""Address space that reading may add, beside an amount proportional to the file."""
+"""Address space that reading may add, besides an amount proportional to the file."""
 _TENSORS, _OBJECTS = 4, 32
 """Memory allowed per byte of a file: for tensors, and for numbers that become Python objects."""
 MAX_DEPTH = 200

@@ -75,7 +75,7 @@ def _layer(family: Family, config: TransformerConfig, hf_config: HfConfig, numbe
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """The smallest multiple of the tensor-parallel size that holds the vocabulary; padding never enters a softmax."""
+    """Returns the smallest multiple of `tp_size` that holds the vocabulary. Padding never enters a softmax."""
     return -(-vocab_size // tp_size) * tp_size
 
 

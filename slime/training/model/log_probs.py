@@ -342,7 +342,7 @@ def token_log_probs(
 
 
 def token_values(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Scalar value head: hidden [R, H], weight [1, H], bias [1] -> float32 [R] (float64 for float64 hidden states).
+    """Applies a value head: hidden [R, H], weight [1, H], bias [1] -> float32 [R] (float64 for float64 hidden states).
 
     Computed in float32, because bf16 would round a value of 1 to 1/256.
     """

@@ -45,7 +45,7 @@ def trained_config(args: Args) -> dict[str, Any]:
 
 
 def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
-    """float16 with `fp16`, bfloat16 with `bf16`, else float32."""
+    """Returns float16 with `fp16`, bfloat16 with `bf16`, else float32."""
     if megatron.get("fp16"):
         return torch.float16
     return torch.bfloat16 if megatron.get("bf16") else torch.float32
@@ -73,7 +73,7 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
         mtp_num_layers=None,  # multi-token prediction is slime's own
-        experimental_attention_variant=None,  # families bring their layers; Megatron's refuse context parallelism
+        experimental_attention_variant=None,  # families have their own layers; Megatron's refuse context parallelism
     )
     if sizes.vp > 1:
         # With two stages, each is the other's predecessor and successor; batched exchanges mix up the directions.
@@ -86,14 +86,14 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
 
 
 def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """Gradients are summed in float32 over the data-parallel ranks, sharded for the distributed optimizer."""
+    """Configures gradients: summed in float32 over the data-parallel ranks, sharded for the distributed optimizer."""
     values = config_kwargs(DistributedDataParallelConfig, megatron)
     values.update(fixed(DistributedDataParallelConfig))
     return DistributedDataParallelConfig(**values)
 
 
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
-    """Adam with decoupled weight decay, sharded over the data-parallel ranks; master weights and moments in float32.
+    """Configures AdamW, sharded over the data-parallel ranks, with master weights and moments in float32.
 
     With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters
     themselves, and `slime.training.step.held_adam` holds master weights and moments, because Megatron's own optimizer
@@ -117,7 +117,7 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
 
 
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a Megatron config class from `args.megatron`, with dtypes and enums restored.
+    """Returns the arguments of a Megatron config class from `args.megatron`, with dtypes and enums restored.
 
     Settings equal to a default are left out. Megatron then derives its own values from defaults, and a field that two
     classes share with different defaults keeps the default of each class.

@@ -70,11 +70,11 @@ class PolicyModel(GPTModel):
             weight.shared = not self.pre_process
 
     def _postprocess(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
-        """Megatron would apply the output layer to every position here; `forward` does it in chunks."""
+        """Skips the output layer, which Megatron would apply to every position; `forward` applies it in chunks."""
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """[V_local, H]: this rank's rows of the output layer (the embedding when tied)."""
+        """Returns this rank's rows [V_local, H] of the output layer (of the embedding when tied)."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

@@ -1,4 +1,4 @@
-"""Packed rows on the device, and context parallelism: a rank's shard of a row, keys of the whole row, whole results.
+"""Packed rows on the device, and their split over context-parallel ranks.
 
 Only `PolicyModel` and the attention see context parallelism: every rank gets the whole row, and every rank gets the
 results of all response tokens, so that all of them compute the same losses and metrics. Softmax attention gathers keys

@@ -254,9 +254,9 @@ def require_replaceable(directory: Path) -> None:
 
 
 def begin_export(directory: Path) -> Path:
-    """Creates an empty, marked folder beside `directory` for its next content. Removes leftovers of a crash.
+    """Creates an empty, marked folder next to `directory` for its next content. Removes leftovers of a crash.
 
-    Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
+    Raises `CheckpointError` if `directory` or the folder next to it holds anything but an export.
     """
     require_room(directory)
     partial = being_written(directory)
@@ -268,13 +268,13 @@ def begin_export(directory: Path) -> Path:
 
 
 def require_room(directory: Path) -> None:
-    """Raises `CheckpointError` unless an export may write to `directory` and the folders that it needs beside it."""
+    """Raises `CheckpointError` unless an export may write to `directory` and to its temporary folders next to it."""
     for folder in (directory, being_written(directory), _replaced(directory)):
         require_replaceable(folder)
 
 
 def being_written(directory: Path) -> Path:
-    """Returns the folder beside `directory` that holds its next content until that is complete."""
+    """Returns the folder next to `directory` that holds its next content until that content is complete."""
     return directory.with_name(directory.name + ".writing")
 
 

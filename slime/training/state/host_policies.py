@@ -3,8 +3,8 @@
 The caller decides which policies exist (reference, teacher, old policy) and when they change.
 
 Invariants
-1. Nothing else may run while a policy is lent. Afterwards the trained policy has every bit of its own weights again.
-2. A policy taken from the trained one holds all its parameters, or only the adapters if there are any, to stay small.
+1. Nothing else may run while a policy is lent. Afterwards the trained policy's weights are restored bitwise.
+2. A policy copied from the trained one holds all parameters, or only the adapters if there are any, to save memory.
    (Parameters frozen by name are included: they never change within a run, but a loaded checkpoint may change them.)
 """
 

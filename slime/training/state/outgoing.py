@@ -6,7 +6,7 @@ in one message. A rank waits for its tensor-parallel and expert-parallel groups 
 
 Invariants
 1. Every rank goes through all turns in the same order, and takes part if the sender is in one of its groups.
-2. Beside its shards and buckets, a rank has one message of at most `limit / MESSAGES` bytes, which takes at most four
+2. Besides its shards and buckets, a rank has one message of at most `limit / MESSAGES` bytes, which takes at most four
    times as much with its inputs and results. A larger parameter is a message by itself, and takes at most two and a
    half times its size. If layers have such parameters, buckets shrink by that amount, down to `LEAST_BUCKET` of the
    limit. A parameter that still does not fit is reported (`beside`), and gathered while there is no other bucket.
@@ -61,7 +61,7 @@ class TrainerWeights:
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
-        # Not tested on GPUs, where broadcasts would run beside gathers of other ranks' turns.
+        # Not tested on GPUs, where broadcasts would run at the same time as gathers of other ranks' turns.
         takes_turns = self.table.sizes.num_experts > 0 and self.device.type == "cpu"
         self._senders = _senders(takes_turns=takes_turns)
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))

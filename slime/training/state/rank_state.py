@@ -10,7 +10,7 @@ Invariants
    anything changes.
 3. Computed state comes from the checkpoint, settings (learning rate, weight decay, betas) from this run. The state of
    Python's `random` is not saved: training draws nothing from it, but libraries may at any time.
-4. At most one parameter is in memory beside the model.
+4. At most one parameter is in memory besides the model.
 5. Stacked experts are written and read one by one under their own names, so a checkpoint does not depend on how they
    are stacked or distributed.
 """
@@ -164,7 +164,7 @@ class RankState:
     """By name in the file. Unless `on_host` copied them, these are the trainer's own tensors, on its device."""
     meta: Mapping[str, Any]
     assets_from: Path | None
-    """Folder of the assets that rank 0 copies beside the files; None on other ranks."""
+    """Folder of the assets that rank 0 copies next to the files; None on other ranks."""
 
     def on_host(self) -> RankState:
         """Returns a copy in host memory, which training does not change."""
@@ -367,7 +367,10 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
 
 
 def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype | None, directory: Path) -> None:
-    """`dtype` is None for optimizer state, which has a dtype of its own."""
+    """Raises `CheckpointError` if a saved shard has a different shape or dtype from the model's.
+
+    `dtype` is None for optimizer state, whose dtype may differ.
+    """
     is_other = there.tp_size == own.tp_size and there.shape != own.shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(

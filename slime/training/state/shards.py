@@ -1,8 +1,8 @@
 """Checkpoint shards: the files of a model in a checkpoint, for any layout. Needs torch but no ranks.
 
-A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes its own
-into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds configuration and
-tokenizer of the model, so that the folder is self-contained.
+A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes its
+checkpoint shards into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`. The folder `hf/` next to these
+files holds the configuration and the tokenizer of the model, so that a checkpoint is self-contained.
 
 Invariants
 1. A range that no checkpoint shard covers raises a `CheckpointError`; it is never filled with zeros.

@@ -193,7 +193,7 @@ class HostStash:
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
         self._kept: list[tuple[tuple[int, int], list[_Away]]] = []
-        """For each call of `put_away`, the arena's mark before it, and the storages."""
+        """For each call of `put_away`: the arena's mark before the call, and the storages."""
 
     @property
     def empty(self) -> bool:
@@ -267,13 +267,13 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 #
 #   train        the trainer alone: weights, gradients, optimizer, and the activations of the largest micro-batch, which
 #                a rehearsal measures (`slime.training.rehearsal`)
-#   sync         the trainer's weights and two buckets, beside the weights of the engine
+#   sync         the trainer's weights and two buckets, and the weights of the engine
 #   generate     the engine alone: its pool, which holds weights and cache
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes that one training rank keeps on its GPU between two calls."""
+    """Bytes that one training rank keeps on its GPU between calls."""
 
     weights: int
     """Weights of the policy, including adapters and frozen weights."""
@@ -445,7 +445,7 @@ class Sleeper:
         return self._held
 
     def keep_weights(self) -> dict[str, float]:
-        """Drops gradients and puts away all but the policy's weights, or brings only these weights back after `sleep`.
+        """Keeps only the policy's weights on the GPU: frees everything else, or restores the weights after `sleep`.
 
         Returns the peak of the phase that ends; {} if nothing changes.
         """
@@ -462,7 +462,7 @@ class Sleeper:
         return seen
 
     def sleep(self) -> dict[str, float]:
-        """Puts everything away. Returns the peaks of the phases that end; {} if it sleeps already."""
+        """Moves everything off the GPU. Returns the peaks of the phases that end; {} if it sleeps already."""
         if not self._active or self._held is Held.NOTHING:
             return {}
         seen = self._seen("sync") if self._held is Held.WEIGHTS else self.keep_weights()
@@ -472,7 +472,7 @@ class Sleeper:
         return seen
 
     def wake(self) -> dict[str, float]:
-        """Brings everything back. Returns the peak since `sleep`; {} if it is awake."""
+        """Restores everything on the GPU. Returns the peak since `sleep`; {} if it is awake."""
         if self._held is Held.ALL:
             return {}
         slept = self._seen("generate") if self._held is Held.NOTHING else {}

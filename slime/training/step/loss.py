@@ -381,7 +381,7 @@ class WithDraft:
     """
 
     policy: Objective
-    """Its `evaluate` asks for `draft_log_probs`."""
+    """Its `evaluate` requests `draft_log_probs`."""
     scaling_factor: float
 
     @property

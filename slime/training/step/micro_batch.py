@@ -257,7 +257,7 @@ def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-    """Returns the [R] fields of `MicroBatch`, without those that are not known yet."""
+    """Returns the [R] fields of `MicroBatch` that are known already."""
     samples = [prepared.batch.samples[p] for p in positions]
     mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)

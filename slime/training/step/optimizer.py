@@ -1,6 +1,6 @@
 """Megatron's data-parallel wrappers, distributed optimizers and schedule, and one checked optimizer step.
 
-Experts have their own optimizer, because they are sharded over other ranks than the rest of the model.
+Experts have their own optimizer, because they are sharded over different ranks from the rest of the model.
 
 Invariants
 1. Gradients are sums over all ranks that have the parameter. Megatron's own division is disabled (`megatron_config`),

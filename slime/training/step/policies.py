@@ -1,4 +1,4 @@
-"""The policies beside the trained one: reference, teacher and old policy, and their log-probs.
+"""The policies besides the trained one (reference, teacher, old policy) and their log-probs.
 
 Each is a set of weights on the host that is lent to the model for a forward pass. The old policy has the weights that
 the engines served when they sampled a batch. `train_async.py` generates while it trains, so the old policy is one
@@ -31,7 +31,7 @@ _PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
 
 
 class OtherPolicies:
-    """The policies that the settings need beside the trained one. Methods that compute log-probs are collective."""
+    """The policies that the settings need besides the trained one. Methods that compute log-probs are collective."""
 
     def __init__(self, args: Args, policy: Trainable) -> None:
         """Copies the initial weights from the policy, and reads other checkpoints.
@@ -58,7 +58,7 @@ class OtherPolicies:
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
         """Returns log-probs [R] of each sample under `REFERENCE` or `TEACHER`; None without that policy.
 
-        The log-probs are of the whole distribution, without top-k and top-p.
+        The log-probs use the whole distribution, without top-k and top-p.
         """
         if name not in self._host:
             return None

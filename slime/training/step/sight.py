@@ -4,8 +4,8 @@ Patches and their places are computed on the host when a micro-batch is built. A
 distinct image once; the placeholders of all samples with that image point to the same features.
 
 Invariants
-1. The first placeholder tokens in a sample's prompt, as many as its images need, are its placeholders. The same id
-   later, which a model may sample, is text.
+1. Only the first n placeholder tokens of a prompt are placeholders, where n is the number that its images need. Later
+   tokens with the same id are text, because a model may sample it.
 2. Without images in a batch, passes are unchanged.
 """
 
@@ -102,7 +102,7 @@ class Sight:
     def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
         """Returns the images of a micro-batch, or None. `own` [T]: positions of tokens in their samples.
 
-        Raises `DataError` for a prompt whose placeholders do not fit its images.
+        Raises `DataError` if a prompt's placeholders do not fit its images.
         """
         digests = list(dict.fromkeys(digest for s in samples for digest in s.images))
         if not digests:

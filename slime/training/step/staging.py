@@ -12,7 +12,7 @@ Invariants
 1. Staging changes no byte: a separate copy of each array would give the same tensors.
 2. The computing stream owns device memory before it is used, and the memory is not reused before that stream has read
    it.
-3. An error of a build is raised when the consumer asks for its micro-batch, after the earlier ones.
+3. If a build fails, its error is raised when the consumer reaches that micro-batch, after the earlier ones.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Staging:
             return value, self._mark()
 
     def _taken(self, built: Future[tuple[T, torch.cuda.Event | None]]) -> T:
-        """Runs on the computing thread. After it, that thread's stream may use the result."""
+        """Returns a built value for the computing thread, which calls this and may use the value on its stream."""
         value, made = built.result()
         if made is not None:
             stream = torch.cuda.current_stream(self._device)
