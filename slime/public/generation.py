@@ -55,7 +55,7 @@ def _with_status(execution: Execution) -> list[Sample]:
 
 
 class GenerateState:
-    """Tokenizer, sampling parameters and end of a step, for users' functions. Each event loop of executions has its own.
+    """Tokenizer, sampling parameters and end of a step, for users' functions; one per event loop that runs executions.
 
     Raises `HookError` outside a rollout.
     """
