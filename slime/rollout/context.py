@@ -43,7 +43,7 @@ class RolloutContext:
     client: EngineClient | None
     """Client of the policy's engines; None if no engine runs (SFT, replay)."""
     tokenizer: Any
-    """The HF tokenizer of `--hf-checkpoint`; None if the data has ids."""
+    """The HF tokenizer of `--hf-checkpoint`; None without a checkpoint."""
     graders: GraderPool | None
     progress: Progress
     loop: asyncio.AbstractEventLoop

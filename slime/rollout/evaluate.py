@@ -1,6 +1,6 @@
 """Evaluation: samples `n` answers to every held-out prompt, with separate sampling parameters.
 
-All executions start at once; the client bounds the requests. The first error cancels the others.
+All executions start at once; the client limits the requests in flight. The first error cancels the other executions.
 
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
@@ -98,8 +98,8 @@ class _Losses:
 async def _evaluate_one(
     context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _Losses
 ) -> list[Sample]:
-    """Generates and scores one execution. Its samples have no reward if unscored or failed. Raises as `_Losses.add`
-    does.
+    """Generates and scores one execution. Unscored and failed samples have no reward. Raises the error of
+    `_Losses.add`.
     """
     episodes: Episodes = context.workers or Here(context.client)
     execution = Execution([sample], Outcome.ABORTED)
@@ -129,7 +129,7 @@ async def _evaluate_one(
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     """Returns `eval/<name>...` metrics, without a score if all samples failed.
 
-    Raises `DataError` if none of the other samples has a score.
+    Raises `DataError` if some samples did not fail, but none has a score.
     """
     name = f"eval/{dataset.config.name}"
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]

@@ -1,21 +1,21 @@
 """Runs one group from prompt to rewards: its executions run concurrently, and each has exactly one outcome.
 
-Outcomes of an execution, and the state that it leaves for a later try
+Outcomes of an execution, and the state that is left for a later try
 - finished: complete samples with scores.
-- aborted: the loop or the engine interrupted the execution. If the run took back one of its requests
+- aborted: the loop or the engine interrupted the execution. If the run cancelled one of its requests
   (`Transcript.taken_back`), the execution is aborted regardless of what its code, hooks or graders return or raise: a
-  verdict on half an answer does not count, and SDKs wrap an ended request in their own errors. If the code itself sets
+  score of a partial answer does not count, and SDKs wrap the cancellation in their own errors. If the code itself sets
   ABORTED, `--partial-rollout` keeps the tokens; otherwise the sample returns to its state before the try.
 - failed, unscored, expired, rejected, deadly: engine, grader or user code failed or stalled; `reason` says why. The
   sample returns to its state before the try and never gets a reward of zero. A finished sample is also unscored if a
   trained token was not sampled as the sample claims (law 1): it is not trained, and its group continues without it.
 
-An execution waits for the generate function while that makes progress (`supervised`), then for the grader pool, which
-has its own limits. `group_loop` wakes it by cancelling its task.
+An execution waits for the generate function as long as that function makes progress (`supervised`), then for the grader
+pool, which has its own limits. `group_loop` ends an execution by cancelling its task.
 
 A group is finished when all its executions are finished, or when enough are scored to compare them
-(`can_be_compared`); the others then have no reward and count in no statistics. A later try in the same step runs only
-unfinished executions.
+(`can_be_compared`). The other executions then have no reward and are left out of statistics. A later try in the same
+step runs only unfinished executions.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def count_pauses(context: RolloutContext) -> int:
 
 
 def _not_as_sampled(samples: Sequence[Sample]) -> str:
-    """Returns why these samples may not be trained (law 1), and marks them unscored; empty if they may."""
+    """Returns why the samples must not be trained (law 1), and marks them unscored; '' if they may be trained."""
     transcript = TRANSCRIPT.get()
     assert transcript is not None, "an execution has a transcript"
     reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
@@ -264,17 +264,17 @@ def _require_status(sample: Sample, statuses: set[Status]) -> None:
 
 
 def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseException) -> bool:
-    """Whether an error comes from a request that the run took back.
+    """Whether an error comes from a request that the run cancelled.
 
-    The request was sent by the client, perhaps in a task that executions share, or by a user's HTTP client
-    (`compat/sglang_taken_back.py`) that was interrupted by a pause after `num_pauses`.
+    Either the client sent the request, perhaps in a task that executions share, or a user's HTTP client sent it and a
+    pause after `num_pauses` interrupted it (`compat/sglang_taken_back.py`).
     """
     paused = count_pauses(context) > num_pauses
     return any(isinstance(one, TakenBack) for one in causes(problem)) or (paused and asks_again(problem))
 
 
 def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Execution) -> bool:
-    """Whether a score is missing because the run took back a request of the grader process."""
+    """Whether a score is missing because the run cancelled a request of the grader process."""
     asked = ended.outcome is Outcome.UNSCORED and ASK_AGAIN in ended.reason
     return asked and count_pauses(context) > num_pauses
 
@@ -373,8 +373,8 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
 
 
 def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:
-    """Returns a group that did not finish. Unscored executions start over: they may hold tokens
-    that were not sampled.
+    """Returns a group that did not finish. Unscored executions start over, because some of their tokens may not be
+    sampled.
     """
     left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
     return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)

@@ -3,9 +3,9 @@
 A custom function (`--custom-generate-function-path`) has the signature of `generate` and may return several samples (a
 fan-out: sub-agents, compaction), which share the execution's `index`.
 
-temperature, top_p and top_k are always sent: the engine would fill in a missing one from the checkpoint or its own
-defaults, and the log-probs would belong to another distribution. `Limits.next_answer` bounds every answer, whether it
-comes from the default `generate`, an agent or a function that posts to `/generate`.
+`temperature`, `top_p` and `top_k` are always sent. Otherwise the engine would take a missing value from the checkpoint
+or its own defaults, and the log-probs would belong to a different distribution. `Limits.next_answer` bounds every
+answer, whether it comes from the default `generate`, an agent or a function that posts to `/generate`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Limits:
         evaluation: bool = False,
         dataset: EvalDatasetConfig | None = None,
     ) -> Limits:
-        """Returns the limits of training, or those of evaluation: of `dataset`, if given."""
+        """Returns the limits of training or evaluation; those of `dataset` if given."""
         context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
         if dataset is not None:
             context, total = dataset.max_context_len, dataset.max_total_response_len
@@ -149,8 +149,8 @@ def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
     """Returns the ids of the sample if it has any, else those of its text prompt.
 
-    Adds no beginning-of-sequence token, because chat templates write it. Only the dataset renders messages, because it
-    disarms control tokens in their text. Raises `ConfigError` for messages, `DataError` without a tokenizer.
+    Adds no beginning-of-sequence token, because chat templates write it. Messages are rendered only by the dataset,
+    which disarms control tokens in their text. Raises `ConfigError` for messages, `DataError` without a tokenizer.
     """
     if sample.tokens:
         return list(sample.tokens)

@@ -6,19 +6,19 @@
     output = await loop.hand_out(groups)
 
 Each running group is a task in which `Episodes` runs it, in this or another process. Finished groups go to
-`Policy.accept`; all others are put back, marked filtered or marked failed. The end of a group and `wake` wake a turn.
-Everything runs on the manager's event loop, and only this loop talks to the buffer; user functions run in threads, so
-that the loop stays responsive.
+`Policy.accept`; all others are put back, marked filtered or marked failed. A turn is woken by the end of a group and by
+`wake`. Everything runs on the manager's event loop, and only `GroupLoop` calls the buffer. User functions run in
+threads, so that the event loop stays responsive.
 
 Invariants
 1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
    `abandon` puts back all unsettled groups.
 2. A failed, unscored or interrupted execution is tried again. After `MAX_TRIES` tries in the life of the loop, its
    group is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count.
-3. Filtered and failed groups of a step are bounded; the error names the bound.
+3. The numbers of filtered and of failed groups in a step are bounded. Beyond a bound, the step raises an error.
 4. If a request of a group gets no answer in time, the group is quarantined: `end_quarantine` puts it back, so it is not
-   retried before the next step. The `MAX_TRIES`th time it is dropped as failed. A group that killed engines is dropped
-   at once.
+   retried before the next step. The `MAX_TRIES`th time, the group is dropped as failed. A group that killed engines is
+   dropped at once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Policy(ABC):
         return False
 
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
-        """Whether the batch gets full without the current group."""
+        """Whether the batch will be full without the current group."""
         return len(loop.running) >= loop.target
 
     @abstractmethod
@@ -130,7 +130,7 @@ class GroupLoop:
         self.params = rollout_sampling_params(context.args)
         self.episodes: Episodes = context.workers or Here(context.client)
         self.scope = RequestScope()
-        """The scope of all requests of the groups. The task that calls `turn` sets it as `REQUEST_SCOPE`."""
+        """The scope of all requests of the groups. The task that calls `turn` sets `REQUEST_SCOPE` to this scope."""
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
         self.quarantined: list[Held] = []
         """Groups that stay out of the buffer until `end_quarantine`."""
@@ -296,7 +296,7 @@ class GroupLoop:
             self._check_failed(result.reason)
 
     def _quarantine(self, result: GroupResult) -> None:
-        """Keeps the group out of the buffer until the next step, and notes that in its samples, so that it is saved."""
+        """Keeps the group out of the buffer until the next step. Its samples record the quarantine for checkpoints."""
         logger.warning("group %d is quarantined until the next step: %s", result.group.group_index, result.reason)
         group = group_of(result.group)
         note_quarantines(group, num_quarantines(group) + 1)

@@ -9,15 +9,17 @@ inherit the `Heartbeat` of their call through `HEARTBEAT`.
 
 Invariants
 1. Time in a `waiting` block does not count. Progress of a call is also progress of the calls around it.
-2. User code ends with a result, an `Exception` or a cancellation by slime. Its own cancellations and exceptions like
-   `SystemExit`, also in tasks that it starts, become `HookExited`; otherwise asyncio would let them end the event loop.
-3. A task or thread that does not end when it is cancelled is left behind: a warning names it, it is counted, and
+2. User code ends with a result, an `Exception` or a cancellation by slime. If user code cancels itself or raises an
+   exception like `SystemExit`, also in tasks that it starts, the error becomes `HookExited`; otherwise asyncio would
+   end the event loop.
+3. A task or thread that does not end after its cancellation is left behind: it is named in a warning and counted, and
    nothing waits for it any longer, not even the exit of the process.
 4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions use other threads (`beside`).
-5. The watchdog interrupts user code that blocks the event loop up to the limit, at most `MOST_BROKEN_OFF` times: the
-   execution expires, and the loop continues. The watchdog never interrupts code of slime or of a library.
+5. When user code has blocked the event loop up to the limit, the watchdog interrupts it, at most `MOST_BROKEN_OFF`
+   times: the execution expires, and the loop continues. The watchdog never interrupts code of slime or of a library.
 6. If code cannot be interrupted (a sleep, a regular expression that holds the interpreter), the process ends `GRACE_S`
-   later. `faulthandler` ends it, because its thread does not need the interpreter, and writes the stack of each thread.
+   later. `faulthandler` writes the stack of each thread and ends the process from a thread that does not need the
+   interpreter.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def handing_out(self) -> Iterator[None]:
-        """In this block, user code handles a part of the awaited answer, so its time counts again."""
+        """Marks a block in which user code handles a part of the awaited answer, so that time counts again."""
         if self._beat is None:
             yield
             return
@@ -162,8 +164,8 @@ LEFT_BEHIND: set[int] = set()
 
 
 class Stalled(BaseException):
-    """Raised by the watchdog in code that blocks the event loop. Not an `Exception`, because a retry loop would catch
-    that.
+    """Raised by the watchdog in code that blocks the event loop. It is not an `Exception`, because a retry loop would
+    catch an `Exception`.
     """
 
     def __str__(self) -> str:
@@ -181,7 +183,7 @@ def exited(error: BaseException) -> HookExited | DeadlineExceeded:
 async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Calls an internal function in a thread.
 
-    User code cannot delay it, because asyncio and `run_in_thread` use other threads.
+    User code cannot delay the call, because asyncio and `run_in_thread` use other threads.
     """
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_OWN, call)
@@ -191,7 +193,7 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
     """Calls a user's function in a thread, in the caller's context. `name`: the function's name in errors.
 
     Passes on the function's errors, but raises `HookExited` for exceptions like `SystemExit`, and `HookError` for
-    `StopIteration`, which asyncio cannot carry.
+    `StopIteration`, which asyncio cannot pass on.
     """
     loop, context, beat = asyncio.get_running_loop(), contextvars.copy_context(), HEARTBEAT.get()
     slots = _SLOTS.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
@@ -231,7 +233,7 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
 logger = logging.getLogger(__name__)
 
 END_LIMIT_S = 5.0
-"""How long a cancelled task of user code may take to end. Callers that end several tasks use a multiple of it."""
+"""Seconds that a cancelled task of user code may take to end. Callers that end several tasks use a multiple of this."""
 _LEFT_BEHIND: set[asyncio.Task[Any]] = set()
 
 
@@ -265,7 +267,7 @@ async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float 
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIMIT_S) -> None:
-    """Cancels tasks, waits up to `limit_s` for their end, and leaves the others behind. Drops all results."""
+    """Cancels tasks, waits up to `limit_s` for them to end, and leaves the rest behind. Drops all results."""
     those = list(tasks)
     running = [task for task in those if not task.done()]
     for task in running:
@@ -406,8 +408,8 @@ def _make_task(
 LAST_WORDS = "rollout_stall.txt"
 """File in the log folder in which a rollout process records why it ended itself."""
 WARN_S, GRACE_S = 10.0, 30.0
-"""Seconds without a turn of the event loop before the first warning, and from the interruption to the end of the
-process.
+"""Seconds without a turn of the event loop before the first warning, and seconds from the interruption to the end of
+the process.
 """
 LOOK_S = 1.0
 MOST_BROKEN_OFF = 3
@@ -420,9 +422,9 @@ _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 class Watchdog:
     """Watches an event loop from its own thread until `close`. Must be constructed on the loop's thread.
 
-    It asks the loop for a turn and waits. Until the loop answers, it warns and names the running line (also in
-    `stall`). At the limit it interrupts the code. If the loop still does not turn, the process ends with last words
-    (`last_words`).
+    The watchdog schedules a callback on the loop and waits for it. While the callback does not run, the watchdog warns
+    and names the running line (also in `stall`), and at the limit it interrupts the code. If the loop stays blocked,
+    the process ends and leaves a file that says why (`last_words`).
     """
 
     def __init__(
@@ -521,7 +523,7 @@ class Watchdog:
 
 
 def last_words(path: Path) -> str | None:
-    """Returns why the process with last words in `path` ended itself; None if it did not."""
+    """Reads the file of a `Watchdog`. Returns why its process ended itself; None if the process did not."""
     with contextlib.suppress(OSError):
         head, _, report = path.read_text(errors="replace").partition("\n")
         if _TIMED_OUT not in report:

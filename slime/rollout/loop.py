@@ -61,12 +61,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _result(step: concurrent.futures.Future[T], context: RolloutContext, what: str) -> T:
-    """Waits for the result while the event loop runs; the step has its own limits. Raises `HookError` if it ends."""
+    """Waits for the result of a step, which has its own limits. Raises `HookError` if the event loop ends."""
     while True:
         try:
             return step.result(timeout=LOOK_S)
         except TimeoutError:
             if step.done():
-                raise  # the step itself raised it
+                raise  # raised by the step itself
             if not context.loop.is_running():
                 raise HookError(f"{what} waits for an event loop that has ended; call it while the step runs") from None

@@ -1,8 +1,8 @@
-"""`RolloutManager`: the rollout side of a run: Data Buffer, engine clients, graders, schedule, evaluation.
+"""`RolloutManager` is the rollout side of a run: Data Buffer, engine clients, graders, schedule, evaluation.
 
-The driver calls `generate` for a batch, trains it, confirms with `commit`, and may then `save`. `generate` and
+The driver calls `generate` for a batch, trains on it, calls `commit`, and may then call `save`. `generate` and
 `evaluate` may overlap. The schedule (`slime.rollout.schedules`) waits for engines and graders. All methods run on one
-event loop, except that threads run synchronous user functions and write files.
+event loop; threads run synchronous user functions and write files.
 
 Invariants
 1. The groups of a batch stay in flight in the buffer until `commit` (`BatchAccount`).
@@ -60,7 +60,7 @@ NUM_PROMPTS, NUM_TOKENS = 16, 64
 class MismatchProbe:
     """Samples answers to prompts of the last batch, so that the trainer can compare its log-probs with the engines'.
 
-    For schedules with batches that are older than the trainer's weights. The answers stay outside the Data Buffer and
+    Used by schedules whose batches are older than the trainer's weights. The answers stay outside the Data Buffer and
     are neither graded nor trained.
     """
 
@@ -143,7 +143,7 @@ class RolloutManager:
         self._recorder = Recorder(args)
         self._probe = MismatchProbe()
         self.showcase = Showcase(args, self._tokenizer)
-        """Samples of each step and evaluation to show; taken when the metrics are logged."""
+        """Samples to show for each step and evaluation; removed when the metrics are logged."""
         self._progress: list[Progress] = []
 
     @property
@@ -205,7 +205,7 @@ class RolloutManager:
             self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """Removes engines of a model; their requests continue at other engines. `died`: whether they died or hang."""
+        """Removes engines of a model; their requests continue at others. `died`: whether the engines died or hang."""
         self._clients[model].dismiss(urls, died=died)
         if self._workers is not None:
             self._workers.dismiss(model, urls, died)

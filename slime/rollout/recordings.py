@@ -65,7 +65,7 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
 
 
 def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[Sample]]:
-    """Returns this fraction of the groups, at least one, half of it from each end; None: all groups."""
+    """Returns the fraction `part` of the groups, at least one group, half from each end; None: all groups."""
     num = len(groups) if part is None else max(1, round(part * len(groups)))
     return groups[: (num + 1) // 2] + groups[len(groups) - num // 2 :]
 
@@ -96,7 +96,7 @@ def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
 
 
 class Recorder:
-    """Writes and reads the files of the debug settings that are given."""
+    """Writes and reads the files of those debug settings that are given."""
 
     def __init__(self, args: Args) -> None:
         self._args = args

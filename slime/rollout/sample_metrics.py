@@ -1,11 +1,11 @@
-"""Metrics of the samples of a batch, including turns, tool calls and the age of tokens, and the samples to show.
+"""Metrics of a batch's samples, including turns, tool calls and the age of tokens; and the choice of samples to show.
 
     count_tool_call(sample)                  # in a generate function: a tool answered
     count_tool_call(sample, failed=True)     # the call was malformed, raised or timed out
 
 The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors` and, optionally, `turns`.
 Without `turns`, each run of sampled tokens counts as a turn. The counts travel with the sample through retries,
-checkpoints and recordings; a sample that starts over starts from zero. Metrics add up the counts of fan-out siblings,
+checkpoints and recordings; they are zero for a sample that starts over. Metrics add up the counts of fan-out siblings,
 so siblings that share turns or calls must report them once (`slime.agent.session` does).
 
 Invariants
@@ -207,7 +207,7 @@ MAX_LABEL_CHARS, MAX_SCORES = 500, 20
 def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
     """Returns positions of at most `num` samples to show: best, worst, then random ones. `chance` breaks ties.
 
-    Names no best and no worst unless two rewards are finite.
+    Picks a best and a worst sample only if at least two rewards are finite.
     """
     order = list(range(len(rewards)))
     chance.shuffle(order)
@@ -330,7 +330,8 @@ def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: 
     """Returns the mean and maximum age of the sampled tokens, in weight versions before `now`; {} without sampled
     tokens.
 
-    Also returns the most versions since work on a group began. Raises `LedgerError` for a token older than `limit`.
+    Also returns the largest number of versions since work on a group began. Raises `LedgerError` for a token older
+    than `limit`.
     """
     columns = [column for group in groups for s in group if (column := s.column("token_versions")) is not None]
     sampled = [column[column != NOT_SAMPLED] for column in columns]

@@ -129,7 +129,7 @@ class Sums:
     proposed: int = 0
     """`slime.rollout.client.call.Drafts` explains `verified`, `accepted` and `proposed`."""
     idle: float = 1.0
-    """Fraction of the engines' time in which they run none of these tries."""
+    """Fraction of the time in which the engines run none of these tries."""
 
     def joined(self, later: Sums) -> Sums:
         """Returns the sums of this period and the following one, in the same process."""
@@ -144,7 +144,7 @@ class Sums:
 @dataclass(slots=True)
 class Traffic:
     """Measures how long the requests of one client wait: for a place at an engine, for the first token (in the engine's
-    queue and while it reads the prompt), and for the other tokens. `traffic_metrics` joins several processes.
+    queue and while the engine reads the prompt), and for the other tokens. `traffic_metrics` joins several processes.
     """
 
     since: float | None = None
@@ -172,7 +172,7 @@ class Traffic:
     ) -> None:
         """Counts a try that ended, or that got no place (`one` is None).
 
-        `tokens`: number of sampled tokens. `read`: number of tokens in its prompt, and how many of them the engine had
+        `tokens`: number of sampled tokens. `read`: number of tokens in the prompt, and how many of them the engine had
         cached. `again`: whether the request had a try before.
         """
         sums, placed_at = self._sums, now if one is None else one.placed_at

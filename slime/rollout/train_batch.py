@@ -2,9 +2,9 @@
 
 Invariants
 1. Samples are ordered by (group_index, index, position within the execution) under every schedule.
-2. Every sample is scored, or its reward is NaN and `unscored` says why. An unscored sample enters no statistics and
-   trains nothing. Any other missing reward is an error, never a zero.
-3. Rewards are raw: the trainer computes advantages over `group_index`, never by position.
+2. Every sample has a score, or its reward is NaN and `unscored` gives the reason. Unscored samples are left out of
+   statistics and training. Any other missing reward is an error and never becomes zero.
+3. Rewards are raw. The trainer computes advantages per `group_index`, never by position.
 4. The groups of a batch stay in flight in the buffer until `commit`. If the run is saved before the commit, a resumed
    run issues them again.
 """
@@ -34,8 +34,9 @@ def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple
     """Converts a dict of columns from `--custom-convert-samples-to-train-data-path`, with one entry per training
     sample.
 
-    Reads the columns in `_COLUMNS`, of which the last two name the execution of an entry, and ignores others. Takes a
-    missing column from the sample. Rewards are final. Raises `HookError` if lengths differ or an execution is unknown.
+    Reads the columns in `_COLUMNS` and ignores others; the last two name the execution of each entry. A missing column
+    is taken from the sample. Rewards are used as they are. Raises `HookError` if lengths differ or an execution is
+    unknown.
     """
     rewards = columns.get("rewards", ())
     known = {name: values for name, values in columns.items() if name in _COLUMNS}
@@ -53,7 +54,7 @@ _COLUMNS = (
 
 
 def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> list[Sample]:
-    """Returns the sample of each entry: the one at the same position, else the first of its execution."""
+    """Returns each entry's sample: at the same position if the numbers agree, else the first of its execution."""
     if num == len(samples):
         return list(samples)
     by_index = {sample.index: sample for sample in reversed(samples)}
@@ -186,8 +187,8 @@ class BatchAccount:
     def hand_out(self, rollout_id: int, groups: Sequence[Sequence[Sample]], *, before: set[int] | None) -> None:
         """Remembers the groups of a batch.
 
-        `before`: groups in flight before the step; None if the schedule keeps groups in flight between steps. Groups
-        that were issued later and are missing in the batch were forgotten by a user's function, and are marked
+        `before`: groups in flight before the step; None if the schedule keeps groups in flight between steps. If a
+        group was issued during the step and is missing from the batch, a user's function dropped it: it is marked
         filtered.
         """
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})

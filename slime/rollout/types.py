@@ -54,7 +54,7 @@ class DynamicFilterOutput:
 
 @dataclass(slots=True)
 class Progress:
-    """The current state of a rollout. The rollout task writes it, the driver polls it."""
+    """The current state of a rollout: written by the rollout task, polled by the driver."""
 
     what: str = "idle"
     done: int = 0

@@ -1,4 +1,4 @@
-"""Loads the user functions of a rollout once, calls them as their signatures allow, and checks their results."""
+"""Loads each user function of a rollout once, passes it the arguments that it accepts, and checks its result."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _keep(
     groups: list[list[Sample]],
     chosen: Callable[[dict[int | None, float]], set[int | None]],
 ) -> None:
-    """Masks all executions but those that `chosen` returns, given the rewards of the scored ones."""
+    """Masks all executions except those that `chosen` selects by the rewards of scored executions."""
     for group in groups:
         kept = chosen(reward_of_executions(group, args.reward_key))
         for sample in group:

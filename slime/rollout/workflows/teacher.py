@@ -5,8 +5,8 @@ The student samples; the teacher gives the log-prob of each response token (`sli
 reward 0.0, because they learn from the teacher alone.
 
 Invariants
-1. The ids that the teacher judged are the sampled ids. Both models read one vocabulary.
-2. If the teacher fails or is late, the execution fails, and is retried or given up like any other.
+1. The teacher's log-probs belong to the sampled ids. Teacher and student share one vocabulary.
+2. If the teacher fails or exceeds the time limit, the execution fails, and is retried or given up like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.rollout.context import current
 
 
 async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
-    """Sample hook: writes `sample.teacher_log_probs`. `--opd-teacher-url` runs it after the user's own hooks."""
+    """Sample hook: writes `sample.teacher_log_probs`. With `--opd-teacher-url`, it runs after the user's own hooks."""
     if evaluation:
         return
     teacher = current().teacher
@@ -32,7 +32,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """A public name that implies `--opd-teacher-url`; calling it raises `HookError`."""
+    """A name of the public slime that implies `--opd-teacher-url`. A call raises `HookError`."""
     raise HookError(_INSTEAD.format("reward_func"))
 
 
