@@ -1,8 +1,9 @@
-"""Chat templates: messages to text and ids, without letting text from a dataset turn into control tokens.
+"""Renders chats to text and ids, and keeps text from a dataset from turning into control tokens.
 
-A user text that contains `<|im_end|>` must not end the turn. But templates paste strings, and tokenizers read control
-tokens anywhere in the text. So each control string in a message is replaced by a harmless word, its stand-in, before
-the template runs, and is encoded as ordinary ids afterwards (transformers issue 29279 asks for this upstream).
+A user's text that contains `<|im_end|>` must not end the turn. But templates paste strings, and tokenizers find control
+tokens anywhere in a text. So before the template runs, each control string in a message is replaced by a harmless word,
+its stand-in. Afterwards the control string is encoded as ordinary ids (transformers issue 29279 asks for this
+upstream).
 
 Invariants
 1. A text without control strings is encoded exactly as `apply_chat_template(tokenize=True)` encodes it.
@@ -27,7 +28,7 @@ class TemplateRefusal(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text."""
+    """A rendered conversation."""
 
     marked: str
     """The text with each injected control string replaced by its stand-in."""
@@ -36,7 +37,7 @@ class Rendered:
 
     @property
     def text(self) -> str:
-        """The original text."""
+        """The text with its control strings in place of the stand-ins."""
         out = self.marked
         for stand_in, control in self.stand_ins.items():
             out = out.replace(stand_in, control)
@@ -48,7 +49,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Disarmed:
-    """The messages of a conversation with stand-ins for control strings, for one template."""
+    """A conversation whose control strings are replaced by stand-ins, ready to be rendered with one template."""
 
     chat: ChatRenderer
     messages: Sequence[Message]
@@ -66,7 +67,7 @@ class Disarmed:
 
 
 class ChatRenderer:
-    """Renders and encodes with one tokenizer and one set of template arguments."""
+    """Renders and encodes conversations with one tokenizer and one set of template arguments."""
 
     def __init__(
         self,
@@ -93,15 +94,15 @@ class ChatRenderer:
         added = {str(token): token for token in by_id.values()}
         probe, turn = self._probe()
         self.ends: Mapping[str, int] = {str(by_id[i]): i for i in (*end_ids, tokenizer.eos_token_id) if i in by_id}
-        """Text -> id of tokens that end an answer; in some families they open the next turn."""
+        """Text -> id of each token that ends an answer. In some families this token opens the next turn."""
         own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
         """Tokens that the template writes around turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
         self._held = self.structural - (written - own - set(self.ends))
-        """Tokens that an assistant's text must not produce. Other tokens, such as `<think>`, belong to its turn."""
+        """Tokens that an assistant's text must not produce. Other tokens, such as `<think>`, are part of its turn."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """Tokens that no text of a dataset may produce, except for the assistant's own within its turn."""
+        """Tokens that text from a dataset must not produce. An assistant's text may produce those not in `_held`."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
@@ -112,7 +113,7 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> Rendered:
-        """Messages to text. Raises `TemplateRefusal` with the template's complaint."""
+        """Renders messages to text. Raises `TemplateRefusal` with the template's error."""
         return self.disarm(messages, tools).render(len(messages), asked=add_generation_prompt)
 
     def disarm(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Disarmed:
@@ -126,25 +127,25 @@ class ChatRenderer:
         )
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, asked: bool) -> str:
-        """Runs the template on the messages unchanged. Raises `TemplateRefusal` with its complaint."""
+        """Runs the template on the messages unchanged. Raises `TemplateRefusal` with the template's error."""
         try:
             return self._apply(messages, tools=tools, add_generation_prompt=asked)
         except Exception as error:  # a template is a program by the checkpoint's author
             raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Text to ids. Raises `DataError` if an injected control string cannot be encoded without a control id."""
+        """Encodes a text. Raises `DataError` if an injected control string cannot be encoded without a control id."""
         ids: list[int] = []
         for _, text, control in self._parts(rendered):
             ids += self._encode_text(text) if control is None else self._spelled(control)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, control tokens included; for checks and messages only."""
+        """Decodes ids, including control tokens. Only for checks and messages."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """The ids as in `encode`, and for each id the start of its text in `marked`."""
+        """Encodes like `encode`. Also returns, for each id, the position in `marked` at which its text starts."""
         ids: list[int] = []
         starts: list[int] = []
         for at, text, control in self._parts(rendered):
@@ -159,13 +160,15 @@ class ChatRenderer:
         return ids, starts
 
     def disarmed(self, text: str, rendered: Rendered) -> str:
-        """A text as it appears in `rendered.marked`."""
+        """Returns a text as it appears in `rendered.marked`, with stand-ins for control strings."""
         for stand_in, control in rendered.stand_ins.items():
             text = text.replace(control, stand_in)
         return text
 
     def _parts(self, rendered: Rendered) -> Iterator[tuple[int, str, str | None]]:
-        """Yields each part as (position in `marked`, text, the control string that it stands for)."""
+        """Yields each part as (position in `marked`, text, control string). The control string is None unless the text
+        is a stand-in.
+        """
         if not rendered.stand_ins:
             yield 0, rendered.marked, None
             return
@@ -190,7 +193,7 @@ class ChatRenderer:
         return text
 
     def _probe(self) -> tuple[str, str]:
-        """A plain conversation as the template writes it, and the assistant's part of it."""
+        """Renders a plain conversation. Returns its text, and the assistant's part of the text."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
@@ -200,14 +203,14 @@ class ChatRenderer:
             whole = self._apply(messages, tools=None, add_generation_prompt=False)
             asked, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
             answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
-        except Exception:  # without this conversation, only tokens marked as special count
+        except Exception:  # if the template refuses it, only tokens marked as special count
             return "", ""
-        # A prompt that begins a thought (GLM-4.7) does not match an answer without one.
+        # If the generation prompt begins a thought (GLM-4.7), an answer without a thought does not continue the prompt.
         begins = next((text for text in (asked, plain) if answered.startswith(text)), answered)
         return whole, answered[len(begins) :]
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
-        """Control string in the data -> a word that does not occur in the data; usually empty."""
+        """Maps each control string in the data to a word that does not occur in the data. Usually empty."""
         everything = "\n".join(_strings([messages, tools]))
         found = [c for c in self.control if c in everything]
         tag = "standin"

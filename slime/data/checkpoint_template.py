@@ -29,7 +29,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTemplate:
-    """What the files say about a checkpoint's tokenizer."""
+    """A checkpoint's tokenizer and chat template, as its files describe them."""
 
     folder: Path
     has_tokenizer: bool
@@ -38,11 +38,11 @@ class CheckpointTemplate:
     source: str | None
     """The text of the template; None without one, or if there are several and none is the default."""
     special_tokens: Mapping[str, str]
-    """Names that a template may use, such as `bos_token`, and their tokens."""
+    """Name that a template may use, such as `bos_token` -> token."""
 
     @classmethod
     def of(cls, folder: Path) -> CheckpointTemplate:
-        """Reads the small files. Raises `DataError` for a damaged one."""
+        """Reads a checkpoint's small files. Raises `DataError` if one is damaged."""
         config = _json(folder / "tokenizer_config.json")
         named = config.get("chat_template")
         if isinstance(named, list):
@@ -61,7 +61,7 @@ class CheckpointTemplate:
         )
 
     def with_template(self, file: Path) -> CheckpointTemplate:
-        """The same with the user's template. Raises `DataError` if the file is not Jinja."""
+        """Returns a copy with the user's template. Raises `DataError` if the file is not Jinja."""
         import jinja2
 
         try:
@@ -83,9 +83,9 @@ class CheckpointTemplate:
         kwargs: Mapping[str, Any],
         add_generation_prompt: bool = True,
     ) -> str | None:
-        """The conversation as text; None if only the real tokenizer can render it.
+        """Renders a conversation. Returns None if only the real tokenizer can render it.
 
-        Raises `DataError` with the template's complaint if it refuses the messages.
+        Raises `DataError` with the template's error if the template refuses the messages.
         """
         import jinja2
 
@@ -100,11 +100,11 @@ class CheckpointTemplate:
             return str(template.render(messages=messages, tools=tools or None, documents=None, **given))
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-        except Exception:  # a function may differ here, so the check gives no verdict
+        except Exception:  # the real tokenizer may define a function differently, so the text is unknown
             return None
 
     def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
-        """Tokens of each text; None without a `tokenizer.json`."""
+        """Number of tokens of each text; None without a `tokenizer.json`."""
         tokenizer = _tokenizer(self.folder / "tokenizer.json")
         if tokenizer is None:
             return None
@@ -122,7 +122,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str:
-    """Text of a token, which is a string or an object with its text."""
+    """The text of a token, which the file stores as a string or as an object with the text."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
@@ -132,13 +132,13 @@ def _tokenizer(path: Path) -> Any:
 
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # a format that this version cannot read, but transformers may
+    except Exception:  # transformers may read a format that this version of tokenizers cannot
         return None
 
 
 @cache
 def _compiled(source: str) -> Any:
-    """The template, compiled in transformers' sandbox."""
+    """Compiles a template in transformers' sandbox."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -172,9 +172,9 @@ def _compiled(source: str) -> Any:
 
 RANKS = "tiktoken.model"
 KEPT = "tokenizer_config.released.json"
-"""The released configuration, which refers to Python code."""
+"""The file that keeps the released configuration, which refers to Python code."""
 NUM_RESERVED = 256
-"""The number of special ids after those of the file."""
+"""The number of special ids that follow the ids in the file."""
 _WORD = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS: Mapping[str, str] = {
@@ -198,9 +198,10 @@ def write_fast(folder: Path) -> int:
     """Writes `tokenizer.json`, and a `tokenizer_config.json` that refers to it, into a released folder whose tokenizer
     is Python code over tiktoken's ranks (Kimi-K2). Returns the number of ids.
 
-    `tiktoken.model` has the bytes and rank of each token, `tokenizer_config.json` up to 256 tokens after them, and
-    `PATTERNS` the pattern with which the code splits text. Ids are those of tiktoken with that pattern; ids without a
-    name become `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any other folder.
+    `tiktoken.model` contains the bytes and rank of each token, `tokenizer_config.json` names up to 256 tokens after
+    these, and `PATTERNS` has the pattern with which the code splits text. The ids equal those of tiktoken with that
+    pattern. Ids without a name become `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any
+    other folder.
     """
     config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
     pattern = PATTERNS.get(str(config.get("tokenizer_class")))
@@ -218,7 +219,10 @@ def write_fast(folder: Path) -> int:
 
 
 def fast_tokenizer(ranks: Path, pattern: str, named: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
-    """`named`: id -> its entry in `added_tokens_decoder`. Raises `ConfigError` for ids outside the reserved range."""
+    """Builds the fast tokenizer. `named`: id -> its entry in `added_tokens_decoder`.
+
+    Raises `ConfigError` for ids outside the reserved range.
+    """
     from tokenizers import AddedToken
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

@@ -7,8 +7,8 @@ al. 2024, section 3.3.2). Pure: uses neither devices nor process groups.
 Invariants
 1. The positions of all ranks together are a permutation of the row.
 2. A rank's tokens keep the order of the sequences; the two chunks of a sequence follow each other.
-3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, with causality applied at the chunk's own
-   end. A sequence that continues shared tokens sees these before its own.
+3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, and the causal mask is aligned with the
+   chunk's end. A sequence that continues shared tokens sees the shared tokens before its own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class ContextSplit:
     """One rank's part of a row of T tokens and N sequences."""
 
     positions: Int64s
-    """[T / cp] positions in the row of this rank's tokens, in its order."""
+    """[T / cp] row positions of this rank's tokens, in the order in which the rank holds them."""
     local_index: Int64s
     """[T] each token's index among this rank's tokens, or -1 for tokens of other ranks."""
     key_rows: Int64s
     """[K] the keys that each chunk sees, chunk by chunk, as indices into the concatenation of all ranks' tokens."""
     order: Int64s
-    """[T] positions in the row of all ranks' tokens, rank by rank."""
+    """[T] row positions of all ranks' tokens, rank by rank."""
     place: Int64s
-    """[T] the index of each token of the row in that concatenation: the inverse of `order`."""
+    """[T] each token's index in the concatenation of all ranks' tokens: the inverse of `order`."""
     query_lengths: tuple[int, ...]
     """[2 N] tokens of each local chunk."""
     key_lengths: tuple[int, ...]
@@ -45,7 +45,7 @@ class ContextSplit:
 
 
 def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> Int64s:
-    """[T / cp] positions in the row that rank `cp_rank` holds. `cu_seqlens` [N + 1] starts at 0 and ends at T.
+    """[T / cp] row positions of the tokens of rank `cp_rank`. `cu_seqlens` [N + 1] starts at 0 and ends at T.
 
     Raises `DataError` if a sequence cannot be split into `2 * cp_size` chunks.
     """

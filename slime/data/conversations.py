@@ -1,17 +1,17 @@
-"""Supervised fine-tuning: from a conversation to training samples, each turn after the prompt that the model would get.
+"""Supervised fine-tuning: turns a conversation into samples in which each turn follows the prompt that the model gets.
 
-The prompt of a turn is the conversation before it plus the generation prompt, as the template renders it at that point.
-The turn is the text that the template writes after that, up to the first token at which an engine stops; in some
-families (GLM) that token opens the next turn. As long as a template only appends, all turns of a conversation are one
-sample. If it rewrites history (Qwen3 drops earlier thoughts), the turn gets its own sample, with the history as the
-model would see it. The samples of a row share its execution, so that they weigh as one row
-(`slime.algorithms.aggregation`).
+The prompt of a turn is the conversation before the turn plus the generation prompt, as the template renders both at
+that point. The turn is the text that the template writes after its prompt, up to the first token at which an engine
+stops. In some families (GLM) that token opens the next turn. As long as a template only appends, all turns of a
+conversation are one sample. If the template rewrites history (Qwen3 drops earlier thoughts), the turn gets its own
+sample, with the history as the model would see it. All samples of a row share the row's execution, so together they
+count as one row (`slime.algorithms.aggregation`).
 
 Invariants
-1. At a trained position the model itself would have sampled after exactly the ids before it: the prompt of the turn,
+1. The ids before a trained position are exactly those after which the model would sample it: the prompt of the turn,
    and the turn so far.
-2. Each trained turn of a row is trained once. It contains everything in its message that the template writes
-   (`slime.data.template_spelling`). Its last id, and no other, is one at which an engine stops.
+2. Each trained turn of a row is trained once. The turn contains everything in its message that the template writes
+   (`slime.data.template_spelling`). An engine stops at the last id of a turn, and at no other.
 3. The response of a sample starts and ends with a trained id.
 """
 
@@ -49,7 +49,7 @@ class SftTokens:
     """One training sample of T ids. The response is its last R ids, from the first trained one on."""
 
     tokens: tuple[int, ...]
-    """[T], ends with the last trained token."""
+    """[T] ids up to the last trained one."""
     loss_mask: tuple[int, ...]
     """[R] 1 if the token is trained, 0 between trained turns."""
 
@@ -68,17 +68,17 @@ class SftRow:
 @dataclass(frozen=True, slots=True)
 class _Turn:
     prompt: str
-    """This and `text` are in the form of `Rendered.marked`."""
+    """In the form of `Rendered.marked`, like `text`."""
     text: str
     """Includes the end token."""
     is_thoughtless: bool
-    """The template leaves its thought out."""
+    """Whether the template leaves out the message's thought."""
 
 
 def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[Any] | None:
-    """The messages of a row: its prompt, or a text prompt as question and a text label as answer.
+    """The messages of a row: its prompt, or a text prompt as the user's message and a text label as the assistant's.
 
-    None for any other row, and for a text that a chat template has rendered (`rendered`).
+    None for any other row, and for a text that a chat template has already rendered (`rendered`).
     """
     if isinstance(prompt, str) and isinstance(label, str) and prompt and label and not rendered:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": label}]
@@ -86,8 +86,9 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 
 
 def trained_turns(messages: Sequence[Message]) -> list[int]:
-    """Indices of the messages to train. Assistant messages before any other role are context only, because they answer
-    nothing. Raises `DataError` if none is left.
+    """Indices of the messages to train. Assistant messages at the start are only context, because they answer nothing.
+
+    Raises `DataError` if there is no message to train.
     """
     first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
@@ -100,11 +101,11 @@ def trained_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[Any] | None = None) -> SftRow:
-    """Ids and masks of a conversation; trains every assistant message whose mask (`MASK_KEYS`) is absent or 1.
+    """Converts a conversation to ids and masks. Trains every assistant message whose mask (`MASK_KEYS`) is absent or 1.
 
-    A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained; if the template refuses the
-    messages, or writes no generation prompt, no end after a trained turn, or a turn that does not follow its prompt; or
-    if it leaves out part of a message.
+    A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained, or if the template refuses the
+    messages, leaves out part of a message, or writes no generation prompt, no end after a trained turn, or a turn that
+    does not follow its prompt.
     """
     trained = set(trained_turns(messages))
     if problem := _generation_prompt_problem(chat):
@@ -131,7 +132,7 @@ class _Conversation:
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
             # Some templates write a message differently after others: gpt-oss drops the thoughts before an answer,
-            # DeepSeek-V3 forgets the header of a second call. So the message is first rendered alone, after a question.
+            # DeepSeek-V3 omits the header of a second call. So the message is rendered again, alone after a question.
             fresh = self._write([QUESTION], asked=True)
             header = fresh[len(self._write([QUESTION], asked=False)) :]
             if prompt.endswith(header) or prompt == self._write(self._messages[:number], asked=False):
@@ -154,7 +155,7 @@ class _Conversation:
         return _Turn(prompt, text, is_thoughtless=False)
 
     def samples(self, turns: Sequence[_Turn]) -> Iterator[SftTokens]:
-        """Joins turns while each prompt continues the turn before it."""
+        """Joins consecutive turns into one sample while each prompt continues the previous turn."""
         runs: list[list[_Turn]] = []
         for turn in turns:
             if runs and turn.prompt.startswith(runs[-1][-1].prompt + runs[-1][-1].text):
@@ -166,8 +167,8 @@ class _Conversation:
             yield from [joined] if joined is not None else (self._single(turn) for turn in run)
 
     def require_context(self, stop: int, prompt: str) -> None:
-        """Raises `DataError` if the prompt of the last trained turn lacks a message of another role, because templates
-        silently skip unknown roles.
+        """Raises `DataError` if the prompt of the last trained turn lacks a message that is not the assistant's.
+        Templates silently skip unknown roles.
         """
         for message, row in zip(self._messages[:stop], self._rows, strict=False):
             content = message.get("content")
@@ -188,7 +189,7 @@ class _Conversation:
     def _body(self, messages: Sequence[Message], prompt: str, *, thinks: bool = True) -> str | None:
         """The text of the last message after its prompt; None if the template does not write it there.
 
-        `thinks`: include the thought that the prompt begins, if it does.
+        `thinks`: whether to include a thought that the prompt begins.
         """
         whole = self._write(messages, asked=False)
         if whole.startswith(prompt):
@@ -204,8 +205,8 @@ class _Conversation:
         """Adds the thought that the model would write to a turn, if the template has left it out.
 
         `begun`: the text with which the prompt begins the thought; the turn continues after it. Some templates
-        (DeepSeek-R1) remove the thought from all turns; some (MiniMax-M2) leave out an empty one, although the prompt
-        asks for it.
+        (DeepSeek-R1) remove the thought from all turns. Some (MiniMax-M2) leave out an empty thought, although the
+        prompt begins one.
         """
         thought, content = thought_of(message), str(message.get("content"))
         ended = _THOUGHT.match(written)
@@ -221,7 +222,7 @@ class _Conversation:
         return written
 
     def _ended(self, number: int, body: str) -> str:
-        """The turn including its end token. Raises `DataError` if there is none."""
+        """The turn including its end token. Raises `DataError` if it has no end token."""
         if found := first_end(body, self._chat):
             return body[: sum(found)]
         message = self._messages[number]
@@ -239,7 +240,7 @@ class _Conversation:
         return body + end
 
     def _end_of_calls(self, message: Message, body: str) -> str | None:
-        """The end of a turn with calls, found by repeating a call: DeepSeek-V3 omits it after a single one."""
+        """Finds the end of a turn with calls by repeating a call: DeepSeek-V3 omits the end after a single call."""
         calls = message.get("tool_calls")
         if not calls:
             return None
@@ -252,7 +253,7 @@ class _Conversation:
         return tail[: sum(found)] if found else None
 
     def _joined(self, run: Sequence[_Turn]) -> SftTokens | None:
-        """Joins turns into one sample; None if a prompt has other ids when it is encoded alone."""
+        """Joins turns into one sample. Returns None if a prompt gets different ids when it is encoded alone."""
         if len(run) == 1:
             return self._single(run[0])
         tokens: list[int] = []
@@ -286,14 +287,17 @@ class _Conversation:
         return ids
 
     def _context(self, text: str, end: Sequence[int]) -> list[int]:
-        """The ids after an end token, encoded together with it, because some tokenizers merge it with a newline."""
+        """The ids of the text after an end token. The text is encoded together with that token, because some tokenizers
+        merge the token with a newline.
+        """
         token = next((text for text, own in self._chat.ends.items() if [own] == list(end)), "")
         ids = self._ids(token + text)
         return ids[1:] if token and ids[:1] == list(end) else self._ids(text)
 
     def _checked(self, tokens: list[int], mask: list[int], marked: str) -> SftTokens:
-        """Builds the sample of separately encoded prompt and turn, as in generation. If its ids differ from those of
-        the whole text, they must decode to it.
+        """Builds a sample whose prompts and turns were encoded separately, as in generation.
+
+        If its ids differ from those of the whole text, they must still decode to that text; else raises `DataError`.
         """
         text = self._talk.rendered(marked)
         if tokens != self._chat.encode(text) and self._chat.decode(tokens) != text.text:
@@ -323,7 +327,7 @@ def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """A text as it is and as JSON, because some templates write tool results as JSON."""
+    """A text unchanged and as JSON, because some templates write tool results as JSON."""
     return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
@@ -336,7 +340,7 @@ def _spelling_of(chat: ChatRenderer) -> Spelling:
 
 @functools.lru_cache(maxsize=32)
 def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
-    """The token that ends a turn by opening the next one, of this role; None if there is none."""
+    """The token that opens a turn of `role` and so ends the turn before it; None if there is none."""
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calling else {})
     follows = {"role": role, "content": "c"} | ({"tool_call_id": call["id"]} if role == "tool" else {})
@@ -358,15 +362,15 @@ def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
     """Why a template that ignores `add_generation_prompt` cannot be used for training; None if it can.
 
-    It can if an answer has no header, as in Mistral's. `render`: (messages, with a generation prompt) -> text; None if
-    unknown.
+    Such a template can be used if it writes no header before an answer, as Mistral's does. `render`: (messages, with a
+    generation prompt) -> text; None if unknown.
     """
     asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     answered = [*asked, {"role": "assistant", "content": "b"}]
     try:
         prompt, plain = render(asked, True), render(asked, False)
         turn, further = render(answered, False), render([*answered, *asked], False)
-    except DataError:  # a template for other conversations; the row itself will show its errors
+    except DataError:  # the template may accept other conversations; rendering the row will show its errors
         return None
     if prompt != plain or prompt is None or turn is None or further is None:
         return None

@@ -1,7 +1,7 @@
 """A dataset of prompts: read once, checked completely, kept in memory.
 
-Every row of the file is served, too long, or quarantined with file, line and reason. More than a few bad rows raise an
-error, because then the file or a key is wrong.
+Every row of the file is served, too long, or quarantined with file, line and reason. Too many bad rows raise an error,
+because then the file or a key is probably wrong.
 
 Invariants
 1. rows read == len(dataset) + len(dataset.quarantined) + dataset.num_too_long.
@@ -61,7 +61,7 @@ class _Keys:
 
 
 class PromptDataset:
-    """Usable rows by index, and the counts of the other rows."""
+    """The usable rows by index, and the number of all other rows."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ def _load(
 def read_row(
     raw: RawRow, *, input_key: str, label_key: str | None, metadata_key: str | None, tool_key: str | None
 ) -> PromptRow:
-    """One row as `PromptDataset.load` reads it, before template and ids. Raises `DataError`."""
+    """Reads one row as `PromptDataset.load` does, without rendering or encoding it. Raises `DataError`."""
     if raw.value is None:
         raise DataError(raw.error or "unreadable")
     return _parse(raw.value, _Keys(input_key, label_key, metadata_key, tool_key), f"row {raw.line}")

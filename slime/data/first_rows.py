@@ -1,9 +1,9 @@
 """Checks the first rows of a data set before any process starts: at least one of them must be usable.
 
-A wrong column or format, a template that refuses the messages, a limit that every prompt exceeds: such mistakes affect
-the whole file and show in its first rows. Reading those takes a fraction of a second; otherwise the run would fail only
-after it has started engines and trainers. `dataset` handles single bad rows. Steps that a user's class or function
-replaces (the source of prompts, the rendering of messages, grading) are not checked.
+Some mistakes affect the whole file and show in its first rows: a wrong column or format, a template that refuses the
+messages, or a limit that every prompt exceeds. Reading the first rows takes a fraction of a second. Without this check
+the run would fail only after it has started engines and trainers. `dataset` handles single bad rows. Steps that a
+user's class or function replaces (the source of prompts, the rendering of messages, grading) are not checked.
 
 Invariants
 1. A usable data set is never refused: it passes as soon as one of its first `MOST_ROWS` rows is usable, and a row that
@@ -46,7 +46,7 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The requirements for a usable row."""
+    """A data set to check, and the requirements for a usable row."""
 
     name: str
     """The data set's name in messages: `prompt_data`, `evaluation data NAME`."""
@@ -57,24 +57,24 @@ class Look:
     metadata_key: str | None
     tool_key: str | None
     template: bool
-    """The prompt is rendered when the data is read."""
+    """Whether the prompt is rendered when the data is read."""
     template_kwargs: Mapping[str, Any]
     conversations: bool = False
-    """Rows are conversations to learn from, which are rendered later."""
+    """Whether rows are conversations for fine-tuning, which are rendered later."""
     takes_messages: bool = False
-    """Messages may stay messages, because the user's function renders them."""
+    """Whether messages may stay messages, because the user's function renders them."""
     grader: str | None = None
-    """The grader, if it needs a label."""
+    """The grader's name, if the grader needs a label."""
     row_limit: str = ""
-    """Setting and value of the limit on prompts; empty without a limit."""
+    """Name and value of the setting that limits prompts; empty without a limit."""
     max_prompt_tokens: int | None = None
     """Longer prompts are dropped, or refused by engines."""
     limit: str = ""
-    """The source of that limit, in words."""
+    """The source of `max_prompt_tokens`, in words."""
 
 
 def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | None:
-    """The problem of a checkpoint that must render messages, or None. `because`: the setting that requires it."""
+    """Why a checkpoint cannot render messages; None if it can. `because`: the setting that requires rendering."""
     if not checkpoint.has_tokenizer:
         return (
             f"got hf_checkpoint {checkpoint.folder}, which holds no tokenizer (tokenizer.json); do: fetch all files of "
@@ -89,7 +89,7 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
 
 
 def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
-    """Why no row of the data set is usable; None as soon as one is. `checkpoint`: the template's source."""
+    """Why no row of the data set is usable; None if one is. `checkpoint`: the source of the template."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
@@ -212,7 +212,7 @@ def _check_conversation(
 def _shortest_too_long(
     look: Look, checkpoint: CheckpointTemplate | None, texts: list[tuple[int, str]], num_rows: int
 ) -> str | None:
-    """Counts the tokens of usable rows, shortest texts first, until one fits. The problem if all are too long."""
+    """Counts the tokens of usable rows, shortest texts first, until one fits. Returns a message if all are too long."""
     least: int | None = None
     shortest_first = [text for _, text in sorted(texts)]
     for start in range(0, len(texts), CHUNK):
@@ -254,7 +254,7 @@ def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> Check
 
 
 def data_problems(args: Args) -> list[str]:
-    """The problem of each data set that has no usable row."""
+    """A message for each data set that has no usable row."""
     looks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
     looks += [_held_out(args, one) for one in eval_datasets(args)]
     return list(dict.fromkeys(_problems(args, looks)))
@@ -276,7 +276,7 @@ def _problems(args: Args, looks: list[Look]) -> Iterator[str]:
 
 
 def _made_rows(look: Look) -> str | None:
-    """The problem with a scheme's rows, which are not made here. The settings check the scheme's name."""
+    """Why a scheme's rows cannot be used; None if they can. Makes no rows. The settings check the scheme's name."""
     found = scheme_of(look.path)
     if found is None or not found[0].makes_messages(found[1]):
         return None
@@ -339,7 +339,7 @@ def _row_limit(limit: int | None, setting: str) -> str:
 
 
 def _needs_label(rm_type: str | None) -> str | None:
-    """The grader's name, if it needs a label."""
+    """The grader's name, if the grader needs a label."""
     try:
         return rm_type if rm_type and load_object(GRADERS).get(rm_type).needs_label else None
     except ConfigError:  # a settings rule reports it

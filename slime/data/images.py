@@ -5,8 +5,8 @@ relative to the data's folder. Nothing is downloaded.
 
 Invariants
 1. An image is decoded once, here: storage, engines and trainer get the same RGB pixels.
-2. A prompt has one placeholder per image, expanded to as many ids as its image takes; any other text that spells a
-   placeholder is ordinary text (`slime.data.chat`).
+2. A prompt has one placeholder per image, which is repeated for each id that the image takes. Any other text that
+   looks like a placeholder is ordinary text (`slime.data.chat`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ImageColumn:
     kept: ImageFolder
 
     def read(self, value: Mapping[str, Any], folder: Path) -> RowImages:
-        """Reads and stores the images of a row. `folder`: that of its file. Raises `DataError` for anything else."""
+        """Reads and stores the images of a row. `folder`: the folder of the row's file. Raises `DataError`."""
         if self.column not in value:
             raise DataError(f"no column {self.column!r}; it has {sorted(map(str, value))}")
         found = value[self.column]
@@ -67,7 +67,10 @@ class ImageColumn:
         return RowImages(tuple(digests), tuple(counts))
 
     def expanded(self, ids: Sequence[int], images: RowImages) -> list[int]:
-        """Repeats each placeholder in the ids of a prompt as often as the engine does. Raises `DataError`."""
+        """Repeats each placeholder in the ids of a prompt as often as the engine does.
+
+        Raises `DataError` if the prompt does not have one placeholder per image.
+        """
         found = sum(token == self.processor.token_id for token in ids)
         if found != len(images.digests):
             raise DataError(
@@ -89,7 +92,7 @@ def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dic
 
 
 def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
-    """Any image that PIL reads -> (RGB pixels as PNG, (width, height)). Raises `DataError`."""
+    """Converts an image to (RGB pixels as PNG, (width, height)). Raises `DataError` if PIL cannot read it."""
     from PIL import Image
 
     try:

@@ -18,9 +18,9 @@ Samples that share a prefix (`slime.data.shared_prefixes`) form a bundle, which 
 one micro-batch. A bundle is split if there are too few micro-batches for a multiple, or, when samples are counted, at
 the end of a full micro-batch.
 
-Otherwise groups are not kept together: a step boundary may separate the executions of one prompt. Advantages come from
-the whole batch, so only the step's own denominators depend on the boundary, and steps of even size matter more. Groups
-of equal size stay whole if their number is divisible by the number of steps.
+Apart from bundles, groups are not kept together: a step boundary may separate the executions of one prompt. Advantages
+come from the whole batch, so only the step's own denominators depend on the boundary, and steps of even size matter
+more. Groups of equal size stay whole if their number is divisible by the number of steps.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def build_schedule(
 
     `num_tokens_S`: length in tokens of each sample. `execution_S`: execution id of each sample; siblings share one.
 
-    Size of a step, one of: `global_batch_size` executions, or all executions in `num_steps` steps of nearly equal size
-    (fewer steps if there are fewer executions). Size of a micro-batch, one of: `micro_batch_size` samples (default 1),
-    or `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks. `micro_batch_multiple`: the number of
+    The batch is split into steps of `global_batch_size` executions, or into `num_steps` steps of nearly equal size
+    (fewer steps if there are fewer executions). A micro-batch has `micro_batch_size` samples (default 1), or
+    `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks. `micro_batch_multiple`: the number of
     stages of an interleaved pipeline.
 
     `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
@@ -176,12 +176,12 @@ class _Bundle:
 
     positions: tuple[int, ...] = ()
     tokens: int = 0
-    """Each shared token counts once."""
+    """Tokens of all samples; each shared token counts once."""
     read: int = 0
     """Keys that a rank reads for all samples."""
     cost: float = 0.0
     room: int = 0
-    """The part of a micro-batch that it fills, in the unit of `cap`."""
+    """The part of a micro-batch that the bundle fills, in the unit of `cap`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class _Bundling:
             return _Bundle(positions, cost=cost, room=len(positions))
         own = self.tokens_S[position] - shared
         tokens, read = bundle.tokens + own, bundle.read + self._keys(own, shared)
-        # `MOST_READ` limits the keys of a rank, `cap` the tokens of all ranks; the larger share of its limit counts.
+        # `MOST_READ` limits the keys of a rank, and `cap` the tokens of all ranks. The limit that is closer decides.
         most = math.ceil(read * self.cp_size / MOST_READ)
         room = max(tokens, most) if len(positions) > 1 else min(tokens, self.cap)
         return _Bundle(positions, tokens, read, cost, room)
@@ -364,7 +364,7 @@ def _balanced_differencing(weights: Sequence[float], num_shares: int) -> list[li
     """Splits items into `num_shares` lists of equal length and nearly equal weight; returns item indices.
 
     Starts from tuples of `num_shares` items of neighbouring weight, then merges the two tuples of largest spread, heavy
-    side with light side, until one is left.
+    side with light side, until one tuple is left.
     """
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []

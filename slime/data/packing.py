@@ -10,7 +10,7 @@ Invariants
 1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.
 2. A position id is a token's index in its sample, so it restarts in every sequence: at 0, or after the shared tokens.
 3. Padding of the row is a trailing sequence; padding of a sequence (`pad_each_to`) follows its end. Neither predicts a
-   response token, and by causality no real token sees them.
+   response token, and no real token sees padding, because attention is causal.
 4. `response_positions` has duplicates only for tokens that samples share; without duplicates, scattering and then
    gathering is the identity.
 """
@@ -45,7 +45,9 @@ class PackedBatch:
     position_ids: Int64s
     """[T] index within its sample."""
     cu_seqlens: npt.NDArray[np.int32]
-    """[N + 1], or [N + 2] if the last sequence is padding: the start of each sequence, its padding included, then T."""
+    """[N + 1], or [N + 2] if the last sequence is padding: the start of each sequence, then T. A sequence includes its
+    padding.
+    """
     max_seqlen: int
     """Tokens of the longest sequence, padding included."""
     target_tokens: Int64s
@@ -66,10 +68,11 @@ class PackedBatch:
         return *own, *[_NONE] * (len(self.cu_seqlens) - 1 - len(own))
 
     def questions(self) -> tuple[Int64s, Int64s, Int64s | None]:
-        """(positions [U], tokens [U], answers [R_total] or None).
+        """The log-probs to compute, each once: (positions [U], tokens [U], answers [R_total] or None).
 
-        Each question asks for the log-prob of a token at a position. `answers` is the index of the question for each
-        response token; None: one question per response token, in order. Shared response tokens have one question.
+        Entry i requests the log-prob of `tokens[i]` at `positions[i]`. `answers` is the index of the entry for each
+        response token; None: one entry per response token, in order. Samples that share a response token share its
+        entry.
         """
         if not any(self.num_shared):
             return self.response_positions, self.target_tokens, None
@@ -87,10 +90,10 @@ def pack(
 ) -> PackedBatch:
     """Lays samples end to end: each padded to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
 
-    Under context parallelism `pad_each_to` is twice its size. Under sequence parallelism a rank's part of the row must
-    be divisible by the tensor-parallel size. `shared`: the tokens that each sample shares with an earlier one; None:
-    nothing is shared. Without samples the row is a dummy: one padding sequence and N = 0. Raises `DataError` for a
-    sample without tokens, or without a token before its response.
+    With context parallelism, `pad_each_to` is twice the context-parallel size. With sequence parallelism, a rank's part
+    of the row must be divisible by the tensor-parallel size. `shared`: the tokens that each sample shares with an
+    earlier one; None: nothing is shared. Without samples the row is a dummy: one padding sequence and N = 0. Raises
+    `DataError` for a sample without tokens, or without a token before its response.
     """
     if pad_to_multiple < 1 or pad_each_to < 1:
         raise ConfigError(f"got pad_to_multiple={pad_to_multiple}, pad_each_to={pad_each_to}; they must be at least 1")

@@ -1,7 +1,7 @@
 """Raw rows of a data set: from jsonl (plain or .zst) and parquet files, or made by a scheme; with `@[a:b]` slices.
 
 Invariants
-1. A slice counts the rows of all its files (non-blank lines), good and bad alike; negative indices are as in Python.
+1. A slice counts the rows of all its files (non-blank lines), usable or not; negative indices count from the end.
 2. Every selected row is yielded exactly once, as a value or as an error.
 """
 

@@ -1,8 +1,8 @@
 """Shared prefixes: samples of one prompt begin with the same tokens, and a row computes these once.
 
 A sample adds to its row only the tokens that no earlier sample of its group has in that row. So the row is the tree of
-the group's prefixes: it contains the prompt once, and also each shared turn. The result for a token is valid for every
-sample that contains it, because no token sees later ones.
+the group's prefixes: it contains the prompt and each shared turn only once. The result for a token is valid for every
+sample that contains the token, because no token sees later ones.
 
 Invariants
 1. Tokens are shared only if everything that a forward pass reads of them, and of all tokens before them, is equal.
@@ -48,12 +48,12 @@ NOTHING = Shared(-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The batch in which to look for common prefixes."""
+    """Finds common prefixes in a batch."""
 
     tokens_S: Sequence[Tokens]
     group_S: Sequence[int]
     record_S: Sequence[Record] | None = None
-    """None: the tokens before a token determine its experts."""
+    """Recorded experts; None if the tokens up to a token determine its experts."""
     least: int = LEAST_SHARED
     """Shorter prefixes are not shared."""
 
@@ -64,7 +64,9 @@ class Prefixes:
         return cls([s.tokens for s in samples], [s.group_index for s in samples], records if replays else None)
 
     def longest(self, position: int, others: Sequence[int]) -> Shared:
-        """The longest prefix that a sample shares with one of `others`, which `source` indexes; the first of equals."""
+        """The longest prefix that a sample shares with one of `others`; the first of equally long ones. `source` is an
+        index into `others`.
+        """
         own, best = self.tokens_S[position], NOTHING
         for place, other in enumerate(others):
             tokens = self.tokens_S[other]
@@ -79,7 +81,7 @@ class Prefixes:
         return best
 
     def _alike(self, position: int, other: int, common: int) -> int:
-        """How many of the first `common` tokens have equal experts, too."""
+        """The number of tokens, at most the first `common`, whose experts are equal as well."""
         if self.record_S is None:
             return common
         a, b = (_comparable(self.record_S[p])[:common] for p in (position, other))

@@ -2,14 +2,15 @@
 
 Data sets write the same content in several ways: a thought in `reasoning_content`, in `thinking` or within the content;
 the arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. A template
-reads one of these spellings, and fails at the others or silently leaves them out. Some write one call per turn, some
-leave out thoughts or tools. `Spelling.of` finds out once per template, by rendering conversations of two messages.
+reads one of these spellings. Given a different one, it raises an error or silently leaves content out. Some templates
+write only one call per turn, and some leave out thoughts or tools. `Spelling.of` finds this out once per template, by
+rendering conversations of two messages.
 
 Invariants
 1. A message keeps everything that the template writes. Content that the template leaves out is listed
    (`Spelled.left_out`), and is never a call or an answer.
-2. Calls of one message are spread over several only if the template writes fewer per turn, each after the results of
-   the calls before it, as the model would have made them.
+2. The calls of one message are spread over several messages only if the template writes fewer calls per turn. Each of
+   these messages follows the results of the calls before it, as if the model had made the calls in turn.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _content(message: Message) -> list[str]:
 
 
 def _texts(content: Any) -> list[str]:
-    """The texts of a content, which is a text or a list of parts."""
+    """The texts in a message's content, which is a text or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
@@ -128,7 +129,7 @@ def _end_of_leaf(leaf: Any, turn: str, start: int) -> int | None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields the keys and values inside, because a template may write an object in any layout."""
+    """Yields all keys and values in a nested value, because a template may write an object in any layout."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)
@@ -163,8 +164,7 @@ def encoded(arguments: Any) -> Any:
 
 
 Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str | None]
-"""(messages, tools, with a generation prompt) -> text; None if unknown. Raises `DataError` with the template's
-complaint."""
+"""(messages, tools, with a generation prompt) -> text; None if unknown. Raises `DataError` if the template does."""
 
 MASK_KEYS = ("step_loss_mask", "weight")
 """`0` in an assistant message makes it context that is not trained. `weight` comes from OpenAI's fine-tuning files."""
@@ -192,17 +192,17 @@ class Calls:
     empty: Mapping[str, Any] = field(default_factory=lambda: {"content": ""})
     """The content of a message with calls and no text."""
     as_text: bool = False
-    """Arguments must be JSON text."""
+    """Whether arguments must be JSON text."""
     by_id: bool = False
     """The template writes a call's id in place of its name, so the id must contain it (Kimi-K2:
     `functions.NAME:NUMBER`).
     """
     most: int | None = None
-    """The most calls per message; None: any number."""
+    """The maximum number of calls per message; None: any number."""
     with_words: bool = True
-    """Text may stand beside a call."""
+    """Whether a message may have text and a call."""
     with_words_and_thought: bool = True
-    """Text and a thought may stand beside a call together."""
+    """Whether a message may have text, a thought and a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,20 +222,20 @@ class Spelling:
     thought_key: str | None = None
     """The field from which the template takes a thought."""
     thought_end: str = ""
-    """The text that it writes between thought and answer."""
+    """The text that the template writes between thought and answer."""
     splits_thoughts: bool = False
-    """It removes thoughts from the content of earlier turns, so thoughts belong in the content."""
+    """The template removes thoughts from the content of earlier turns, so thoughts belong in the content."""
     pastes_thoughts: bool = False
-    """It keeps thoughts in the content, although it has a field for them."""
+    """The template writes thoughts that are in the content, although it has a field for thoughts."""
     begins_thoughts: bool = False
-    """Its generation prompt ends with `<think>`."""
+    """The generation prompt ends with `<think>`."""
     ends_thoughts: bool = False
-    """Its generation prompt ends with `</think>`: it asks for an answer without a thought."""
+    """The generation prompt ends with `</think>`: it asks for an answer without a thought."""
     calls: Calls | None = None
-    """None: it does not write calls."""
+    """How the template reads calls; None if it does not write them."""
     reads_developer: bool = False
     reads_bare_tools: bool = False
-    """It also writes tools without the `function` level."""
+    """The template also writes tools without the `function` level."""
 
     @classmethod
     def of(cls, render: Render) -> Spelling | None:
@@ -261,7 +261,7 @@ class Spelling:
 
     @property
     def _roles(self) -> Mapping[str, str]:
-        """OpenAI's roles that most templates ignore -> the roles to use."""
+        """Role of OpenAI that the template ignores -> the role to use instead."""
         return {"function": "tool"} | ({} if self.reads_developer else {"developer": "system"})
 
     def _message(self, message: Message) -> tuple[dict[str, Any], frozenset[str]]:
@@ -279,7 +279,7 @@ class Spelling:
         return kept, frozenset(left_out)
 
     def _thought(self, message: dict[str, Any]) -> set[str]:
-        """Moves the thought to where the template reads it. Returns the kinds of content that are left out."""
+        """Moves the thought to the field that the template reads. Returns the kinds of content that are left out."""
         thoughts = {message[k] for k in REASONING_KEYS if isinstance(message.get(k), str) and message[k].strip()}
         if len(thoughts) > 1:  # it is unclear which one is the thought
             return set()
@@ -484,7 +484,9 @@ def _probed(probe: _Probe) -> Spelling:
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
-    """The first form in which a turn contains its call. Objects come before text, which some templates re-encode."""
+    """The first form in which a turn contains its call. Arguments are tried as objects before text, because some
+    templates encode text again.
+    """
     empties: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
     for by_id, empty, as_text in itertools.product((False, True), empties, (False, True)):
         form = Calls(empty=empty, as_text=as_text, by_id=by_id)

@@ -6,7 +6,7 @@
         def count(self, rest): ...
         def rows(self, rest, *, held_out): ...
 
-Each is one module of this package: `reasoning_gym` (`rg:`). A slice counts rows as in a file: `NAME:REST@[a:b]`.
+Each scheme is one module of this package: `reasoning_gym` (`rg:`). A slice counts rows as in a file: `NAME:REST@[a:b]`.
 Command-line parsing imports the modules, so they import libraries for making rows only inside functions.
 
 Invariants

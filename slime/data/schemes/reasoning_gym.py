@@ -1,7 +1,7 @@
 """`rg:TASK?size=500&seed=1`: a task of reasoning-gym, by its name there.
 
     size    number of rows (500)
-    seed    another seed gives other rows of the same kind (0)
+    seed    a different seed gives different rows of the same kind (0)
     split   train, eval or all. Default: train for training data, eval for held-out data
     system  a system prompt of reasoning-gym before each question: default, simple, direct, ... (messages, which need
             --apply-chat-template)
@@ -9,9 +9,9 @@
 Everything else is a setting of the task (`&min_word_len=3`), as JSON or as plain text.
 
 A child process makes the rows: importing the library takes a second, some tasks print, and some depend on Python's hash
-seed, which is fixed there. The split of a question is a hash of its text, so training and held-out data never share a
-question, for any size, seed and settings. A quarter of all questions is held out. Grader: `reasoning_gym`, the task's
-own verifier.
+seed, which is fixed for the child. The split of a question is a hash of its text, so training and held-out data never
+share a question, for any size, seed and settings. A quarter of all questions is held out. Grader: `reasoning_gym`, the
+task's own verifier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime.data.schemes import SCHEMES, DataScheme
 SPLITS = ("train", "eval", "all")
 CHILD = "slime.data.reasoning_gym_rows"
 LIMIT_S = 600.0
-"""Time limit for making rows. Most tasks make thousands per second; some search for each."""
+"""Time limit for making rows. Most tasks make thousands of rows per second, but some search for each row."""
 
 
 @dataclass(frozen=True, slots=True)
