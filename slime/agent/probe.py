@@ -6,7 +6,7 @@ fails costs a fork at each turn that uses it. A template that fails at plain tur
 template does not write them, or writes calls that no parser reads (`tools_problem`).
 
 Invariants
-1. The comparison is on token ids; a counter-example shows the texts from the first difference on.
+1. Token ids are compared; a counter-example shows the texts from the first difference on.
 2. Only thinking may differ: templates drop the thinking of earlier turns, but the session's tokens keep it.
 3. Call ids have the form of the model's family.
 """
@@ -127,7 +127,7 @@ LOOK_UP = {
 
 
 def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
-    """The conversations to play. None ends with an assistant message, because each suffix leads to a further turn."""
+    """The conversations to play. The last message is never an assistant's: each suffix leads to a further turn."""
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
     one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
@@ -189,7 +189,7 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
 
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
-    """The end token directly after the last answer of a conversation; gpt-oss uses a special one there."""
+    """The end token directly after the last answer of a conversation; gpt-oss uses a special end token there."""
     with contextlib.suppress(DataError):
         text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
         first = template.first_end(text.rpartition(messages[-1].text)[2])
@@ -237,8 +237,8 @@ def _played(
 ) -> tuple[list[int], int]:
     """Plays a session in which the model answers exactly as the template writes.
 
-    Returns (the session's tokens, number of branches because of another end token). If the prompt has opened the
-    thinking, the model closes it.
+    Returns (the session's tokens, number of branches caused by a different end token). If the prompt has opened the
+    thinking, the model closes the thinking.
     """
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = list(template.prompt(messages[: turns[0]], tools).ids)
@@ -267,13 +267,13 @@ class _Turn:
 def _written(
     template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], turn: int, tools: Sequence[Any]
 ) -> _Turn:
-    """Raises `NotAppended` if the turn does not begin where its prompt ends."""
+    """Renders one turn. Raises `NotAppended` if the turn does not begin where its prompt ends."""
     chat, named = template.chat, list(tools) or None
     shown = [m.for_template() for m in messages]
     prompt = chat.render(shown[:turn], tools=named).marked
     opened = _open_thinking(prompt)
     start = prompt.removesuffix(opened)
-    # Templates write only the thinking of the last turn.
+    # Templates write thinking only for the last turn.
     alone = chat.render(shown[: turn + 1], tools=named, add_generation_prompt=False).marked
     whole = chat.render(shown, tools=named).marked
     bare = calls.thought.sub("", start), calls.thought.sub("", alone)  # this turn may end the thinking of earlier ones

@@ -1,7 +1,7 @@
 """`Session`: the conversations of one execution of an agent as a tree of branches, and the samples made from it.
 
-An agent sends its whole history with each request. The session compares it with the known messages and appends the new
-ones to the existing tokens. A history that contradicts the known messages begins a new branch. Branches are counted by
+An agent sends its whole history with each request. The session compares the history with the known messages and appends
+the tokens of new messages. A history that contradicts the known messages begins a new branch. Branches are counted by
 reason:
 
     retry        the agent repeats a request; the earlier answer keeps its branch
@@ -12,7 +12,7 @@ reason:
     compaction   the beginning is the same, but sampled turns are missing
     sub-agent    the beginning is different
     template     the chat template does not append the new messages (`NotAppended`)
-    ending       the model ended its turn with another end token than the template's
+    ending       the model ended its turn with a different end token from the template's
 
 Consumes: requests, and answers of engines. Produces: prompts, then samples. Waits for nothing.
 
@@ -57,12 +57,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of tokens, and the messages that they encode. It only grows."""
+    """A sequence of tokens, and the messages that the tokens encode. Finished turns never change."""
 
     why: str
     """`first`, or the reason for the fork."""
     tools: str = ""
-    """The tools in the prompt, as JSON. A different list needs another prompt."""
+    """The tools in the prompt, as JSON. A different list needs a different prompt."""
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     """[T] origin of each token."""
@@ -187,9 +187,9 @@ class Session:
         self._template = template
 
     def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
-        """Finds or creates the branch for a request and appends the new messages. It is busy until the turn ends.
+        """Finds or creates the branch for a request and appends the new messages. Marks the branch busy.
 
-        `thinks`: the wire format carries thinking, so if any is missing, the agent dropped it. Raises `DataError` if
+        `thinks`: the wire format carries thinking, so missing thinking was dropped by the agent. Raises `DataError` if
         the chat template refuses the messages.
         """
         named = json.dumps(list(tools), sort_keys=True) if tools else ""

@@ -5,9 +5,10 @@ trim and reorder. So an assistant's message is never encoded. To find what follo
 the whole conversation with a placeholder for each answer. The suffix is the text after the last placeholder, from the
 token that ends that turn on. The next prompt is the existing tokens plus the suffix.
 
-The token that ends a turn depends on what follows it: GLM's templates write only the header of the next message there,
-and gpt-oss ends its last turn with another token. A model may sample any of its end tokens, so it may differ from the
-template's. In that case the prompt drops the model's end token, and the suffix follows the tokens before it (`Suffix`).
+The token that ends a turn depends on what follows: GLM's templates write only the header of the next message there, and
+gpt-oss ends its last turn with a different token. A model may sample any of its end tokens, so its end token may differ
+from the template's. In that case the prompt drops the model's end token, and the suffix follows the tokens before that
+end token (`Suffix`).
 
 Invariants
 1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately gives the same ids.
@@ -58,7 +59,7 @@ class Suffix(Tokens):
     """The tokens that follow a sampled turn."""
 
     other_end: bool = False
-    """Whether the model ended the turn with another end token than the template's. The suffix then begins with the
+    """Whether the model ended the turn with a different end token from the template's. The suffix then begins with the
     template's end token and replaces the last sampled token in the prompt."""
 
 

@@ -62,7 +62,7 @@ def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
-    """Makes a client for each served model, by name; engines are admitted later. `tokenizer`: that of the policy."""
+    """Makes a client for each served model, by name; engines are admitted later. `tokenizer`: the policy's."""
     return Models(
         {
             model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)

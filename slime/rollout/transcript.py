@@ -1,12 +1,13 @@
 """`Transcript`: the prompts that one execution sent to engines, and the answers that the engines sampled.
 
-The client writes the transcript, and `execute` reads it when the execution ends. Tasks of an execution inherit it
-through `TRANSCRIPT`. User code may build a sample in any way; at the end its tokens are checked against the transcript.
+The client writes the transcript, and `execute` reads it when the execution ends. Tasks of an execution inherit the
+transcript through `TRANSCRIPT`. User code may build a sample in any way; when the execution ends, the tokens of the
+sample are checked against the transcript.
 
 Invariants
 1. A trained token is the id that an engine sampled at this place, after exactly the ids before it in the sample, with
    that engine's log-prob and weight version (law 1). `problem` describes the first violation.
-2. If the run took back any request of an execution, the execution is not finished, regardless of what its code returns
+2. If the run cancelled any request of an execution, the execution is not finished, regardless of what its code returns
    (`taken_back`).
 3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has stored.
 
@@ -82,7 +83,7 @@ class Transcript:
     """The transcript of one execution, or of a hook over a whole group."""
 
     taken_back: bool = False
-    """Whether the run took back a request, to the policy or a judge, from an agent or a hook."""
+    """Whether the run cancelled a request, to the policy or a judge, from an agent or a hook."""
     closed: bool = False
     """Whether the execution has ended. Requests of tasks that outlive it belong to `STRAYS`."""
     _answers: list[_Answer] = field(default_factory=list)
@@ -185,14 +186,14 @@ class Transcript:
     def problem(self, sample: Sample) -> str:
         """Describes the first violation of invariant 1 in a sample; empty without one.
 
-        If the execution asked no engine, a sample without log-probs and versions is a given conversation and may be
+        If the execution sent no request, a sample without log-probs and versions is a given conversation and may be
         trained.
         """
         if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
             return ""
         found = list(self._answers_in(sample))
         reason = self._first_problem(sample, found)
-        if reason:  # a thread, or a task that executions share, may have asked
+        if reason:  # a thread, or a task that executions share, may have sent the request
             others = [one for one in (*_LIVE, STRAYS) if one is not self]
             elsewhere = [part for other in others for part in other._answers_in(sample)]
             reason = self._first_problem(sample, [*found, *elsewhere]) if elsewhere else reason
@@ -272,9 +273,7 @@ class Transcript:
 
 
 class _Strays(Transcript):
-    """Answers to requests outside of executions: from threads, shared tasks, and tasks that
-    outlived their execution.
-    """
+    """Answers to requests outside executions: from threads, shared tasks, and tasks that outlived their execution."""
 
     def _add(self, answer: _Answer) -> None:
         super()._add(answer)
@@ -294,7 +293,7 @@ TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", defau
 
 
 class Seals:
-    """Records the trained content of samples before user code that may only read, mask or drop them."""
+    """Records the trained content of samples before a call of user code, which may only read, mask or drop samples."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._before = {id(sample): _content(sample) for sample in samples}

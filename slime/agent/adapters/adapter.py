@@ -232,7 +232,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
     )
 
 
-# The contract of a wire format. It translates requests and answers of one public API, and knows nothing about sessions,
+# The contract of a wire format, which translates requests and answers of one public API, without access to sessions,
 # engines or tokens. Each format is one file in this folder.
 
 

@@ -2,8 +2,8 @@
 
     result = await ClaudeCodeHarness().run(sandbox, "Fix the bug.", url=adapter_url, key=key, folder="/work")
 
-A harness knows which package to install, which files and variables make the program use only the adapter, and the
-command line that passes a prompt. It knows nothing about sessions and samples.
+A harness defines the package to install, the files and variables that make the program use only the adapter, and the
+command line that passes a prompt. Harnesses have no access to sessions or samples.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ClaudeCodeHarness(Harness):
             "ANTHROPIC_BASE_URL": place.url,
             "ANTHROPIC_AUTH_TOKEN": place.key,
             "ANTHROPIC_SMALL_FAST_MODEL": place.model,
-            "IS_SANDBOX": "1",  # otherwise it refuses to skip questions as root
+            "IS_SANDBOX": "1",  # otherwise Claude Code refuses to skip confirmations as root
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",

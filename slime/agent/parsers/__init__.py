@@ -3,9 +3,9 @@
     parsed = format.reader(tools, prompt_end).all(text)
 
 Invariants
-1. A reader never raises, whatever the text. A call that cannot be read stays text, and `ill_formed` is set.
+1. A reader never raises, for any text. A call that cannot be read stays text, and `ill_formed` is set.
 2. The joined parts that a reader returns are the thinking and the text of `Parsed`, however the input was split.
-3. A model whose format slime does not know gets no tools (`known_format`).
+3. Tools are refused if the model's format is unknown (`known_format`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Reader(AnswerReader):
         self._blank: list[str] = []
         """Leading white space. It is dropped if a mark of thinking follows."""
         self._doubt: list[str] | None = None
-        """Text inside the thinking, starting at a call's mark. If `</think>` follows, it is thinking, else a call."""
+        """Text inside the thinking, starting at a call's mark. It is thinking if `</think>` follows, else a call."""
         self._edge = ""
         """The last characters of `_doubt`, which may begin `</think>`."""
 
@@ -226,13 +226,13 @@ def begins(text: str, marks: Sequence[str]) -> int:
 
 
 def format_of(template: str) -> str | None:
-    """Name of the format whose signs all occur in a chat template, preferring more signs; None if none fits."""
+    """The format whose signs all occur in a chat template; of several, the one with most signs. None if none fits."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 
 
 def known_format(template: str, name: str | None = None) -> ToolFormat:
-    """The format called `name`, or the one that the chat template uses. Raises `ConfigError` if it is unknown."""
+    """The format `name`, or the format that the chat template uses. Raises `ConfigError` if the format is unknown."""
     name = name or format_of(template)
     if name is None:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))

@@ -6,7 +6,7 @@
 The chat template writes the recipient before the channel. A call ends the turn, so there is at most one.
 Source: OpenAI's guide to the harmony format, and the chat template of gpt-oss.
 
-Invariant: a header becomes text only if it turns out to be no valid header, or if its call cannot be read.
+Invariant: a header becomes text only if it is invalid or its call cannot be read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Harmony(AnswerReader):
         return parts
 
     def _plain(self, text: str) -> list[tuple[str, str]]:
-        """Text without a mark."""
+        """Takes text without a mark. Returns the parts that are now certain."""
         match self._kind:
             case _ if not text:
                 return []

@@ -1,15 +1,16 @@
-"""Formats with arguments as text between tags. The tool's schema determines their types.
+"""Formats with arguments as text between tags. The tool's schema determines the types of the arguments.
 
     qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     glm45          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     minimax-m2     <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>...
     deepseekv32    as minimax-m2 with other marks; each parameter says whether it is text or JSON
 
-A value ends at a closing tag that is followed by another tag of the format. So a value may contain tags. If it contains
-the end of a call and the beginning of the next one, a closing tag is missing, and parsing continues at the next call.
-`_Pairs` searches for each key and value only once, although several heads may lead to it. Source: the chat templates of
-Qwen3-Coder, GLM-4.5 (with line feeds between tags), GLM-4.7 (without) and MiniMax-M2; the encoding of DeepSeek-V3.2,
-which has no template.
+A value ends at a closing tag that is followed by a further tag of the format, so a value may contain tags. If a value
+contains the end of a call and the beginning of the next call, a closing tag is missing, and parsing continues at the
+next call. `_Pairs` searches for each key and value only once, although several heads may lead to the same pair.
+
+Source: the chat templates of Qwen3-Coder, GLM-4.5 (with line feeds between tags), GLM-4.7 (without) and MiniMax-M2; the
+encoding of DeepSeek-V3.2, which has no template.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from slime.agent.messages import canonical_arguments
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
 
-# Shared by all formats of calls. Nothing here raises, whatever the text. Parsed arguments can be written as JSON in
+# Functions shared by all formats of calls. They never raise, for any text. Parsed arguments can be written as JSON in
 # UTF-8: they contain no NaN, no infinity and no lone surrogate.
 
 Found = tuple[list[tuple[str, str]], int]
@@ -44,8 +45,8 @@ def scan(
 ) -> Calls:
     """Reads the calls at each match of `head`.
 
-    `call`: reads the calls at a match. It returns None if there is none to read; an empty list and a position make the
-    search continue at that position. `frames`: marks around all calls, removed from the text. `end`: the string that
+    `call`: reads the calls at a match. None means that there is no call; an empty list with a position means that the
+    search continues at that position. `frames`: marks around all calls, removed from the text. `end`: the string that
     follows every call; the search stops after its last occurrence.
     """
     found: list[tuple[str, str]] = []
@@ -317,7 +318,7 @@ class _Pairs:
         return head, end, start
 
     def found(self, call: tuple[str, str] | None, last: int, end: int) -> Found | None:
-        """Wraps a call that ends at `end` with pairs up to `last`. If it is None, records its values as unreadable."""
+        """Wraps a call with pairs up to `last` that ends at `end`. If `call` is None, its values are unreadable."""
         if call is None:
             self.unreadable.add(last)
             return None

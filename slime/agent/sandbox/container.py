@@ -1,14 +1,14 @@
 """A sandbox in a container, through the command line of docker or podman, for tasks that bring their own image.
 
 The container has no network, no capabilities and an unprivileged user; control groups limit memory and processes.
-`reach` works through a socket of this machine in a mounted folder. A small Python program in the container forwards to
-it, so the image needs Python.
+`reach` works through a socket of this machine in a mounted folder. A small Python program in the container forwards
+connections to this socket, so the image needs Python.
 
-Consumes: the ends of clients (`docker exec`). Waits for: each client, at most the command's limit plus `CLIENT_S`.
+Every client (`docker exec`) is awaited for at most the command's limit plus `CLIENT_S`.
 
 Invariants
-1. The container lives as long as the standard input of the client that started it, and at most `lifetime_s`. So it ends
-   with this process, and is removed with its files.
+1. The container ends when the standard input of the client that started it closes, and at the latest after
+   `lifetime_s`. So it ends with this process, and is removed with its files.
 2. A command's line, variables and files are passed through standard input, where no process list shows them.
 """
 
@@ -151,7 +151,7 @@ class ContainerSandbox(ShellSandbox):
         )
 
     async def _ready(self, process: asyncio.subprocess.Process, what: str) -> None:
-        """Waits until the client's program reports that it is ready. Raises `Unconfined` if it ends before."""
+        """Waits until the client's program reports that it is ready. Raises `Unconfined` if the program ends."""
         assert process.stdout is not None, "a pipe"
         async with asyncio.timeout(START_S):
             if (await process.stdout.readline()).decode().strip() != READY:

@@ -3,8 +3,7 @@
 The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables set defaults of the fields below.
 The network may lose requests, so idempotent requests are retried.
 
-Consumes: the service's answers. Waits for: each answer, at most the command's limit plus `REQUEST_S`, and a random,
-growing pause between tries.
+Each response is awaited for at most the command's limit plus `REQUEST_S`. The pauses between tries are random and grow.
 
 Invariants
 1. A command that is not `idempotent` is sent only once.
@@ -63,7 +62,7 @@ class E2BSandbox(Sandbox):
 
     folder = f"/home/{USER}"
     image: str | None = None
-    """An E2B template. If SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY is set, an image, passed under that metadata key.
+    """An E2B template; or an image, if SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY names the metadata key for images.
     None: E2B's default."""
     reach: tuple[str, int] | None = None
     """The only public (host, port) that commands can reach, under its own name. None: no network."""
@@ -100,7 +99,7 @@ class E2BSandbox(Sandbox):
     async def __aexit__(self, *error: object) -> None:
         try:
             await self._tried("end", lambda: self._remote.kill())
-        except Exception as problem:  # the service ends the sandbox later, and the answer is still good
+        except Exception as problem:  # the service ends the sandbox later, and the result is still valid
             logger.warning("the sandbox %s may live for up to %.0f s: %s", self.sandbox_id, self.lifetime_s, problem)
 
     async def _exec(self, command: Command) -> ExecResult:

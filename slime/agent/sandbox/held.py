@@ -1,11 +1,12 @@
-"""The inside of a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
+"""The process inside a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
 
 The supervisor enters new namespaces, switches to another user, and forks the first process of a PID namespace. That
 process builds its own root (`slime.core.confine.view`, writable only in `WRITABLE`), reports on the control socket that
-it is ready, and starts commands on request, each under the system call filter. When it ends, every process ends.
+it is ready, and starts commands on request, each under the system call filter. When this first process ends, every
+process of the sandbox ends.
 
-If this machine cannot confine commands and the caller allows that (`unheld`), the supervisor itself starts commands, in
-a folder.
+If this machine cannot confine commands and the caller allows unconfined commands (`unheld`), the supervisor itself
+starts them, in a folder.
 
 Consumes: requests on the control socket (JSON, with a command's descriptors 0, 1 and 2). Produces: exit statuses of
 commands, and for `reach` a listening socket on the sandbox's loopback; `local.py` accepts and forwards its connections.
@@ -14,8 +15,8 @@ measure memory.
 
 Invariants
 1. No command runs before the confinement is complete. If a step fails, the process reports the step and ends.
-2. When the parent ends, the control socket closes and the kernel kills the supervisor; either ends every process.
-   Without namespaces only the closed socket does, and processes of a command that killed the supervisor survive.
+2. When the parent ends, the control socket closes and the kernel kills the supervisor; either event ends every process.
+   Without namespaces, only the closed socket does, and if a command kills the supervisor, its processes survive.
 3. A command has no capabilities, no descriptors beyond its three, and only the variables passed to it.
 """
 

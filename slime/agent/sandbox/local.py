@@ -7,8 +7,8 @@ Limits
 - Files: the size of the memory file systems `/work`, `/tmp` and `/dev/shm`.
 Control groups are not used, because containers seldom allow them.
 
-Concurrency: one event loop. Consumes: exit statuses of commands, from the control socket to `held.py`; each wakes the
-caller of its command. Connections of `reach` are accepted here, on a socket that `held.py` created.
+Everything runs on one event loop. `held.py` sends the exit statuses of commands through the control socket; each status
+wakes the caller of its command. This module accepts connections of `reach`, on a socket that `held.py` created.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LocalSandbox(ShellSandbox):
     files: int = 100_000
     """Limit for each of /work, /tmp and /dev/shm."""
     allow_unconfined: bool = False
-    """If this machine cannot confine commands, run them as plain processes in a folder of /tmp. They can then reach the
-    network, other processes and all files of their user."""
+    """If this machine cannot confine commands, run them as plain processes in a folder of /tmp. Unconfined commands can
+    reach the network, other processes and all files of their user."""
     lifetime_s: float = 3600.0
     """All processes are killed after this time."""
     sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
@@ -225,7 +225,7 @@ class LocalSandbox(ShellSandbox):
         with open(source, "r+b", buffering=0) as file, _Pipe(loop, most) as out, _Pipe(loop, most) as err:
             file.write(stdin)
             file.seek(0)
-            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # otherwise a command could grow it, uncounted
+            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # otherwise a command could grow the file, uncounted
             waiting = self._ended[number] = loop.create_future()
             late = False
             try:

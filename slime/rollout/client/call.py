@@ -1,16 +1,16 @@
 """`Call`: one call of the client, which may take several requests. `Generation`: a sampled answer.
 
-A call makes the payload of the next request, takes the events of the running one and joins the parts into an answer.
-It never waits.
+A call makes the payload of the next request, takes the events of the running request, and joins the parts into an
+answer. A call never waits.
 
 Invariants
 1. The joined parts are the answer that one request would have sampled: each token of an event is in the answer once,
-   with the log-prob and version it was sampled with. The next request reads all of them, and its `max_new_tokens` and
-   `min_new_tokens` are reduced by their number.
+   with the log-prob and version it was sampled with. The next request reads all tokens so far, and its `max_new_tokens`
+   and `min_new_tokens` are reduced by their number.
 2. An answer ends where one request would have ended. An interruption at the last allowed token, at an end token or at
-   the end of a stop string ends it, and so does a stop string across the joint of two requests. Engines look for stop
-   strings in new text only, so `EndOfText` looks across the joint.
-3. An answer under a grammar cannot be continued, because the engine would begin its grammar again: it starts over.
+   the end of a stop string ends the answer, and so does a stop string across the joint of two requests. Engines search
+   only new text for stop strings, so `EndOfText` searches across the joint.
+3. An answer under a grammar starts over after an interruption, because the engine would restart the grammar.
 4. Penalties count only the tokens of the running request. Log-probs are exact.
 5. Requests that an engine or the router is known to mishandle are not sent: an id outside the vocabulary kills the
    scheduler of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
@@ -18,7 +18,7 @@ Invariants
    but keeps a matched stop string.
 7. Each id has a finite log-prob and a weight version. If requests survive weight syncs, ids have separate versions;
    otherwise all ids share one.
-8. Routed experts have a row for each token that the engine read, from the first requested one to the last but one.
+8. Routed experts have a row for each token that the engine read, from the first requested token to the second-last.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class Drafts:
     """Counts of speculative decoding for one request, in tokens except for `verified`."""
 
     verified: int
-    """Passes of the model over proposed tokens; each samples one token more than it accepts."""
+    """Passes of the model over proposed tokens; each pass samples one token more than it accepts."""
     accepted: int
     proposed: int
 
 
 NO_DRAFTS = Drafts(0, 0, 0)
 NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
-"""The answer to a call that was taken back before its first request."""
+"""The answer of a call that was cancelled before its first request."""
 
 
 def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
@@ -118,7 +118,7 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
 
 
 def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> Generation:
-    """Removes tokens that may begin a stop string from an interrupted part: engines look for one in new text only."""
+    """Removes tokens that may begin a stop string from an interrupted part: engines search only new text for these."""
     stops = [stop] if isinstance(stop, str) else stop
     begun = max((n for s in stops for n in range(1, len(s)) if part.text.endswith(s[:n])), default=0)
     num = len(part.tokens)
@@ -132,7 +132,7 @@ def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> 
 
 
 def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *, has_ended: bool = True) -> Generation:
-    """Reads and checks a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
+    """Reads and checks a `/generate` response (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
 
     `token_versions`: the engine must report the version of each token. `has_ended`: False for a part of an answer,
     which gets the finish reason `abort`.
@@ -199,8 +199,8 @@ def parse_experts(
 ) -> RoutedExperts | None:
     """Returns the routed experts at the end of a request of `num_tokens` ids, including sampled ones.
 
-    None if the request was aborted in the queue, because the engine has then forgotten its tokens. Raises `EngineError`
-    if the experts are missing otherwise, or do not fit.
+    Returns None if the request was aborted in the queue, because the engine then no longer has its tokens. Raises
+    `EngineError` if the experts are missing for any other reason, or do not fit.
     """
     meta = answer.get("meta_info") or {}
     text = meta.get("routed_experts")
@@ -221,10 +221,10 @@ def parse_experts(
 class Pictures:
     """The images of one request, in the order of its prompt.
 
-    A prompt has one placeholder for each token of an image. SGLang 0.5.16 wants one placeholder per image and expands
-    it itself; it reports the length of the prompt that it read, which `Call` checks. Images are sent as PNG in data
-    URIs: SGLang takes bare base64 that begins with a slash (a JPEG's does) for a path, and may decode a JPEG on a GPU,
-    to other pixels.
+    A prompt has one placeholder for each token of an image, but SGLang 0.5.16 expects one placeholder per image and
+    expands it. `Call` checks the prompt length that SGLang reports. Images are sent as PNG in data URIs, because SGLang
+    mistakes bare base64 that begins with a slash (as a JPEG's does) for a path, and may decode a JPEG on a GPU, which
+    gives different pixels.
     """
 
     token_id: int
@@ -268,7 +268,7 @@ class EndOfText:
     token_ids: frozenset[int] = frozenset()
     """Tokens that end any answer."""
     decode: Callable[[Sequence[int], bool], str] | None = None
-    """(ids, skip_special_tokens) -> text; without it stop strings across a joint are not found."""
+    """(ids, skip_special_tokens) -> text; without this function, stop strings across a joint are not found."""
 
 
 class Refused(Exception):
@@ -313,7 +313,7 @@ class Call:
         self._experts: RoutedExperts | None = None
         self._version, self._prompt_tokens, self._cached_tokens = NOT_SAMPLED, 0, 0
         self.read = (0, 0)
-        """Tokens of the prompt that the latest request's engine read, and how many of them it had cached."""
+        """Number of prompt tokens that the engine of the latest request read, and how many of these it had cached."""
         self.drafted = NO_DRAFTS
         """Counts of speculative decoding for the latest request."""
         self._joint = 0
@@ -360,8 +360,8 @@ class Call:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def take_event(self, event: Mapping[str, Any]) -> tuple[Generation, bool]:
-        """Returns the new part of an event, and whether its request has ended. Sets `finish` if the answer has ended,
-        too.
+        """Returns the new part of an event, and whether its request has ended. Sets `finish` if the answer has also
+        ended.
 
         Raises `Refused` if the engine refused the request, `EngineError` for data that cannot be trained on.
         """
@@ -385,7 +385,7 @@ class Call:
         return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
 
     def settle(self) -> None:
-        """Sets `finish` if the tokens already are a whole answer. Called after an interruption."""
+        """Sets `finish` if the tokens are already a whole answer. Called after an interruption."""
         if not self.tokens:
             return
         most = self._params["max_new_tokens"]
@@ -458,7 +458,7 @@ class Call:
     # ---- the end of the text ---------------------------------------------------------------------------------------
 
     def _until_stop(self, part: Generation) -> tuple[Generation, bool]:
-        """Returns the part up to a stop string that began before the joint, and whether there is one."""
+        """Returns the part up to a stop string that began before the joint, and whether such a string was found."""
         before, joint = len(self.tokens), self._joint
         if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
             return part, False
@@ -482,7 +482,7 @@ class Call:
         return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
 
     def _text(self) -> str:
-        """Returns the engine's text. After a joint, where it may lack a character, decodes the tokens again."""
+        """Returns the engine's text. After a joint, where that text may lack a character, decodes the tokens."""
         if not self._joint or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
@@ -500,8 +500,8 @@ class Call:
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 
     def _join_experts(self, more: RoutedExperts) -> None:
-        """Adds new rows. A row for a token of an earlier request counts only under the version that
-        sampled the token.
+        """Adds new rows. A row for a token of an earlier request is kept only if it comes from the version that sampled
+        the token.
         """
         known, num = self._experts, len(self.input_ids)
         read_under = self._versions[self._joint]  # the version of the first token after they were read
@@ -515,8 +515,8 @@ class Call:
 def refuse(event: Mapping[str, Any]) -> None:
     """Raises `Refused` for an error in a stream.
 
-    Ignores the error if keys and values did not reach the decode engine: its partner failed, or the request was aborted
-    while it waited for them. SGLang 0.5.16 calls both an internal error.
+    Ignores the error if keys and values did not reach the decode engine: the prefill engine failed, or the request was
+    aborted while waiting for them. SGLang 0.5.16 reports both as an internal error.
     """
     error = event.get("error")
     if error:
@@ -528,8 +528,9 @@ def refuse(event: Mapping[str, Any]) -> None:
 
 
 def require_joinable(call: Call, handed_out: bool) -> None:
-    """Starts an interrupted call over if it cannot be continued. Raises `EngineError` if parts were
-    already handed out.
+    """Starts an interrupted call over if it cannot be continued.
+
+    Raises `EngineError` if parts were already handed out.
     """
     if call.can_continue or not call.tokens:
         return

@@ -1,22 +1,23 @@
 """`EngineClient`: token ids in; token ids, log-probs and weight versions out, even if engines die meanwhile.
 
 A call (`generate`, `stream`) waits for a place at an engine (`engine_pool`), then for the events of its request, with
-a limit on the time without progress; while the client is paused it waits for `resume`. It is woken by an event, by the
-limit, by the abort of its `RequestScope` (which ends all requests of a loop's tasks) and when its engine is dismissed.
-Background tasks abort requests that are left in an engine (`wire`); `drain` waits for them.
+a limit on the time without progress. While the client is paused, a call waits for `resume`. A call is woken by an
+event, by the limit, by the dismissal of its engine, and by the abort of its `RequestScope`, which ends all requests of
+a loop's tasks. Background tasks abort requests that are left in an engine (`wire`); `drain` waits for these tasks.
 
 Invariants
-1. A call survives its requests. After an abort, a weight sync, the death of an engine or a temporary HTTP status, the
-   call sends a new request with the tokens sampled so far (`call`); the answer has all of them. Only the run itself
+1. A call outlives its requests. After an abort, a weight sync, the death of an engine or a temporary HTTP status, the
+   call sends a new request with the tokens sampled so far (`call`); the answer contains all tokens. Only the run itself
    ends a call early: it aborts the `RequestScope`, or pauses and hands back. The caller then gets `TakenBack`, so that
-   half an answer never passes for a whole one; with `returns_partial` it gets an answer with finish reason `abort`.
-   Either way the transcript marks the execution as not finished, regardless of what its code returns.
+   a partial answer is never mistaken for a whole one; with `returns_partial` the caller gets an answer with finish
+   reason `abort`. In both cases the transcript marks the execution as not finished, regardless of what its code
+   returns.
 2. A call is retried only after errors that a retry can fix (`Job`). A request that kills engines is not retried
    (`Suspects`). While no engine can be reached, a call waits at most `engine_wait_s`.
 3. Each request has its own id, because an engine refuses an id that it is still working on. One abort per engine ends
-   many requests of this client, but none of other clients (`wire`). Only `pause` ends those as well, because it needs
-   idle engines. Each engine of a pair gets its own request (`pairing`).
-4. Work on a thousand requests is spread over several turns of the event loop.
+   many requests of this client, but none of other clients (`wire`). Only `pause` also ends requests of other clients,
+   because it needs idle engines. Each engine of a pair gets its own request (`pairing`).
+4. Work on many requests at once is spread over several turns of the event loop.
 5. The length of an answer and the time in a queue are not limited.
 """
 
@@ -51,8 +52,8 @@ logger = logging.getLogger(__name__)
 TOGETHER = 8
 """An engine with at least this many of the requests gets one abort for all of them."""
 ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
-"""An aborted scope is ended at this many engines at a time. The next engines follow when these are done, or after this
-time. All answers of an engine arrive at once, and reading them blocks the event loop.
+"""An aborted scope is ended at `ENGINES_AT_ONCE` engines at a time. The next engines follow when these are done, or
+after `NEXT_ENGINES_S`. The responses of an engine arrive all at once, and reading them blocks the event loop.
 """
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so it is repeated."""
@@ -90,9 +91,9 @@ class EngineClient:
         `request_timeout_s`: limit without progress. `engine_wait_s`: how long a call waits while no engine can be
         reached. `max_concurrency`: requests in flight per engine. `vocab_size`: prompts with larger ids are refused,
         because they kill an engine. `keys`: API keys. `token_versions`: engines must report the version of each token.
-        `experts`: the format of routed experts, if engines return them. `end`: how answers end. `shared`: engines also
-        serve other clients, and the requests of those must not be ended. `pairs`: the engines are prefill and decode
-        engines. `trained`: answers of these engines may be trained, so transcripts record them.
+        `experts`: the format of routed experts, if engines return them. `end`: how answers end. `shared`: the engines
+        also serve other clients, whose requests must not be ended. `pairs`: the engines are prefill and decode engines.
+        `trained`: answers of these engines may be trained, so transcripts record them.
         """
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
@@ -122,13 +123,13 @@ class EngineClient:
         """Samples a continuation of `input_ids`.
 
         `session_id`: all requests of a session go to one engine while it lives. `experts_from`: routed experts of
-        earlier tokens are not sent again. `returns_partial`: if the run takes the request back, return the tokens so
-        far with finish reason `abort` instead of raising `TakenBack`; the execution then ends with status ABORTED.
+        earlier tokens are not sent again. `returns_partial`: if the run cancels the request, return the tokens so far
+        with finish reason `abort` instead of raising `TakenBack`; the execution then ends with status ABORTED.
         `pictures`: the images of the prompt.
 
-        Raises `TakenBack` if the run took the request back, `RequestRejected` if it can never succeed, `DeadlyRequest`
-        if it kills engines, `EngineError` if engines fail or answer wrongly, `DeadlineExceeded` after
-        `request_timeout_s` without progress or `engine_wait_s` without an engine.
+        Raises `TakenBack` if the run cancelled the request, `RequestRejected` if the request can never succeed,
+        `DeadlyRequest` if it kills engines, `EngineError` if engines fail or send an invalid response,
+        `DeadlineExceeded` after `request_timeout_s` without progress or `engine_wait_s` without an engine.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, STREAM_INTERVAL, False, pictures)
@@ -151,9 +152,9 @@ class EngineClient:
         """Like `generate`, but yields the new tokens as they come, for callers that may stop early.
 
         Closing the iterator aborts the request; later tokens are dropped. Each part but the last has finish reason
-        `abort`. If the run takes the request back, the stream raises `TakenBack`, or ends with such a part under
-        `returns_partial`. `interval`: about this many tokens per part. The last part has the routed experts of all
-        parts, so a stream that is closed early has none.
+        `abort`. If the run cancels the request, the stream raises `TakenBack`; under `returns_partial` its last part
+        has finish reason `abort` instead. `interval`: about this many tokens per part. The last part has the routed
+        experts of all parts, so a stream that is closed early yields none.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
@@ -212,7 +213,7 @@ class EngineClient:
     # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
-        """Takes back all requests of a scope, including those at other clients, and blocks later ones."""
+        """Cancels all requests of a scope, including those of other clients, and refuses later requests."""
         scope.aborted = True
         for pool in scope.pools:
             pool.wake_all()
@@ -235,7 +236,7 @@ class EngineClient:
     async def pause(self, scope: RequestScope | None = None) -> None:
         """Ends every request; the calls continue after `resume` with the tokens they have.
 
-        Takes back requests of `scope` instead. Interrupts requests that do not end in time.
+        Calls of `scope` are cancelled instead. Requests that do not end in time are interrupted.
         """
         self.num_pauses += 1
         self._pool.close_gate()
@@ -301,12 +302,14 @@ class EngineClient:
             pictures=pictures,
         )
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
-        if transcript is not None and transcript.closed:  # the task outlived its execution and serves others now
+        if (
+            transcript is not None and transcript.closed
+        ):  # the task outlived its execution and serves other executions now
             scope = transcript = None
         return Job(call, scope, transcript, session, interval, streams, self._suspects)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
-        """Sends requests until the answer is whole or the call is taken back."""
+        """Sends requests until the answer is whole or the call is cancelled."""
         transcript = (job.transcript or STRAYS) if self._trained else None
         if transcript is not None:
             transcript.begin_call(job.call)
@@ -413,7 +416,7 @@ class EngineClient:
 
 
 def _require_whole(job: Job, returns_partial: bool) -> None:
-    """Raises `TakenBack` if the run took the call back."""
+    """Raises `TakenBack` if the run cancelled the call."""
     if job.taken_back and not returns_partial:
         raise TakenBack(
             f"the run took a request back after {len(job.call.tokens)} tokens, because its step is over or a "

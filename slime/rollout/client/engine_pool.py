@@ -3,12 +3,13 @@
 `EngineClient` passes on `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
 `acquire` waits for an open gate and an engine with room, at most `wait_limit_s` while no engine can be reached. It is
 woken by a freed place, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
-looks for tries and engines without progress; it ends when nothing is left to watch. Everything runs on one event loop.
+finds tries and engines without progress; it ends when nothing is left to watch. Everything runs on one event loop.
 
 Invariants
 1. An engine has at most `most_per_engine` tries. An engine that could not be reached has at most one, as a test.
-2. The requests of a session go to one engine while it lives. Requests with the same prompt also go to one engine, for
-   its prefix cache, while its load is close to the least. All other requests go to the least loaded engine.
+2. The requests of a session go to one engine while that engine lives. Requests with the same prompt also go to one
+   engine, to use its prefix cache, unless its load is far above the lowest. All other requests go to the least loaded
+   engine.
 3. A dismissed engine gets no more requests, and its tries are interrupted at once. If it is admitted again, it counts
    as a new engine.
 4. A freed place wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes all waiters, some
@@ -52,7 +53,7 @@ from slime.rollout.transcript import Transcript
 
 
 class Loads:
-    """Engines in buckets by number of tries, which finds the least loaded engine without a scan."""
+    """Keeps engines in buckets by number of tries, so that the least loaded engine is found without a scan."""
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
@@ -89,10 +90,10 @@ class Loads:
 
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
-"""How long an engine that could not be reached gets no request: at first, and at most."""
+"""Seconds without requests for an engine that could not be reached: the first time, and at most."""
 NEAR = 16
-"""A request goes to the engine that knows its prompt, unless that has this many more tries than the
-least loaded one.
+"""A request goes to the engine that has cached its prompt, unless that engine has this many more tries than the least
+loaded engine.
 """
 REMEMBERED = 1 << 18
 """Number of sessions and prompts for which the pool remembers the engine."""
@@ -185,7 +186,7 @@ class EnginePool:
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Wakes all waiters to look again, some in each turn of the event loop."""
+        """Wakes all waiters to try again, some in each turn of the event loop."""
         for queue in (self._waiting, *(upstream.waiting for upstream in self._upstreams.values())):
             waiting = list(queue)
             queue.clear()
@@ -322,7 +323,7 @@ class EnginePool:
             self._watch = asyncio.create_task(self._watch_tries(), name="engine-pool-watch")
 
     async def _watch_tries(self) -> None:
-        """Interrupts tries without progress, and ends the waits if no engine comes."""
+        """Interrupts tries without progress, and fails the waits if no engine becomes reachable."""
         limits = (self.silence_limit_s, self._wait_limit_s)
         every_s = min(max(min(limits) / LOOKS, 0.02), 5.0)
         while self._waiting or any(upstream.tries or upstream.waiting for upstream in self._upstreams.values()):
@@ -370,7 +371,7 @@ class EnginePool:
 
 
 def _wake(queue: dict[asyncio.Future[None], None], most: int | None = None) -> None:
-    """Wakes the first `most` waiters to look again; None: all."""
+    """Wakes the first `most` waiters to try again; None: all."""
     for waiter in list(islice(queue, most)):
         queue.pop(waiter)
         _rouse(waiter)
@@ -394,8 +395,8 @@ def _now() -> float:
 MAX_DEATHS = 3
 """A request is deadly if this many engines died while they worked on it."""
 TRIAL_TOKENS = 128
-"""A request on trial is cleared after this many more tokens: a deadly one kills by its prompt, or soon after the tokens
-that it has.
+"""A request on trial is cleared after this many more tokens: a deadly request kills an engine with its prompt, or soon
+after the tokens sampled so far.
 """
 
 
@@ -409,10 +410,10 @@ class Deaths:
 class Suspects:
     """The requests of one client that may kill engines.
 
-    An engine that dies takes healthy requests with it, so one death proves nothing. After `MAX_DEATHS - 1` deaths a
-    request is on trial: no other suspect is sent meanwhile. An answer, or `TRIAL_TOKENS` more tokens, clears it. If its
-    engine dies during the trial, it ends with `DeadlyRequest`, and other requests for the same ids are not sent at all.
-    A suspect waits until the previous trial has ended.
+    An engine that dies also ends healthy requests, so one death proves nothing. After `MAX_DEATHS - 1` deaths a request
+    is on trial: no other suspect is sent during the trial. A whole answer, or `TRIAL_TOKENS` more tokens, clears the
+    request. If its engine dies during the trial, the request ends with `DeadlyRequest`, and other requests for the same
+    ids are not sent at all. A suspect waits until the previous trial has ended.
     """
 
     def __init__(self) -> None:
@@ -462,7 +463,7 @@ def _deadly(call: Call, said: str) -> DeadlyRequest:
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
-"""A proxy or the engine itself says that the engine is gone or not ready."""
+"""Sent by a proxy or the engine itself if the engine is gone or not ready."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 """The engine may still work on the request."""
 MAX_TRIES = 5
@@ -473,12 +474,12 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 class Job:
     """A running call, with its retries.
 
-    1. A call is retried after lost connections, aborts, 408, 429, 502, 503 and 504, once after a 500, and after no
-       other 4xx. `MAX_TRIES` tries in a row without a token end the call. Tries at an engine that could not be reached
-       do not count: the call waits for the fleet.
+    1. A call is retried after lost connections, aborts, 408, 429, 502, 503 and 504, once after a 500, and never after
+       any other 4xx. `MAX_TRIES` tries in a row without a token end the call. Tries at an engine that could not be
+       reached do not count: the call waits for the fleet.
     2. Each death of an engine is reported to `Suspects`.
-    3. A request without progress ends its call. If the whole engine stalls, the call continues once, elsewhere or when
-       the engine was restarted.
+    3. A request without progress ends its call. If the whole engine stalls, the call continues once, at another engine
+       or after the engine's restart.
     """
 
     call: Call
@@ -494,27 +495,27 @@ class Job:
     taken_back: bool = False
     """Whether the run ended the call early."""
     left_stalled: bool = False
-    """Whether the call has left a stalled engine; a second stall counts as its own fault."""
+    """Whether the call has left a stalled engine; a second stall counts as the call's own fault."""
     deaths: Deaths = field(default_factory=Deaths)
 
     def is_over(self) -> bool:
-        """Whether the run takes the call back."""
+        """Whether the run has cancelled the call."""
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
     def take_back(self) -> None:
-        """Ends the call without its whole answer. Its execution is then not finished, regardless of what its code
-        returns.
+        """Ends the call before its answer is whole. The execution then counts as not finished, regardless of what its
+        code returns.
         """
         self.taken_back = True
         if self.transcript is not None:
             self.transcript.taken_back = True
 
     def wait_after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
-        """Returns the seconds to wait before the next request, after one was interrupted or refused.
+        """Returns the seconds to wait before the next request, after a request was interrupted or refused.
 
-        `one`: the failed try. `before`: number of tokens that the call had when it was sent. Raises if the call has
-        failed.
+        `one`: the failed try. `before`: number of tokens that the call had when this try was sent. Raises if the call
+        has failed.
         """
         url = f"{one.upstream.url}/generate"
         match problem:
@@ -563,7 +564,8 @@ class Job:
                 raise problem
 
     def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
-        """Notes that the engine broke off or is not ready. A try counts only if the engine could be reached before it.
+        """Notes that the engine broke the connection or is not ready. The try counts only if the engine was reachable
+        before.
 
         Raises as `count_try` does.
         """

@@ -1,16 +1,16 @@
 """`PairPool`: engines in pairs. A prefill engine reads the prompt and hands its keys and values to a decode engine,
 which streams the answer.
 
-It is the pool of the decode engines, with an inner pool of prefill engines. `acquire` returns a try at a decode engine,
-with a try at a prefill engine as its `reader`; `begin` sends the reader in a separate task. That task waits for the
-prefill engine's answer; an interruption or the release of the pair also wakes it. Everything runs on one event loop.
+`PairPool` is the pool of the decode engines, with an inner pool of prefill engines. `acquire` returns a try at a decode
+engine, with a try at a prefill engine as its `reader`; `begin` sends the reader in a separate task. The task is woken
+by the prefill engine's response, by an interruption and by the release of the pair. Everything runs on one event loop.
 
 Invariants
 1. A request has a place and an id at each of the two engines, and is ended at both.
 2. The reader's place is free as soon as the prompt is read, or the request no longer needs it.
 3. If the prompt is not read, the request is interrupted and sent again as if its own engine had failed. After the first
    token, failures of the reader do not matter.
-4. The two engines match their requests by a number that no other request has.
+4. The two engines match their requests by a unique random number.
 5. Requests of a session or prompt share a prefill engine for its cache. The decode engine is chosen by load alone.
 """
 
@@ -61,7 +61,7 @@ class PairPool(EnginePool):
         urls = list(urls)
         gone = super().dismiss(urls, died=died)
         if gone:
-            self._readers.wake_all()  # requests at a dismissed decode engine need no reader any more
+            self._readers.wake_all()  # requests at a dismissed decode engine no longer need a reader
         return [*gone, *self._readers.dismiss(urls, died=died)]
 
     def close_gate(self) -> None:

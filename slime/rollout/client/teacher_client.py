@@ -3,7 +3,7 @@
 A request waits for a free place, then for the teacher's server (or its router), within `--request-timeout-s`.
 
 Invariants
-1. The ids that the teacher judged are the ids that were sent; anything else is an error.
+1. The log-probs belong to the ids that were sent; other ids are an error.
 2. A request is retried within the limit after lost connections, 408, 429, 502, 503 and 504, and once after a 500.
 """
 
@@ -72,7 +72,7 @@ class TeacherClient:
                 ) from expiry
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Returns the answer after up to `MAX_TRIES` tries. Aborts a try that may still run."""
+        """Returns the response after up to `MAX_TRIES` tries. Aborts a try that may still run."""
         problem = "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
@@ -102,10 +102,11 @@ class TeacherClient:
 
 
 def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_size: int | None = None) -> list[float]:
-    """Returns the log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if its ids
-    differ.
+    """Reads the log-probs of `response` from the body of `/generate` (SGLang 0.5.16).
 
-    SGLang reports the last id of the vocabulary as 0 in prompts, where it expects hashes of images.
+    Raises `EngineError` if the ids differ.
+
+    SGLang reports the last id of the vocabulary as 0 in prompts, because it expects hashes of images there.
     """
     pairs = (answer.get("meta_info") or {}).get("input_token_logprobs") or []
     judged = pairs[-len(response) :]

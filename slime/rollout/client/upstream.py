@@ -1,16 +1,16 @@
-"""`Upstream`: an engine as its client sees it. `Try`: one request there. `RequestScope`: the requests of one rollout.
+"""`Upstream`: an engine as its client sees it. `Try`: one request to an engine. `RequestScope`: a rollout's requests.
 
-A try waits for its engine in `wait`; the answer or `break_off` wakes it. Everything runs on one event loop.
+A try waits for its engine in `wait`, and is woken by the response or `break_off`. Everything runs on one event loop.
 
 Invariants
-1. The id of a request begins with a prefix for its client and engine, then one for its scope, and no id is a prefix of
-   another. One abort ends all requests with a common prefix (`wire`): one request, a scope, or all requests of a
-   client, but none of other clients.
-2. An engine that is admitted again is a new `Upstream`: aborts for the old one do not touch the new one's requests.
-3. A try's time without progress counts from its last token. While the try may still be queueing, which is until the
-   engine serves a later request, it counts from the engine's last token. While a prefill engine reads the prompt, only
-   the reader's time counts, and a token of the decode engine also restarts it, because the reader may wait for room
-   there.
+1. The id of a request begins with a prefix for its client and engine, followed by a prefix for its scope. No id is a
+   prefix of another id. One abort ends all requests with a common prefix (`wire`): one request, the requests of a
+   scope, or all requests of a client, but no requests of other clients.
+2. An engine that is admitted again is a new `Upstream`, so that aborts for the old one do not end new requests.
+3. The time without progress of a try starts at its last token. While the try may still be queued, that is until the
+   engine serves a later request, the time starts at the engine's last token. While a prefill engine reads the prompt,
+   only the reader's time counts; a token of the decode engine also restarts the reader's time, because the reader may
+   wait for memory there.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 class RequestScope:
     """The requests of one rollout, from any user code. Tasks inherit the scope through `REQUEST_SCOPE`.
 
-    The run takes all requests of a scope back together; their callers get `TakenBack`.
+    The run cancels all requests of a scope together; their callers get `TakenBack`.
     """
 
     tries: set[Try] = field(default_factory=set)
     pools: set[EnginePool] = field(default_factory=set)
-    """Pools that its requests have asked for a place."""
+    """Pools in which its requests have waited for a place."""
     aborted: bool = False
-    """The requests are taken back, and no more are sent."""
+    """The requests are cancelled, and no more are sent."""
     hands_back: bool = False
-    """The requests are taken back; new ones are sent after the pause."""
+    """The requests are cancelled; new requests are sent after the pause."""
     number: int = field(default_factory=count(1).__next__)
     """Unique in this process; part of the request ids."""
 
@@ -74,7 +74,7 @@ class Upstream:
         self.admitted, self.failures, self.down_until = True, 0, 0.0
         self.asked = 0
         self.served = -1
-        """The highest number of a request that has got a token."""
+        """The highest number of a request that has received a token."""
         self.admitted_at = self.progress_at = now
         self._busy_s, self._busy_since = 0.0, now
         self.stalls_at: float | None = None
@@ -206,7 +206,7 @@ class Budget:
         self._due = False
 
     async def wait_for_room(self, amount: int) -> None:
-        """Returns in a turn that has room for this amount; earlier callers go first."""
+        """Waits for a turn that has room for `amount`; earlier callers come first."""
         if self._waiting or self._used >= self._most:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append((waiter, amount))

@@ -1,4 +1,4 @@
-"""`Wire`: HTTP requests to engines, which answer with streams of `Events`, and aborts.
+"""`Wire`: HTTP requests to engines, and aborts. `Events`: the stream of a response.
 
 Callers do not wait for aborts: a background task per engine delivers them, several at a time, and `drain` waits for the
 tasks. Everything runs on one event loop.
@@ -6,11 +6,11 @@ tasks. Everything runs on one event loop.
 Invariants
 1. An abort goes only to the engine that has the request.
 2. Aborts never wait for a free connection. An unreachable engine costs one attempt, not one per request.
-3. Requests with a common id prefix, and only those, can be ended together. SGLang 0.5.16 ends all requests with ids
-   that begin with the id it is sent, but ignores an id that is not itself a request. So the client first sends a
-   marker, a request with the prefix as its id, and ends it with the others. Once the marker ends, the others have too.
-4. No request that must continue has an id that begins with a marker's id: SGLang sends itself an abort of each request
-   two seconds after its answer, and with several tokenizer workers it checks only later whether the request exists.
+3. Requests with a common id prefix, and only those, can be ended together. SGLang 0.5.16 ends all requests whose ids
+   begin with the id of the abort, but ignores an abort if no request has exactly that id. So the client first sends a
+   marker, a request with the prefix as its id, and then aborts that id. When the marker ends, the others have ended.
+4. No request that must continue has an id that begins with a marker's id: SGLang also aborts each request two seconds
+   after its response, and with several tokenizer workers it checks only later whether the request exists.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ CONNECT_TIMEOUT_S = 10.0
 """A reachable engine accepts at once; a host that is gone never does."""
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
-"""A connection whose answer does not end in this time is closed instead of reused."""
+"""A connection whose response does not end in this time is closed instead of reused."""
 EVERYTHING = ""
 """The id that stands for all requests of an engine, from any client."""
 MARKERS = 3
-"""Number of markers to try: a marker may end before its abort comes. After that, or if a marker is refused, each
-request is ended alone.
+"""Number of markers to try, because a marker may end before its abort arrives. After the last marker, or if a marker is
+refused, each request is aborted separately.
 """
 MARKER_TOKENS = 64
 """Maximum number of tokens of a marker, which normally ends long before."""
 REFUSED = re.compile(rb'"status_code":\s*\d')
-"""Part of the answer to a request that its engine refused, as a paired engine refuses a request without a partner."""
+"""Part of the response if the engine refused the request, as a paired engine refuses a request without a partner."""
 MARKER_REPEAT_S = 0.25
-"""An abort can overtake its marker on the way to the engine."""
+"""An abort can overtake its marker on the way to the engine, so it is repeated."""
 
 
 class Events:
@@ -86,8 +86,8 @@ def allow_many_connections() -> None:
 def collect_garbage_rarely() -> None:
     """Makes Python's garbage collector run rarely.
 
-    Otherwise it stops a process that makes thousands of requests for seconds. Objects that exist now are never scanned
-    again, and new ones rarely.
+    Otherwise a process with thousands of requests would stop for seconds. Existing objects are never scanned again, and
+    new objects rarely.
     """
     gc.collect()
     gc.freeze()
@@ -95,7 +95,7 @@ def collect_garbage_rarely() -> None:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Parses the JSON object of an answer or event. Raises `EngineError`."""
+    """Parses the JSON object of a response or event. Raises `EngineError`."""
     try:
         answer = orjson.loads(body)
     except ValueError as problem:
@@ -125,7 +125,7 @@ class Wire:
         return await self._open().post(url, data=orjson.dumps(payload))
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
-        """Reads the answer to its end after the last event, so that the connection can be reused."""
+        """Reads the response to its end after the last event, so that the connection can be reused."""
         response.content.read_nowait(-1)
         if response.content.at_eof():
             return
@@ -192,8 +192,8 @@ class Wire:
             del self._delivering[url]  # a later abort starts another task
 
     async def _abort_together(self, url: str, prefix: str) -> bool:
-        """Ends requests together (invariant 3). Returns False if they must be ended one by one, and True also if the
-        engine cannot be reached.
+        """Ends requests together (invariant 3). Returns False if the requests must be ended one by one, and True if
+        they have ended or the engine cannot be reached.
         """
         params = {"max_new_tokens": MARKER_TOKENS, "ignore_eos": True}
         body = orjson.dumps({"rid": prefix, "input_ids": [0], "sampling_params": params, "stream": True})
@@ -213,7 +213,7 @@ class Wire:
         return False
 
     async def _end_marker(self, url: str, prefix: str, marker: aiohttp.ClientResponse) -> bytes | None:
-        """Ends the marker and returns its answer; None if the engine can no longer be reached."""
+        """Ends the marker and returns its response; None if the engine can no longer be reached."""
         answer = asyncio.ensure_future(marker.read())
         try:
             while not answer.done():

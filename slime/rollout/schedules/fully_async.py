@@ -1,18 +1,19 @@
 """The schedule of `--fully-async`: one worker generates during the whole run, also while the trainer trains.
 
-Finished groups wait in the Data Buffer; `step` takes a batch of them, oldest weights first. The worker waits for a
-group to end, or for room; an ended group and a taken batch wake it. `step` waits for a full batch; the worker wakes it
-when a batch is full, or when the worker has failed. Everything runs on the manager's event loop.
+Finished groups wait in the Data Buffer; `step` takes a batch of these groups, oldest weights first. The worker waits
+for a group to end, or for room, and is woken by an ended group or a taken batch. `step` waits for a full batch; the
+worker wakes `step` when a batch is full or when the worker has failed. Everything runs on the manager's event loop.
 
 Invariants
-1. At most `--max-groups-in-flight` groups run or wait finished. The worker rests only when finished groups fill that
-   bound.
-2. Requests survive weight syncs. With `--pause-generation-mode abort` the client ends them, and sends them again with
-   their tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the group goes
-   back to the buffer, so that the checkpoint has its tokens, and is issued again at once. A group that is interrupted
-   `MAX_TRIES` times in one step counts as failed.
-3. A batch holds no token older than `--max-weight-staleness`: the buffer checks when a group is issued and when it is
-   taken. No group starves, because a waiting trainer syncs no weights, and running groups then finish in time.
+1. At most `--max-groups-in-flight` groups run or wait finished. The worker is idle only when finished groups alone
+   reach that bound.
+2. Requests continue after weight syncs. With `--pause-generation-mode abort` the client ends each request, and sends
+   it again with its tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the
+   group goes back to the buffer, so that the checkpoint has its tokens, and is issued again at once. A group that is
+   interrupted `MAX_TRIES` times in one step counts as failed.
+3. A batch holds no token older than `--max-weight-staleness`: the buffer checks a group when it is issued and when it
+   is taken. No group starves: while the trainer waits for a batch it syncs no weights, so running groups can finish in
+   time.
 4. If the worker fails, its groups are put back, and the current or next step raises the error.
 """
 

@@ -1,7 +1,8 @@
 """The step schedule: starts groups until a batch is finished, then ends the groups that still run.
 
-It issues the number of groups that the batch lacks, times `--over-sampling-batch-size` / `--rollout-batch-size`, and
-returns exactly `--rollout-batch-size` groups. It waits for any group to end, within `--rollout-global-timeout-s`.
+The schedule issues the number of groups that the batch lacks, times `--over-sampling-batch-size` /
+`--rollout-batch-size`, and returns exactly `--rollout-batch-size` groups. It waits for any group to end, within
+`--rollout-global-timeout-s`.
 
 Invariants
 1. Once a step has returned or raised, none of its work still runs: each group is in the batch, put back, filtered or
@@ -81,7 +82,7 @@ class BatchPolicy(Policy):
         return len(self.accepted) >= self.target
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """Returns how many groups the batch lacks besides the running ones, scaled up by the over-sampling ratio."""
+        """Returns how many groups the batch lacks beyond the running groups, times the over-sampling ratio."""
         missing = self.target - len(self.accepted) - len(loop.running)
         return -(-missing * self._context.args.over_sampling_batch_size // self.target)  # rounded up
 
@@ -97,7 +98,7 @@ class BatchPolicy(Policy):
         return self._source.start_over(group)
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """The step interrupts only surplus; anything else that interrupts a group is a failure."""
+        """The step interrupts only surplus groups; any other interruption is a failure."""
         return loop.scope.aborted
 
     def is_surplus(self, loop: GroupLoop) -> bool:

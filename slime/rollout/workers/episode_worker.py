@@ -1,12 +1,12 @@
 """`EpisodeWorker`: runs whole episodes in a worker process, with its own engine clients, graders and tokenizer.
 
-`WorkerFleet` sends it groups to run, admissions and dismissals of engines, and orders to end requests. Calls begin in
-the order in which they were made (`InOrder`). Everything runs on one event loop.
+`WorkerFleet` sends the worker groups to run, admissions and dismissals of engines, and orders to end requests. Calls
+begin in the order in which they were made (`InOrder`). Everything runs on one event loop.
 
 Invariants
-1. A group is packed into a `GroupRecord` here, in a thread, so that the rollout's process need not encode it.
-2. When `cancel` returns, the work has ended, or is left behind with a warning that names it; it returns no result.
-3. The orders `abort` and `pause` have the same effect on the worker's requests as on those of the rollout's process.
+1. The worker packs a group into a `GroupRecord`, in a thread, so that the rollout's process need not encode the group.
+2. When `cancel` returns, the work has ended without a result, or is left behind with a warning that names it.
+3. The orders `abort` and `pause` have the same effect on the worker's requests as on requests of the rollout's process.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ class EpisodeWorker:
         return None if self._client is None else self._client.take_traffic()
 
     async def abort(self, scope: int) -> None:
-        """Takes back the requests of a scope, and blocks later ones."""
+        """Cancels the requests of a scope, and refuses later requests."""
         if self._client is not None and scope in self._scopes:
             self._scopes[scope].aborted = True
             await self._client.abort_scope(self._scopes[scope])
 
     async def pause(self, scope: int | None) -> None:
-        """Ends every request until `resume`, and takes back those of `scope`."""
+        """Ends every request; calls continue after `resume`, except that calls of `scope` are cancelled."""
         if self._client is not None:
             await self._client.pause(None if scope is None else self._scopes.get(scope))
 
@@ -183,14 +183,14 @@ class EpisodeWorker:
 
 # ---- the order of calls -----------------------------------------------------------------------------------------
 TURN_LIMIT_S = 120.0
-"""How long a call waits for an earlier one that has not arrived."""
+"""Seconds that a call waits for an earlier call that has not arrived."""
 
 
 class InOrder:
     """Begins calls of an object's methods in the order of their numbers.
 
-    Concurrent calls may arrive in another order than they were made: `resume` before `pause`, or `cancel` before its
-    `run`. A call waits until its predecessors have begun; the last of them wakes it.
+    Concurrent calls may arrive out of order: `resume` before `pause`, or `cancel` before its `run`. A call waits until
+    all earlier calls have begun; the last of these wakes it.
     """
 
     def __init__(self, called: Any) -> None:

@@ -2,7 +2,7 @@
 
 Invariants
 1. A cancelled call returns when all work on its group has ended, or was left behind after a limit.
-2. `abort` ends the requests of one scope, wherever they run; `pause` ends all requests and holds new ones back.
+2. `abort` ends the requests of one scope, wherever they run; `pause` ends all requests and delays new requests.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Episodes(ABC):
 
     @abstractmethod
     async def abort(self, scope: RequestScope) -> None:
-        """Takes back the requests of a scope."""
+        """Cancels the requests of a scope."""
 
     @abstractmethod
     async def pause(self, scope: RequestScope | None) -> None:
-        """Ends every request until `resume`, and takes back those of `scope`."""
+        """Ends every request; calls continue after `resume`, except that calls of `scope` are cancelled."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -124,7 +124,7 @@ class Here(Episodes):
 async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:
     """Runs the unfinished executions of a group, then the user's filter if the group is finished.
 
-    If the run took back a request of the filter, the group is ABORTED; its executions stay finished. Raises errors that
+    If the run cancelled a request of the filter, the group is ABORTED; its executions stay finished. Raises errors that
     end the run.
     """
     result = await run_group(context, group, dict(params), hooks.generate)
@@ -165,7 +165,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker's answer."""
+    """A worker's result."""
 
     record: GroupRecord
     """Text and arrays, which the rollout's process need not decode before training."""

@@ -1,14 +1,14 @@
 """`WorkerFleet`: runs groups in worker processes (`EpisodeWorker`).
 
-A call waits for the worker that runs its group. The answer, the worker's death or a cancellation wakes it; it passes a
-cancellation on to the worker. Everything runs on the event loop of the rollout's process, which never reads the tokens
-of a group.
+A call waits for the worker that runs its group. The call is woken by the result, by the worker's death and by a
+cancellation, which is passed on to the worker. Everything runs on the event loop of the rollout's process, which never
+reads the tokens of a group.
 
 Invariants
-1. A group goes to the worker with the fewest groups. A new process replaces a dead worker and learns the current
-   engines and pause. The groups of the dead worker are sent again, as they were issued; none is lost.
+1. A group goes to the worker with the fewest groups. A new process replaces a dead worker and receives the current
+   engines and the current pause. The groups of the dead worker are sent again, as they were issued; none is lost.
 2. If `SUSPECT` workers died while they ran a group, the group runs alone in its own process. If that process dies too,
-   the group fails; the groups that ran with it before do not.
+   the group fails, but the groups that ran beside it before do not.
 3. Orders reach each worker, and the clients of this process, in the order in which they were given.
 4. If a worker dies `MAX_DEATHS` times in a row without a finished group, or does not start, the run ends.
 """
@@ -40,18 +40,19 @@ from slime.settings.eval_config import EvalDatasetConfig
 logger = logging.getLogger(__name__)
 
 SUSPECT = 4
-"""Deaths after which a group runs alone. Low, so that a group that kills its process is found soon. High enough that
-other groups rarely share all these deaths, because groups that run alone wait for each other.
+"""Number of worker deaths after which a group runs alone. The number is low, so that a group that kills its process is
+found soon. It is high enough that other groups rarely share all these deaths, because groups that run alone wait for
+each other.
 """
 STALL_COUNTS = 2
 """A stall counts as this many deaths, because it cost `--execution-timeout-s`."""
 MAX_DEATHS = SUSPECT + 2
 """Higher than the number of deaths that reveals a group that kills its process."""
 ORDER_LIMIT_S = 60.0
-"""How long a worker may take to obey an order; user code may block its event loop."""
+"""Seconds that a worker may take to carry out an order; user code may block its event loop."""
 CLOSE_LIMIT_S = 30.0
 QUESTION_LIMIT_S = 2.0
-"""How long a worker may take to answer a question."""
+"""Seconds that a worker may take to answer a query."""
 
 
 class _WorkerLost(Exception):
@@ -67,7 +68,7 @@ class _Guilty(Exception):
 
 
 class _Ended(Exception):
-    """The run took back the requests of a group that was between two workers."""
+    """The run cancelled the requests of a group that was between two workers."""
 
 
 class WorkerPort(Protocol):
@@ -108,7 +109,7 @@ class WorkerFleet(Episodes):
         self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """Started by the first call, which also gives them the earlier orders."""
+        """The first call starts the members and sends them the earlier orders."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> the part of a request that the engine serves."""
@@ -181,7 +182,7 @@ class WorkerFleet(Episodes):
         group: Group,
         dataset: EvalDatasetConfig | None = None,
     ) -> Done:
-        """Returns the answer of the first worker that does not die. Raises `_Ended`, `_Guilty`, and errors that end the
+        """Returns the result of the first worker that does not die. Raises `_Ended`, `_Guilty`, and errors that end the
         run.
         """
         key = group.group_index, group.samples[0].index
@@ -242,7 +243,7 @@ class WorkerFleet(Episodes):
         """Replaces a dead process, once for each death."""
         if member.port is not port or not member.is_shared or self._closing or self._verdict is not None:
             return
-        port.kill()  # it may be alive but unreachable
+        port.kill()  # the process may be alive but unreachable
         member.num_deaths += 1
         if member.num_deaths >= MAX_DEATHS:
             self._verdict = ActorDied(
@@ -357,7 +358,7 @@ class WorkerFleet(Episodes):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
-        """Sends an order to all workers; waits until each has obeyed, is gone or takes too long."""
+        """Sends an order to all workers; waits until each has carried it out, is gone or takes too long."""
         members = list(self._members)
         await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
@@ -379,7 +380,7 @@ class WorkerFleet(Episodes):
     def _bounded(
         self, member: _Member, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S
     ) -> Coroutine[Any, Any, None]:
-        """Sends an order now. The returned coroutine waits until the worker has obeyed."""
+        """Sends an order now. The returned coroutine waits until the worker has carried it out."""
         port = member.port
         return self._obeyed(member, port, port.call(method, *arguments), method, limit_s)
 
@@ -414,9 +415,7 @@ class WorkerFleet(Episodes):
         return None
 
     async def _counted(self, member: _Member) -> None:
-        """Asks a worker for its sums and keeps them even if they are late, because the worker
-        reports them only once.
-        """
+        """Requests a worker's sums and keeps them even if late, because the worker reports its sums only once."""
         port = member.port
         try:
             sums: Sums | None = await port.call("traffic")
