@@ -1,4 +1,4 @@
-"""`Algorithm`: the entries of the registries that the settings choose, built once."""
+"""`Algorithm`: the registry entries that the settings choose, built once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Algorithm:
     policy_loss: PolicyLoss
     kl: KLEstimator
     corrections: tuple[Correction, ...]
-    """In the order of application."""
+    """In the order in which they are applied."""
     aggregation: Aggregation
 
     @classmethod
     def of(cls, args: Args) -> Algorithm:
-        """Builds it from the settings. Raises `ConfigError` for an unknown name."""
+        """Raises `ConfigError` for an unknown name."""
         return cls(
             estimator=ESTIMATORS.build(args.advantage_estimator, args),
             policy_loss=POLICY_LOSSES.build(args.policy_loss, args),

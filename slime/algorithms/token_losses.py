@@ -9,14 +9,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this, so that one broken token cannot make an infinite loss. A ratio of 5e8 is far
-outside every trust region; tokens that reach it are counted, because trainer and engine then disagree on the model."""
+"""Log-ratios are clamped to +- this, so that one bad token cannot make the loss infinite. A ratio of 5e8 is far outside
+every trust region. Clamped tokens are counted, because they mean that trainer and engine disagree about the model."""
 
 
 def unmasked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` [R], with zeros and zero gradient where `mask` is 0, even for NaN.
 
-    Apply it to inputs, not to results: a NaN that only the result discards returns as 0 * NaN in the backward pass.
+    Apply it to inputs, not to results: a NaN that is discarded only in the result comes back as 0 * NaN in the backward
+    pass.
     """
     import torch
 
@@ -50,7 +51,7 @@ class Sequences:
     ids: Tensor
     """[R] int64: sample of each response token, in [0, count)."""
     count: int
-    """S, the number of samples. One without response tokens has the sum 0."""
+    """S, the number of samples. A sample without response tokens has the sum 0."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over each sample's tokens, [R] -> [S], accumulated in float64. Masked values must be zero."""
@@ -75,14 +76,14 @@ def value_loss(
     """PPO's clipped value loss (Schulman et al. 2017, arXiv:1707.06347, as in OpenAI baselines), without 1/2: the
     larger squared error of the value and of the value clipped to within `value_clip` of the old one.
 
-    Returns (loss [R], differentiable in `values`; 1.0 where the clip decided it [R]), both zero where masked.
+    Returns (loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), both zero where masked.
     """
     import torch
 
     value, old, target = unmasked(values, mask), unmasked(old_values.detach(), mask), unmasked(returns.detach(), mask)
     plain = (value - target).square()
     bounded = (old + (value - old).clamp(-value_clip, value_clip) - target).square()
-    # Inside the clip the two differ only by rounding.
+    # Within the clip range the two losses differ only by rounding.
     decided = (bounded > plain) & ((value - old).abs() > value_clip)
     return torch.maximum(plain, bounded), decided.to(values.dtype)
 

@@ -1,9 +1,9 @@
 """Host arithmetic of a whole batch: token weights of each optimizer step, advantages and returns.
 
-Float64 on all samples, the same on every rank, so groups, denominators, whitening and recursions cannot depend on how
-the batch is split later. The formulas are in `advantages` and `aggregation`; this module adds what works with any of
-them: the KL in the reward, the teacher, whitening, and users' functions (`--custom-advantage-function-path`,
-`--rollout-data-postprocess-path`).
+Every rank computes the same float64 numbers from all samples. So groups, denominators, whitening and recursions cannot
+depend on how the batch is split later. The formulas are in `advantages` and `aggregation`; this module adds what works
+with any formula: the KL in the reward, the teacher, whitening, and users' functions
+(`--custom-advantage-function-path`, `--rollout-data-postprocess-path`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The batch as users' functions see it: a dict of lists with one entry per sample, CPU tensors for tokens.
+    """The batch as users' functions see it: a dict of lists with one entry per sample. Entries with values per token
+    are CPU tensors.
 
     The functions set `advantages` (and with a critic `returns`) in it.
     """
@@ -113,17 +114,17 @@ class BatchLogProbs:
     """Log-probs [R] of each sample before the update, for all samples on every rank; None if not needed."""
 
     old: Arrays | None = None
-    """The policy's, over the distribution that tokens were sampled from."""
+    """The policy's log-probs, under the distribution that tokens were sampled from."""
     ref: Arrays | None = None
-    """The reference's, over the whole distribution."""
+    """The reference's log-probs, under the full distribution."""
     teacher: Arrays | None = None
-    """The teacher's (on-policy distillation), over the whole distribution."""
+    """The teacher's log-probs (on-policy distillation), under the full distribution."""
     old_full: Arrays | None = None
-    """`old` over the whole distribution, if tokens were sampled from a top-p set."""
+    """`old` under the full distribution, if tokens were sampled from a top-p set."""
 
     @property
     def student(self) -> Arrays | None:
-        """The policy's old log-probs under the whole distribution, for comparison with reference and teacher."""
+        """The policy's old log-probs under the full distribution, for comparison with reference and teacher."""
         return self.old if self.old_full is None else self.old_full
 
 
@@ -152,7 +153,7 @@ class StepWeights:
 
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
-    """Raises `DataError` for a batch without the numbers that the policy loss of these settings needs."""
+    """Raises `DataError` if a sample lacks numbers that the policy loss needs under these settings."""
     if not minimises_policy_loss(args):
         return
     for s in samples:
@@ -200,7 +201,7 @@ def step_weights(
 def advantages_and_returns(
     batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
 ) -> AdvantagesAndReturns:
-    """Advantages of the estimator or of the user's functions. `values` [R]: of the critic, before its update.
+    """Computes them with the estimator or the user's functions. `values` [R]: the critic's, before its update.
 
     Raises `HookError` if a function breaks its contract, `DataError` if a sample lacks its teacher's log-probs.
     """

@@ -1,14 +1,14 @@
-"""Model families, one folder each, or a file of the user's own.
+"""Model families: one folder each, or a user's own file.
 
 A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its
-FLOPs; see `Family`. `common/` holds what families share. A folder registers its class under the `model_type` values of
-`config.json` that it serves:
+FLOPs; see `Family`. `common/` has the parts that families share. A folder registers its class under the `model_type`
+values of `config.json` that it serves:
 
     @FAMILIES.register("my_model")
     class MyModel(Family): ...
 
-The command line asks for architectures, so nothing here imports torch or Megatron except the modules of layers, which
-a family imports when a model is built.
+The command line reads architectures, so only the modules of layers import torch or Megatron. A family imports these
+modules when a model is built.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def architecture(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
-    """Why an engine cannot hold this model in this layout, in a half sentence; None if it can."""
+    """Returns why an engine cannot hold this model in this layout, as a clause for a message; None if it can."""
     spread, tied = family_of(hf_config).spread(hf_config), bool(hf_config.get("tie_word_embeddings", False))
     return problem(spread, layout, tied=tied, num_experts=num_experts_of(hf_config))
 
 
 def mtp_problem(hf_config: HfConfig) -> str | None:
-    """Why this model's layer of multi-token prediction cannot be trained, in a half sentence; None if it can."""
+    """Returns why this model's layer of multi-token prediction cannot be trained, as a clause for a message; None if it
+    can."""
     try:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
@@ -89,12 +90,12 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:
-    """Why samples of this model cannot share a prefix, in a half sentence; None if they can."""
+    """Returns why samples of this model cannot share a prefix, as a clause for a message; None if they can."""
     return family_of(hf_config).prefix_problem(hf_config)
 
 
 def images_problem(hf_config: HfConfig) -> str | None:
-    """Why this model cannot be trained on images, in a half sentence; None if it can."""
+    """Returns why this model cannot be trained on images, as a clause for a message; None if it can."""
     if not family_of(hf_config).sees_images:
         readers = ", ".join(name for name, entry in FAMILIES if entry.sees_images)
         return f"a {hf_config.get('model_type')} is not trained on images; {readers} can be"

@@ -1,4 +1,4 @@
-"""`Family`: the contract of a model family. Its defaults are those of a plain pre-norm decoder.
+"""`Family`: the contract of a model family. The defaults describe a plain pre-norm decoder.
 
 A family is an entry of `slime.models.FAMILIES` without state: every method gets the checkpoint's `config.json`. The
 fields of a family that is a frozen dataclass are settings, as in every registry.
@@ -35,21 +35,22 @@ class Family(ABC):
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
     """Supported entries of `layer_types`."""
     refused_biases: ClassVar[tuple[str, ...]] = ("mlp_bias", "attention_bias")
-    """Config keys for biases that it does not train."""
+    """Config keys for biases that the family does not train."""
     per_layer: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types")
     """Config keys that hold one entry per layer."""
     rotates_itself: ClassVar[bool] = False
-    """Whether its attention makes its own rotary embedding. Else the model makes cos and sin once per packed row."""
+    """Whether the family's attention computes its own rotary embedding. Otherwise the model computes cos and sin once
+    per packed row."""
     output_norms: ClassVar[bool] = False
     """Whether the outputs of attention and MLP are normed before they are added."""
     mtp_form: ClassVar[HeadForm] = HeadForm()
-    """The form of its layer of multi-token prediction, if it has one."""
+    """The form of the layer of multi-token prediction, if the family has one."""
     shares_prefixes: ClassVar[bool] = False
     """Whether samples may share a prefix (`--use-prefix-sharing`). The layers must read other tokens only through
     `PackedAttention`, without masks, and take positions from `PackedSequences`."""
 
     sees_images: ClassVar[bool] = False
-    """Whether it has `images` and a `tower`, for `--multimodal-keys`."""
+    """Whether the family has `images` and a `tower`, for `--multimodal-keys`."""
 
     def architecture(self, hf_config: HfConfig) -> dict[str, Any]:
         """Megatron settings by field name. Raises `ConfigError` for a model that is not trained, or a missing key."""
@@ -66,17 +67,17 @@ class Family(ABC):
         return {}
 
     def check(self, args: Args) -> str | None:
-        """Why the settings of a run cannot work with it, as an error message; None if they can."""
+        """Returns an error message if the settings of a run do not work with this family, else None."""
         return None
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
-        """Why samples cannot share a prefix, in a half sentence; None if they can."""
+        """Returns why samples cannot share a prefix, as a clause for a message; None if they can."""
         return None if self.shares_prefixes else f"{hf_config.get('model_type')} does not say that its layers can"
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
         """The config that makes layer 0 the checkpoint's layer of multi-token prediction; None without such a layer.
 
-        Raises `ConfigError` for one that is not trained.
+        Raises `ConfigError` for a layer that this release does not train.
         """
         return None
 
@@ -85,7 +86,7 @@ class Family(ABC):
         """One row per parameter: its names in Megatron, in files and in engines, and how ranks split it."""
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """How an engine may spread it over ranks, beyond tensor and expert parallelism."""
+        """How an engine may spread the model over ranks, beyond tensor and expert parallelism."""
         return PLAIN
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
@@ -105,8 +106,7 @@ class Family(ABC):
         return None
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """The position (time, height or width) that each rotary frequency uses; None: a token
-        has one position."""
+        """The position (time, height or width) that each rotary frequency uses; None if a token has one position."""
         return None
 
     def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
@@ -116,7 +116,7 @@ class Family(ABC):
     def tower(
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> VisionTower:
-        """Its vision tower. `weights`: the tensors that its table carries, by their names in files."""
+        """The family's vision tower. `weights`: the tensors that the table carries, by their names in files."""
         raise NotImplementedError(f"{type(self).__name__} has no vision tower")
 
     def flops(self, hf_config: HfConfig) -> FlopsModel:

@@ -1,14 +1,14 @@
 """Health of a run: detectors over the logged steps, each with a threshold, a finding and advice.
 
 `HealthWatch` is pure: no clock, no file. `HealthSink` feeds it during a run and logs its findings; the report feeds it
-the rows of `metrics.jsonl` and finds the same.
+the rows of `metrics.jsonl` and gets the same findings.
 
 Invariants
-1. A detector looks only at the steps so far, so the same rows give the same findings, live or later.
-2. A finding is reported once when it begins. It is over after as many good steps in a row as bad ones began it, and may
-   come back.
-3. Thresholds are for runs that go wrong. A run that learns (falling entropy, more and more solved groups) does not
-   cross them.
+1. A detector reads only the steps so far, so the same rows give the same findings, live or later.
+2. A finding begins after a number of bad steps in a row, and ends after the same number of good steps in a row. It is
+   reported once, when it begins, and may come back.
+3. Only a run that goes wrong crosses a threshold. A run that learns (falling entropy, more and more solved groups) does
+   not.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 EQUAL_STEPS = 2
 """Steps in a row with equal rewards."""
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
-"""More than half of the samples, three steps in a row; a small first batch may be so by chance."""
+"""More than half of the samples, three steps in a row, because a small first batch may be truncated by chance."""
 START_STEPS = 3
 """The value at the start is the median of this many first steps."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
-"""Below a tenth of the start and below 0.05 nats (a next token of 99 %), the policy tries nothing new."""
+"""Below a tenth of the start and below 0.05 nats (a next token of 99 %), the policy no longer explores."""
 SOLVED_REWARD = 0.95
-"""With at least this reward a confident policy is fine."""
+"""At this reward or above, a confident policy is fine."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
 """Three times the start, and more than float32's rounding."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
-"""Means over tokens, because a worst token jumps by chance. Of the batch, and of the probe of async runs."""
+"""Means over the tokens of the batch, and of the probe of async runs. A maximum would jump by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Finding:
     kind: str
     """One of `DETECTORS`."""
     step: int
-    """The step at which it was found."""
+    """The step at which the problem was found."""
     text: str
     """The observation, why it is bad, and what to do."""
     last_step: int | None = None
-    """The step in which it was over; None while it lasts."""
+    """The step at which the problem ended; None while it lasts."""
 
 
 Series = Mapping[str, Sequence[float]]
@@ -146,7 +146,7 @@ class HealthWatch:
         self._open: dict[str, Finding] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Findings that begin with this record, and those that are over (`last_step` is set)."""
+        """Returns the findings that begin at this record, and the findings that end (`last_step` is set)."""
         for key in NEEDED & metrics.keys():
             if math.isfinite(metrics[key]):
                 self._seen[key].append(metrics[key])
@@ -155,7 +155,7 @@ class HealthWatch:
 
     @property
     def still(self) -> list[Finding]:
-        """Findings that are not over, with the numbers of the last step."""
+        """Findings that have not ended, with the numbers of the last step."""
         return list(self._open.values())
 
     def _judge(self, kind: str, rule: Rule, step: int) -> Finding | None:
@@ -189,7 +189,7 @@ def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool =
 
 
 class HealthSink:
-    """Logs a warning when a finding begins, and a line when it is over."""
+    """Logs a warning when a finding begins, and a line when it ends."""
 
     essential = False
 

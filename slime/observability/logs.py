@@ -47,6 +47,6 @@ def setup_logging(
         file.setFormatter(VisibleFormatter(f"%(asctime)s {line}"))
         root.addHandler(file)
         if crashes:
-            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # open for life
+            faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # stays open
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

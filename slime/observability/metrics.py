@@ -1,11 +1,11 @@
 """Metrics with a defined reduction.
 
-A number from one rank, micro-batch or sample says how it combines with others: a mean carries its weight, a count sums,
-a worst case takes the maximum. So reducing is the same everywhere and never a mean of means.
+A metric from one rank, micro-batch or sample defines how it combines with others: a mean carries its weight, a count is
+summed, a worst case takes the maximum. So the reduction is the same everywhere, and never a mean of means.
 
 Invariants
-1. Reducing is associative: any grouping of the parts gives the same metric, up to float rounding. For all kinds but
-   LAST the order does not matter either.
+1. Reducing is associative: any grouping of the parts gives the same metric, up to float rounding. For all kinds except
+   LAST, the order does not matter either.
 2. All metrics of one name have one kind; mixing kinds is an error.
 """
 
@@ -41,7 +41,7 @@ class Metric:
             raise DataError(f"got weight {self.weight} of a mean, which cannot be negative; give >= 0")
 
     def merge(self, other: Metric) -> Metric:
-        """Combines this with a later one. Raises `DataError` if they reduce differently."""
+        """Combines this metric with a later one. Raises `DataError` if they reduce differently."""
         if self.how is not other.how:
             raise DataError(f"got a {self.how.value} and a {other.how.value} of one metric; give each name one kind")
         if self.how is Reduce.MEAN:
@@ -72,7 +72,7 @@ def mean(value: float, weight: float = 1.0) -> Metric:
 
 
 def total(value: float) -> Metric:
-    """A count or an amount, which sums."""
+    """A count or an amount, which is summed."""
     return Metric(float(value), Reduce.SUM)
 
 
@@ -85,7 +85,7 @@ def minimum(value: float) -> Metric:
 
 
 def last(value: float) -> Metric:
-    """A state (a learning rate, a version), of which the latest value counts."""
+    """A state (a learning rate, a version); its latest value counts."""
     return Metric(float(value), Reduce.LAST)
 
 

@@ -1,11 +1,11 @@
-"""Progress of long work: a bar on a terminal, elsewhere a line every ten seconds. And the phases of a start.
+"""Progress of long work (a bar on a terminal, otherwise a line every ten seconds), and the phases of a start.
 
 The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. If the worker is silent, the thread's
 line says for how long there was no progress.
 
 Invariants
 1. Nothing is printed for work that ends within the first interval.
-2. Leaving the block ends the thread, also after an exception.
+2. Leaving the block ends the thread, even after an exception.
 3. A note may contain text of a model: it becomes one visible line without markup.
 4. After `StartUp.end` no phase is recorded, because it would belong to a step.
 """
@@ -145,14 +145,14 @@ class StartUp:
     """
 
     def __init__(self, began_s: float | None = None) -> None:
-        """`began_s`: `time.monotonic()` at the begin of the start; default: now."""
+        """`began_s`: `time.monotonic()` at the beginning of the start; default: now."""
         self._began_s = time.monotonic() if began_s is None else began_s
         self._seconds: dict[str, float] = {}
         self._over = False
 
     @contextmanager
     def phase(self, name: str, line: str) -> Iterator[None]:
-        """Times the block as phase `name`. `line`: for the console when it ends."""
+        """Times the block as phase `name`. `line`: printed on the console when the phase ends."""
         start_s = time.monotonic()
         yield
         self.done(name, line, time.monotonic() - start_s)

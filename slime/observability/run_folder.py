@@ -18,7 +18,8 @@ Invariants
 1. The folder appears at once with its first files, or not at all (written beside it, then renamed).
 2. A resume keeps all files: metrics are appended, `run.json` gets one more start.
 3. Settings that look like a secret are never written.
-4. Only the owner can read a new folder, because it contains prompts and answers, also in logs. A resume keeps its mode.
+4. Only the owner can read a new folder, because it contains prompts and responses, also in its logs. A resume keeps its
+   mode.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from slime.observability.start_record import (
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
-"""Packages whose versions decide what a run computes."""
+"""Packages whose versions affect what a run computes."""
 SUBFOLDERS = ("logs", "traces")
 
 
@@ -95,7 +96,7 @@ class RunFolder:
         command: Sequence[str] = (),
         without_effect: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RunFolder:
-        """Makes the folder, or joins that of an earlier start of the run.
+        """Makes the folder, or joins the folder of an earlier start of the run.
 
         `args`: all resolved settings; `command`: the command with these settings, `slime train ...`; `without_effect`:
         given settings that have no effect, and why.

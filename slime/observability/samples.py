@@ -5,7 +5,7 @@ the console, TensorBoard, W&B, the report and `slime samples` show them. They ar
 
 Invariants
 1. One line is one sample, written before the loop goes on.
-2. The reader skips a line that a kill left incomplete, and it never joins the first line of a resumed run.
+2. The reader skips a line that a kill left incomplete. The first line of a resumed run never joins such a line.
 3. Text of a model, a tool or a dataset is hostile: it passes `visible` before it reaches a terminal or a page.
 """
 
@@ -41,31 +41,31 @@ class ShownSample:
 
     kind: Kind
     step: int
-    """The rollout that it belongs to, from 0; for an evaluation the rollout that it follows (-1: none yet)."""
+    """Number of its rollout, from 0; for an evaluation, number of the rollout that it follows (-1: none yet)."""
     dataset: str | None = None
     """Name of an evaluation's dataset."""
     prompt: str
     """Everything before the response, with special tokens."""
     response: str
-    """The model's tokens and the tools' answers, with special tokens. SFT: from the first trained token on."""
+    """The model's tokens and the tool results, with special tokens. SFT: from the first trained token on."""
     reward: float | None
-    """Before any normalisation; None if no grader could tell."""
+    """Before any normalisation; None if no grader could score the sample."""
     label: str | None
     """The reference answer, as text."""
     status: str
     """A value of `slime.core.sample.Status`."""
     response_length: int
-    """Tokens after the prompt, with tool results."""
+    """Number of tokens after the prompt, including tool results."""
     weight_version: int | None
-    """The newest weights that sampled a token of it; None if no engine sampled it."""
+    """The newest weights that sampled one of its tokens; None if no engine sampled it."""
     finish_reason: str | None
     """stop, length or abort; None if no engine sampled it."""
     picked: Picked
     """Why it was picked."""
     group_index: int | None = None
-    """The number of its prompt."""
+    """Index of its prompt."""
     index: int | None = None
-    """The number of its execution."""
+    """Index of its execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further facts, if any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`,
     `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
@@ -110,7 +110,7 @@ def _finite(sample: ShownSample) -> ShownSample:
 
 
 def read_samples(path: Path) -> list[ShownSample]:
-    """The samples of a `samples.jsonl` in the order written; none if it is missing. If a resumed run did a step again,
+    """The samples of a `samples.jsonl` in the order written; none if it is missing. If a resumed run repeated a step,
     its later samples count. Incomplete lines are skipped.
     """
     if not path.is_file():
@@ -130,7 +130,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 
 
 def heading(sample: ShownSample) -> str:
-    """Origin and end of a sample, in one line."""
+    """Origin and outcome of a sample, in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
     parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
@@ -151,8 +151,8 @@ def number(value: float | None) -> str:
 def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -> str:
     """A section with a table of at most `limit` samples; empty without samples.
 
-    Half of them are of the first step and evaluation, half of the last; best and worst come before random ones. With
-    `fine_tuning` the responses are the data's.
+    Half of the samples are from the first step and evaluation, half from the last; best and worst come before random
+    ones. With `fine_tuning` the responses come from the data.
     """
     samples = read_samples(path)
     if not samples:
@@ -225,7 +225,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def console_lines(samples: Sequence[ShownSample]) -> list[str]:
-    """Two lines each for the best and the worst sample; for any one if nothing was scored."""
+    """Two lines each for the best and the worst sample; for any sample if none was scored."""
     shown = [next((s for s in samples if s.picked == picked), None) for picked in PICKS]
     best, worst, other = shown
     lines = []

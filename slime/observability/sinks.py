@@ -1,7 +1,7 @@
 """Sinks of logged steps: console, JSONL, TensorBoard, W&B.
 
 The JSONL file is the record of the run: one object per line, flushed before `write` returns, so that a killed run keeps
-every finished step. The others are views.
+every finished step. The other sinks are views.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class StepRecord:
 
 class Sink(Protocol):
     essential: bool
-    """Whether a failure of this sink ends the run. Else it is reported once, and the sink is dropped."""
+    """Whether a failure of this sink ends the run. Otherwise the failure is reported once, and the sink is dropped."""
 
     def write(self, record: StepRecord) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """`failed`: the run did not end well."""
+        """`failed`: the run ended with a failure."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class SampleView(Protocol):
 class JsonlSink:
     """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line.
 
-    First ends a line that a kill left incomplete, so that the next row does not join it.
+    When it opens the file, it ends a line that a kill left incomplete, so that the next row does not join that line.
     """
 
     essential = True
@@ -164,7 +164,7 @@ class TensorBoardSink:
 
 
 WANDB_LIMIT_S = 300.0
-"""Limit of the wait for W&B's servers at the end of a run."""
+"""How long to wait for W&B's servers at the end of a run."""
 
 
 class WandbSink:
@@ -189,7 +189,7 @@ class WandbSink:
             raise ConfigError(
                 f"W&B refused --use-wandb: {error}; run wandb login, give --wandb-mode offline, or leave it out"
             ) from error
-        sys.excepthook = hook  # W&B's would print every traceback again; `close` reports the end
+        sys.excepthook = hook  # W&B's hook would print every traceback again; `close` reports the end
         for prefix, axis in (AXES | OTHER_AXES).items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
@@ -303,7 +303,8 @@ class ConsoleSink:
         return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
 
     def _eta(self, record: StepRecord) -> str:
-        """Time left, by the steps of this process, without its start and without earlier starts of the run."""
+        """Time left, estimated from the steps of this process, without its start and without earlier starts of the
+        run."""
         self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
         if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
             return ""

@@ -2,7 +2,8 @@
 
 Produced by any thread or asyncio task of a process. Consumed by `collect`, once per step by the owner of the step loop,
 and by the trace file, which is written line by line and readable at any time, even after a kill. Code without its own
-`Spans` uses `span`, which goes to the recorder of the process; before `start_recording` that one keeps only times.
+`Spans` uses `span`, which goes to the recorder of the process; before `start_recording`, that recorder keeps only
+times.
 
 Invariants
 1. A span that ends with an exception is recorded too, with the name of the exception.
@@ -77,7 +78,8 @@ class Spans:
             self._file.write(json.dumps(event, default=str) + ",\n")
 
     def collect(self) -> dict[str, float]:
-        """Seconds per name since the last call as `perf/<name>_time`, and all of that time as `perf/step_time`."""
+        """Seconds per name since the last call as `perf/<name>_time`, and the whole time since then as
+        `perf/step_time`."""
         now_s = time.perf_counter()
         with self._lock:
             out = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}

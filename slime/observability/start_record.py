@@ -1,7 +1,7 @@
-"""The record of a start beside its settings: code, files that settings name, environment.
+"""The record of a start in addition to its settings: code, files that settings name, environment.
 
-It is part of `run.json`, so that `slime rerun` can tell what has changed since. Of a large file, such as gigabytes of
-weights, only the size and both ends are hashed.
+The record is part of `run.json`, so that `slime rerun` can tell what has changed since. For a large file, such as
+gigabytes of weights, only the size and both ends are hashed.
 
 Invariants
 1. Recording never fails a run: an unreadable file is recorded as such.
@@ -36,7 +36,7 @@ OUTPUTS = frozenset(
 )
 """Settings for folders and files that a run writes."""
 SHARED_OUTPUTS = frozenset(("tensorboard_dir", "wandb_dir"))
-"""Those that many runs share: each writes into its own folder below."""
+"""Output folders that many runs share: each run writes into its own folder in them."""
 NO_INPUTS = OUTPUTS | {"origins", "idle", "run_id", "components.run_id"}
 ENVIRONMENT = re.compile(
     r"(OMP|MKL|NCCL|GLOO|CUDA|CUBLAS|TORCH|PYTORCH|SGLANG|SGL|MEGATRON|NVTE|HF|TRANSFORMERS|TOKENIZERS|RAY|WANDB)_\w+"
@@ -44,17 +44,17 @@ ENVIRONMENT = re.compile(
 )
 """Variables that affect what a run computes or where it finds files."""
 MAX_HASHED_BYTES = 256 << 20
-"""Of a larger file only the ends are hashed."""
+"""For a larger file, only the ends are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
 """Limit for the hashed bytes of all files. After that only ends are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
 """Per setting; a larger folder is recorded in part."""
 MAX_DIFF_BYTES = 1 << 20
-"""The most bytes of one checkout's uncommitted changes."""
+"""Maximum number of bytes of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10
 NOT_READ = "not read"
-"""Instead of the hash, if git failed or was too slow."""
+"""Replaces the hash if git failed or was too slow."""
 _SECRET_FILES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*password*")
 _SECRET_LINE = re.compile(r"(?im)^([+ -].*(?:key|token|secret|password)\w*[\"']?\s*[:=]\s*[\"']?)([^\s\"',)]{8,})")
 _SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]*(\")", re.I)
@@ -201,7 +201,7 @@ def _module_file(value: str) -> Path | None:
 
 
 def _fingerprint(path: Path, most: int) -> dict[str, Any]:
-    """Size and hash of a file; of more than `most` bytes only the ends are hashed."""
+    """Size and hash of a file. If the file has more than `most` bytes, only the ends are hashed."""
     try:
         size = path.stat().st_size
         whole = size <= max(most, 2 * END_BYTES)

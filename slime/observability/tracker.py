@@ -95,7 +95,8 @@ class Tracker:
     def log(self, kind: str, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
         """Writes one step and returns its plain numbers. A bare name becomes `kind/name`.
 
-        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind, or a step that goes back.
+        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for an unknown kind, or a step that does not
+        increase.
         """
         if kind not in KINDS:
             raise DataError(f"got step kind {kind!r}; use one of {KINDS}, which have their own axes")
@@ -148,7 +149,7 @@ class Tracker:
             self._sinks.remove(sink)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every sink. `failed`: the run did not end well. Safe to call again."""
+        """Closes every sink. `failed`: the run ended with a failure. Safe to call again."""
         for sink in self._sinks:
             try:
                 sink.close(failed=failed)

@@ -1,9 +1,9 @@
 """Sends the buckets of one training rank, each in its turn, while the rank fills the next one.
 
 Consumes: filled buckets (`send`), from the thread that fills them. Produces: engines that have these buckets, and a
-message to the sender of the next turn, which says that it may begin and whether all earlier turns succeeded (`Words`).
+message that tells the sender of the next turn that it may begin, and whether all earlier turns succeeded (`Words`).
 Waits for: the ranks with earlier turns and the engines, each with a limit. Woken by: a bucket, then the message of the
-previous sender. The filling thread waits until the last bucket but one has been sent (`wait`), because it reuses that
+previous sender. The filling thread waits until the second-to-last bucket has been sent (`wait`), because it reuses that
 bucket's memory.
 
 Engines load one bucket at a time and take part in one broadcast at a time, in the order of the turns. If two senders
@@ -11,11 +11,11 @@ reached two engines in different orders, they would deadlock.
 
 Invariants
 1. Buckets of all senders are delivered in the order of their turns.
-2. After a failure no rank delivers another bucket, but every rank still contributes its parts of all tensors, because
-   that is a collective of the trainer.
-3. A bucket leaves a GPU once it is filled and waits for no later work of the trainer. On the stream that fills buckets
-   it would wait for the next filling, and so for other ranks that may wait for this bucket: a deadlock. So buckets
-   travel on their own stream, each after the event that marks the end of its filling.
+2. After a failure no rank delivers any further bucket, but every rank still contributes its parts of all tensors,
+   because that is a collective of the trainer.
+3. A bucket leaves the GPU once it is filled, without waiting for later work of the trainer. On the stream that fills
+   buckets, the send would queue behind the next fill, and so behind other ranks that may be waiting for this bucket: a
+   deadlock. So buckets are sent on their own stream, each after the event that marks the end of its fill.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ def departure_from(device: torch.device) -> Departure:
 
 
 class Departure:
-    """The CUDA stream on which the buckets of a training rank travel. On a CPU there is no stream."""
+    """The CUDA stream that sends the buckets of a training rank. There is no stream on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        # Has its own priority, because torch has 32 streams per priority and hands out each one several times.
+        # A separate priority keeps the stream unshared: torch has 32 streams per priority and hands each one out
+        # several times.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def filled(self) -> torch.cuda.Event | None:
-        """Records an event after all GPU work that was queued so far. The filling thread calls it."""
+        """Records an event after all GPU work queued so far. Called by the filling thread."""
         import torch
 
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def after(self, filled: torch.cuda.Event | None) -> Iterator[None]:
-        """On the sending thread, makes GPU work in the block wait for `filled` and no other work of the trainer."""
+        """Makes GPU work in the block wait for `filled`, but for no other work of the trainer. Called by the sending
+        thread."""
         import torch
 
         if self._stream is None or filled is None:
@@ -72,13 +74,13 @@ class Departure:
 
 
 class Delivery:
-    """Sends the buckets of this rank in one weight sync. The end of the `with` block joins the thread, except after an
-    error: that ends the run, and the thread may wait forever."""
+    """Sends the buckets of this rank in one weight sync. Leaving the `with` block joins the thread, except after an
+    error: an error ends the run, and the thread may wait forever."""
 
     def __init__(
         self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], departure: Departure
     ) -> None:
-        """`deliver` brings a bucket to all engines, or raises."""
+        """`deliver` sends a bucket to all engines, or raises."""
         self._turns, self._peers, self._deliver, self._departure = turns, peers, deliver, departure
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._running: deque[Future[None]] = deque()
@@ -106,7 +108,8 @@ class Delivery:
             self._running.popleft().result()
 
     def send(self, number: int, bucket: Bucket | None) -> None:
-        """Queues the bucket of a turn of this rank. None means that filling it failed, so no rank may send any more."""
+        """Queues the bucket for a turn of this rank. `bucket` is None if filling failed; then no rank may send any
+        more."""
         self._running.append(self._pool.submit(self._take_turn, number, bucket, self._departure.filled()))
 
     def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> None:
@@ -126,7 +129,7 @@ class Delivery:
         self._let_begin(number + 1)
 
     def _let_begin(self, number: int) -> None:
-        """Tells the sender of turn `number` that it may begin, if that is another rank."""
+        """Tells the sender of turn `number` that it may begin, unless this rank is the sender."""
         try:
             if number < len(self._turns) and self._turns[number].sender != self._peers.rank:
                 self._peers.tell(number, self._good)
@@ -145,9 +148,10 @@ IN_A_TURN = 2
 
 
 class Words:
-    """Messages between senders, through a store: a turn may begin, and whether all earlier turns succeeded.
+    """Messages between senders, through a store. They say that a turn may begin and whether all earlier turns
+    succeeded.
 
-    With a store, unlike point-to-point messages, `tell` does not wait, and a rank that gave up in `hear` leaves nothing
+    Unlike with point-to-point messages, `tell` does not block, and a rank that gave up in `hear` leaves nothing behind
     that could disturb later messages. Every rank needs its own store client, because a wait blocks the client.
     """
 
@@ -165,7 +169,8 @@ class Words:
         self._store.set(self._key(turn), GOOD if good else BAD)
 
     def hear(self, turn: int, num_turns: int) -> bool:
-        """Waits for `turn`, at most the time of `num_turns` turns. Returns whether all earlier turns succeeded.
+        """Waits until `turn` may begin, for at most the time of `num_turns` turns. Returns whether all earlier turns
+        succeeded.
 
         Raises `DeadlineExceeded`, or `DistNetworkError` if the rank with the store is gone.
         """

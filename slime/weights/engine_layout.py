@@ -1,21 +1,22 @@
 """Builds the part of the full HF tensors that an SGLang rank holds (fused, sharded, padded), and computes its digests.
 
 The trainer computes these digests from its own tensors before it sends them. So if the engine reports the same digests,
-names, fusing, sharding, padding, dtype and every transferred bit are right. `holding` determines which part a rank
+names, fusing, sharding, padding, dtype and every transferred bit are correct. `holding` determines which part a rank
 holds; this module determines its content.
 
 The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
 - q, k, v are stacked within each rank's shard, as are gate and up; a tied output layer is not resident;
-- the vocabulary is padded with zero rows to a multiple of 64 (times the ranks, where 64 does not divide evenly);
-- the experts of a layer are stacked, with [gate; up] of each within its shard; their down projections are stacked, too;
+- the vocabulary is padded with zero rows to a multiple of 64, or of 64 times the number of ranks if the ranks do not
+  divide it evenly;
+- the experts of a layer are stacked, with [gate; up] of each within its shard; the down projections are stacked too;
 - on a GPU, fewer KV heads than ranks are replicated;
 - on a CPU, KV heads are padded with zero heads to a multiple of the ranks (and query heads with them), the MLP with
   zero features to a multiple of 32 times the ranks.
 
 Invariants
-1. Ranks that hold the same bytes share one digest, also across engines, so it is computed once.
-2. Computing digests never keeps a whole resident tensor in memory: only the HF tensors of one parameter (one expert),
-   if they come in table order, and `UNREAD_BYTES` that are hashed together on a GPU.
+1. Ranks that hold the same bytes share one digest, even across engines. It is computed once.
+2. Computing digests never keeps a whole resident tensor in memory. It keeps only the HF tensors of one parameter (one
+   expert), if they arrive in table order, and up to `UNREAD_BYTES` that are hashed together on a GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on
         row = entry.row
         if row.stacked or row.transposed or (row.dim is not None and share.parts > 1):
             return False
-        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # the engine stacks segments in another order
+        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # the engine stacks segments in a different order
         lengths = zip(row.units, row.segments, strict=False)
         padded = any(_split(table.sizes, entry, unit, size, share, on_cpu)[0] != size for unit, size in lengths)
         if columns or padded:
@@ -99,7 +100,7 @@ def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share,
         if kv_heads != sizes.num_kv_heads:
             size = size // unit_count(sizes, unit, size) * count
         if unit is Unit.KV_HEADS:
-            num_ranks = min(kv_heads, share.parts)  # with fewer heads than ranks, neighbours hold the same head
+            num_ranks = min(kv_heads, share.parts)  # with fewer heads than ranks, neighbouring ranks hold the same head
         uneven = count % num_ranks or share.parts % num_ranks or size % num_ranks  # scales are per block of heads
     else:
         uneven = size % share.parts
@@ -146,7 +147,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
 
 
 class ExpectedDigests:
-    """Computes the digests of resident tensors from a stream of HF tensors. Assumes that engines and trainer have the
+    """Computes the digests of resident tensors from a stream of HF tensors. Assumes that engines and trainer run on the
     same kind of device.
     """
 
@@ -160,7 +161,7 @@ class ExpectedDigests:
         self._unread_bytes = 0
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
-        """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate or of the wrong shape."""
+        """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate, or has the wrong shape."""
         want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
             raise WeightSyncError(f"got {hf_name} twice in one weight sync; each tensor may be sent once")
@@ -233,7 +234,7 @@ class ExpectedDigests:
 
 
 def merged(parts: Iterable[Digests]) -> Digests:
-    """Merges the digests of several senders. No two of them send the same tensor."""
+    """Merges the digests of several senders. No two senders send the same tensor."""
     out: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
     for part in parts:
         for layout, ranks in part.items():

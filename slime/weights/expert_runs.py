@@ -1,18 +1,18 @@
-"""Sends neighbouring experts to an engine of one rank as runs, one copy each instead of thousands of tensors.
+"""Sends neighbouring experts to a single-rank engine as runs: one copy per run instead of thousands of tensors.
 
-SGLang's loaders take experts one by one and search all names for each. That takes 0.15 ms per expert, or three seconds
-for 128 experts in 48 layers (0.5.16). An engine of one rank holds the experts of a layer end to end in one tensor. So
-the sender names a run after that tensor and the element where the run begins (`named_runs`), and the engine copies the
-run there (`load`).
+SGLang's loaders load experts one by one and search all names for each expert. This takes 0.15 ms per expert, or three
+seconds for 128 experts in 48 layers (0.5.16). An engine of one rank holds the experts of a layer end to end in one
+tensor. So the sender names a run after that tensor and the element where the run begins (`named_runs`), and the engine
+copies the run there (`load`).
 
 SGLang's scheduler calls `load`, because slime passes it as `--custom-weight-loader`. Other tensors go to the model's
 loader.
 
 Invariants
 1. A run consists of consecutive elements of one resident tensor, each once.
-2. The first expert of every resident tensor goes through the model's loader. If the engine stores experts in another
-   order (transposed, up before gate, in blocks), it then reports a different digest or fails. If all experts were
-   copied, digests could not detect this.
+2. The first expert of every resident tensor goes through the model's loader. If the engine stores experts in a
+   different order (transposed, up before gate, in blocks), its digest then differs or the load fails. If all experts
+   were copied, digests could not detect this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AT = "@"
 """Separates the name of a resident tensor from the element where a run begins. No tensor name contains it."""
 
 Places = Mapping[str, tuple[str, int]]
-"""HF tensor of an expert -> (the engine's tensor that holds it, its first element there)."""
+"""HF tensor of an expert -> (the engine tensor that holds the expert, the element where the expert begins)."""
 
 
 def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:

@@ -17,10 +17,10 @@ from slime.models.common.table import Entry, FamilyTable, ModelSizes, Row, Unit
 
 
 def byte_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the bytes of `tensors` in order, as flat uint8 views. Neighbours in memory share one view.
+    """Returns the bytes of `tensors` in order, as flat uint8 views. Tensors that are adjacent in memory share one view.
 
-    A model has thousands of experts, and those of a layer are views of one parameter. One operation per expert would
-    take longer than copying the bytes. A tensor that is not contiguous is copied.
+    A model has thousands of experts, and the experts of a layer are views of one parameter. One operation per expert
+    would take longer than copying the bytes. A tensor that is not contiguous is copied.
     """
     runs: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, first byte, end
     for tensor in tensors:
@@ -106,10 +106,10 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 
 
 def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Does `export` for all experts, one after the other, from their `stack` [experts, *shape of a parameter].
+    """Exports all experts, one after the other, from their `stack` [experts, *shape of a parameter].
 
-    Making the views of all experts at once is faster than tensor by tensor. HF tensors that stack all experts are
-    yielded whole.
+    Making the views of all experts at once is faster than making them tensor by tensor. HF tensors that stack all
+    experts are yielded whole.
     """
     row = entries[0].row
     assert row.groups <= 1, f"{row.megatron} is interleaved"

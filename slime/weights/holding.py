@@ -5,9 +5,9 @@ The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/voc
 - a pipeline stage holds its layers. The first stage also holds the embedding, the last one the final norm. The output
   layer is on the last stage, or on every stage (`Spread.stages`); if it is tied to the embedding, the last stage holds
   it as a separate tensor. In some models every stage holds the embedding (`Spread.every_embedding`);
-- the ranks of a DP group split attention among them, and the embedding unless each rank holds it whole (`Spread`), and
-  with `dp_lm_head` the output layer;
-- a rank holds a share of each expert of its EP group, by its place in the group. The experts of a group are
+- the ranks of a DP group split attention among themselves. They also split the embedding, unless each rank holds all of
+  it (`Spread`), and the output layer with `dp_lm_head`;
+- a rank holds a share of each expert of its EP group, given by its position in the group. The experts of a group are
   consecutive;
 - all ranks of a stage split everything else, such as shared experts and dense MLPs;
 - a draft model is split in the same way and also contains the model's embedding and output layer.
@@ -41,7 +41,7 @@ class Holding:
 
     share: Share
     experts: range | None = None
-    """Numbers of the routed experts; None for a tensor without experts."""
+    """Indices of the routed experts; None for a tensor without experts."""
 
     def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
         """Returns this rank's entries among all entries of the resident tensor."""

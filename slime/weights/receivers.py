@@ -1,7 +1,7 @@
 """The two sides of a weight sync: engines behind the control port, and the training ranks as peers.
 
-Control calls to several engines run in parallel threads, each with the limit of its control. The first failures are
-reported together, with the name of each engine.
+Control calls to several engines run in parallel threads, each with the time limit of its control port. The first
+failures are reported together, with the name of each engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the command line imports transports without torch
 
 T = TypeVar("T")
 GRACE_S = 5.0
-"""How long the other engines may take to answer after one has failed."""
+"""How long the other engines may take to respond after one engine has failed."""
 POLL_S = 0.05
 """Time between two checks for lost engines."""
 
@@ -34,12 +34,12 @@ class Receiver:
     """GPU of each engine rank, stage by stage, named as in `TransportContext.gpu_id`. Empty on a CPU. Only the tensor
     transport and the mixed transport read it."""
     is_lost: Callable[[], bool] = field(default=lambda: False, compare=False)
-    """Whether the fleet's supervisor has given up the engine. A weight sync then stops waiting for its answers."""
+    """Whether the fleet's supervisor has given up on the engine. A weight sync then stops waiting for its responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The training ranks and their communication. The defaults are for a trainer of one rank."""
+    """The training ranks and their communication. The defaults are for a single-rank trainer."""
 
     rank: int = 0
     """Number of this rank. Rank 0 conducts: it pauses the engines, verifies their weights and resumes them."""
@@ -53,8 +53,8 @@ class Peers:
     """Tells the sender of `turn` that it may begin, and in `good` whether all earlier turns succeeded. Called from one
     thread."""
     hear: Callable[[int, int], bool] = lambda turn, num_turns: True
-    """Waits until `turn` of this rank may begin, after `num_turns` turns of others. Returns whether all earlier turns
-    succeeded. Called from one thread. Raises `DeadlineExceeded`."""
+    """Waits until `turn` of this rank may begin, after `num_turns` turns of other ranks. Returns whether all earlier
+    turns succeeded. Called from one thread. Raises `DeadlineExceeded`."""
 
     @property
     def conducts(self) -> bool:
@@ -62,12 +62,13 @@ class Peers:
 
 
 def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:
-    """Calls all engines in parallel and returns their answers in order. `what`: the call's purpose, for error messages.
+    """Calls all engines in parallel and returns their responses in order. `what`: the call's purpose, for error
+    messages.
 
-    Raises the error of a single failed call unchanged. Several errors become one `EngineError`, or `DeadlineExceeded`
-    if all are; its message and `engines` name the failed engines. After a failure the other engines get `GRACE_S` to
-    answer or fail, because they may be waiting for the failed one. A lost engine ends the wait at once. Unfinished
-    calls continue in their threads.
+    Raises the error of a single failed call unchanged. Several errors become one `EngineError`, or one
+    `DeadlineExceeded` if all of them are expired waits. The message and `engines` name the failed engines. After a
+    failure the other engines get `GRACE_S` to respond or fail, because they may be waiting for the failed one. A lost
+    engine ends the wait at once. Unfinished calls continue in their threads.
     """
     futures = {_beside(call, receiver.control): receiver for receiver in receivers}
     failures: dict[str, BaseException] = {}

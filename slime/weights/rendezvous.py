@@ -2,7 +2,7 @@
 
 torch opens its store on all interfaces, without authentication, and sends pickles through it, so anybody who reaches
 the port can run code in the trainer. This module binds the socket to the address that peers connect to, and the store
-takes the socket over. If all peers are on one host, the address is loopback.
+takes over the socket. If all peers are on one host, the address is loopback.
 """
 
 from __future__ import annotations

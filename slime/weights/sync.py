@@ -1,7 +1,7 @@
 """Syncs one weight version to all engines: pause -> drain -> send -> verify -> resume.
 
 Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or an error on every rank. Waits
-for the answer of each engine, with the limit of its control, and for the other ranks.
+for each engine's response, with the time limit of its control port, and for the other ranks.
 
 Every training rank calls `sync_weights` and walks through all turns (`turns`), even after a failure, because filling a
 bucket is a collective of the ranks that have parts of its tensors. Rank 0 conducts: it pauses the engines, verifies and
@@ -13,17 +13,17 @@ travels from its sender to the engines while the next one is filled (`delivery`)
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
 2. After a failure the engines stay paused, except engines that were resumed with the verified version before the sync
-   failed to reach another one. The next weight sync works from each of these states.
+   failed on a different engine. The next weight sync can start from any of these states.
 3. The rank that sends a tensor computes the digest from the trainer's own tensor before it copies the tensor into the
-   bucket. Beside its model a rank needs the memory of two buckets, including memory for the tensors that it gathers for
-   a turn (`Outgoing.beside`). A parameter larger than a bucket, and buckets that go everywhere, need more.
+   bucket. In addition to its model, a rank needs the memory of two buckets, including memory for the tensors that it
+   gathers for a turn (`Outgoing.beside`). A parameter larger than a bucket, and buckets that go everywhere, need more.
 4. No update flushes the engine's cache, because that would crash an engine with running requests. With `abort`, a flush
    follows the pause and also proves that no request runs; a paused engine admits no request that could refill the
-   cache. With `retract` and `in_place` requests stay, so the cache cannot be flushed. It is divided by weights instead
-   (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and finds only prefixes with the current
-   count. So no two sets of weights share a prefix, not even two that were sent as the same `version`, or by a failed
-   sync and the next one. `slime.settings.groups.engines` refuses caches that are not divided or that a flush does not
-   empty.
+   cache. With `retract` and `in_place` requests stay, so the cache cannot be flushed. Instead, the cache is divided by
+   weights (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and matches only prefixes with the
+   current count. So no two sets of weights share a prefix, not even two sets sent as the same `version`, or sent by a
+   failed sync and by the next sync. `slime.settings.groups.engines` refuses caches that are not divided or that a flush
+   does not empty.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Difference:
     missing: tuple[str, ...]
     extra: tuple[str, ...]
     differing: tuple[str, ...]
-    """Tensors reported with another digest."""
+    """Tensors reported with a different digest."""
     num_equal: int
 
     def __bool__(self) -> bool:
@@ -82,8 +82,8 @@ def require_equal(
 ) -> None:
     """Raises one `WeightSyncError` that lists all missing, extra and differing tensors by engine and rank.
 
-    Engines do not report buffers that are never loaded, such as rotary tables. They load tensors from the checkpoint if
-    the trainer does not send them.
+    Engines do not report buffers that are never loaded, such as rotary tables. Tensors that the trainer does not send
+    are loaded from the checkpoint.
 
     `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks; a
     rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
@@ -160,8 +160,8 @@ def sync_weights(
     `update_weights_digest_time` (the trainer's digests on the slowest rank; overlaps the sending),
     `update_weights_bytes`.
 
-    Raises on every rank: `WeightSyncError` if an engine holds other weights, `EngineError` or `DeadlineExceeded` if an
-    engine cannot be reached.
+    Raises on every rank: `WeightSyncError` if an engine holds different weights, `EngineError` or `DeadlineExceeded` if
+    an engine cannot be reached.
     """
     run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)

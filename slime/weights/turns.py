@@ -2,11 +2,11 @@
 order.
 
 A pipeline stage sends its own layers. In a model with experts, the ranks that share the experts of a stage take turns,
-and each sends some layers. The sender of a turn gathers the experts of the others (`training.state.outgoing`). So each
-engine tensor comes from one rank, in order, and that rank can compute its digest without holding the whole tensor.
+and each sends some layers. The sender of a turn gathers the experts of the other ranks (`training.state.outgoing`). So
+each engine tensor comes from one rank, in order, and that rank can compute its digest without holding the whole tensor.
 
 A bucket consists of tensors that travel together, end to end in memory that is reused. The sender fills the next bucket
-while one is in flight, so it has two buckets beside its model.
+while one is in flight, so it needs memory for two buckets in addition to its model.
 
 Invariants
 1. Each tensor belongs to one turn, each turn has one sender, and all ranks know all turns.
@@ -51,7 +51,7 @@ class Spec:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     tensors: tuple[tuple[str, Tensor], ...]
-    """(HF name, full tensor) of each tensor. The tensors are views of one memory, end to end."""
+    """(HF name, full tensor) of each tensor. The tensors are views into one block of memory, end to end."""
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
@@ -93,7 +93,8 @@ class Buffers:
         self._number = 0
 
     def next(self, specs: Sequence[Spec]) -> Bucket:
-        """Returns an unfilled bucket in the memory of the last bucket but one, which no engine may still read."""
+        """Returns an unfilled bucket in the memory of the second-to-last bucket. No engine may still be reading that
+        bucket."""
         place, self._number = self._number % NUM_BUFFERS, self._number + 1
         num_bytes = sum(spec.num_bytes for spec in specs)
         held = self._held[place]
@@ -207,8 +208,8 @@ class Outgoing(Protocol):
         """Returns every bucket of every rank, in order. The result is the same on all ranks."""
 
     def beside(self, turn: Turn) -> int:
-        """Returns the bytes that the sender needs to fill the bucket of a turn, beside that bucket, the parameters and
-        the room that every bucket leaves."""
+        """Returns how many bytes the sender needs to fill the bucket of a turn, in addition to the bucket, the
+        parameters and the space that every bucket leaves free."""
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, full tensor) for a turn on its sender, and nothing on other ranks.

@@ -1,8 +1,8 @@
 """Advantages and returns, NumPy float64 on the host, computed from the whole batch.
 
 To add an estimator, derive a frozen dataclass from `AdvantageEstimator` (or from `GroupEstimator` in `grpo`), whose
-fields are its settings, and register it. A user's own is named by its path: `--advantage-estimator my_pkg.mine`.
-`returns` holds what several estimators share.
+fields are its settings, and register it. Give your own estimator by its import path: `--advantage-estimator
+my_pkg.mine`. `returns` has the functions that several estimators share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RewardedBatch:
     """The columns of a batch of S samples that an estimator reads, in batch order; the same on every rank."""
 
     rewards: Array
-    """[S] raw rewards; NaN for an unscored sample, which gets advantage 0 and enters no statistic."""
+    """[S] raw rewards; NaN for an unscored sample, which has advantage 0 and is left out of all statistics."""
     groups: npt.NDArray[np.int64]
     """[S] prompt id."""
     executions: npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ class RewardedBatch:
     masks: Arrays
     """[R] 1.0 where trained; all zero for an unscored sample."""
     log_probs: Arrays | None = None
-    """[R] the policy's log-probs before the update, under the whole distribution; None unless the estimator
+    """[R] the policy's log-probs before the update, under the full distribution; None unless the estimator
     `reads_log_probs` or a setting needs them."""
     ref_log_probs: Arrays | None = None
     """[R] the reference's log-probs; None without a reference."""
@@ -54,7 +54,7 @@ class RewardedBatch:
 
     @property
     def kl_S(self) -> Sequence[npt.NDArray[Any] | None]:
-        """The KL per sample; a None per sample without --kl-coef."""
+        """The KL of each sample; None for each sample without --kl-coef."""
         return self.kl if self.kl is not None else (None,) * len(self.masks)
 
 
@@ -78,16 +78,16 @@ class AdvantageEstimator(ABC):
     whitens: ClassVar[bool] = False
     """The default of --normalize-advantages: whether advantages are whitened over the batch."""
     reads_log_probs: ClassVar[bool] = False
-    """Whether it reads the policy's log-probs, which then need a forward pass before the update."""
+    """Whether the estimator reads the policy's log-probs. If so, a forward pass before the update computes them."""
     compares_within_group: ClassVar[bool] = False
-    """Whether it compares the answers to a prompt, so that nothing is learnt from a group of one."""
+    """Whether the estimator compares the responses to a prompt. If so, a group of one gives no learning signal."""
 
     @abstractmethod
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """The advantages of a batch, before distillation and whitening. Deterministic: all ranks compute the same."""
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
+        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
         return None
 
 
@@ -101,7 +101,7 @@ class CriticEstimator(AdvantageEstimator):
     """Range of a value's change per update (PPO)."""
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss [R], differentiable in `values`; 1.0 where the clip decided it [R]), both zero where masked."""
+        """(loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), both zero where masked."""
         from slime.algorithms.token_losses import value_loss
 
         return value_loss(values, old_values, returns, mask, value_clip=self.value_clip)

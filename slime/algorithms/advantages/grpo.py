@@ -5,7 +5,7 @@ Invariants
 1. Groups are formed by `group_index`, never by position.
 2. An execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
 3. A group of one, and a group whose executions have equal rewards, have advantage exactly 0.
-4. A reward of NaN means unscored: it enters no statistics, and its sample has advantage 0.
+4. A reward of NaN means unscored: no statistic includes it, and its sample has advantage 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ standard deviation would amplify noise."""
 
 
 def _hook_of_rewards(s: Any) -> str | None:
-    """The given hook whose rewards are trained without normalisation."""
+    """Returns the flag of the given hook whose rewards are used without normalisation, or None."""
     names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
 
@@ -55,7 +55,7 @@ class GroupEstimator(AdvantageEstimator):
         asks=always,
     )
     """Subtract the group's mean reward. Off with --custom-reward-post-process-path and
-    --custom-convert-samples-to-train-data-path, whose rewards are trained unchanged."""
+    --custom-convert-samples-to-train-data-path, whose rewards are used unchanged."""
 
     @abstractmethod
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
@@ -83,7 +83,8 @@ def iter_groups(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
-    """Yields for each group: (positions of its scored samples, index of each one's execution, reward per execution)."""
+    """Yields for each group: (positions of its scored samples, index of each sample's execution, reward per
+    execution)."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
     scored = ~np.isnan(rewards)
@@ -101,7 +102,7 @@ def nothing_to_compare(own: Array) -> bool:
 STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
 Scale = Literal["group", "batch", "none"]
-"""The samples over which the standard deviation is computed."""
+"""Which samples the standard deviation is computed over."""
 
 _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_normalization"))
 
@@ -131,7 +132,7 @@ class GroupRelative(GroupEstimator):
         lambda s: f"grpo_std_normalization {s.grpo_std_normalization}",
         needs=_COMPARES,
     )
-    """Whose standard deviation divides the rewards of grpo, gspo, cispo and sapo. Default: group, or none with
+    """Which standard deviation divides the rewards of grpo, gspo, cispo and sapo. Default: group, or none with
     --disable-grpo-std-normalization."""
     advantage_epsilon: float = opt(
         STD_EPSILON,
@@ -139,7 +140,7 @@ class GroupRelative(GroupEstimator):
         ge=0,
         le=1_000,
     )
-    """Added to that standard deviation."""
+    """Added to the standard deviation that divides the rewards."""
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
         return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
@@ -162,9 +163,10 @@ def group_advantages(
     scale: Scale = "group",
     epsilon: float = STD_EPSILON,
 ) -> Array:
-    """Each sample's reward minus the mean of its group [S], divided as `scale` says.
+    """Each sample's reward minus the mean of its group [S], divided according to `scale`.
 
-    group: by the group's standard deviation + epsilon; batch: by that of all executions of the batch; none: undivided.
+    group: by the group's standard deviation + epsilon; batch: by the standard deviation over all executions of the
+    batch; none: undivided.
     """
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
@@ -188,7 +190,7 @@ def group_advantages(
 @ESTIMATORS.register("gspo")
 @dataclass(frozen=True, kw_only=True)
 class GspoAdvantages(GroupRelative):
-    """GSPO (Zheng et al. 2025, arXiv:2507.18071): GRPO's advantages with a policy loss of sequences."""
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): GRPO's advantages with a sequence-level policy loss."""
 
     default_policy_loss: ClassVar[str] = "gspo"
 
@@ -196,7 +198,7 @@ class GspoAdvantages(GroupRelative):
 @ESTIMATORS.register("cispo")
 @dataclass(frozen=True, kw_only=True)
 class CispoAdvantages(GroupRelative):
-    """CISPO (MiniMax-M1, arXiv:2506.13585): GRPO's advantages with a clipped weight as policy loss."""
+    """CISPO (MiniMax-M1, arXiv:2506.13585): GRPO's advantages with a policy loss that clips the importance weight."""
 
     default_policy_loss: ClassVar[str] = "cispo"
 
@@ -204,7 +206,7 @@ class CispoAdvantages(GroupRelative):
 @ESTIMATORS.register("sapo")
 @dataclass(frozen=True, kw_only=True)
 class SapoAdvantages(GroupRelative):
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): GRPO's advantages with a soft gate as policy loss."""
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): GRPO's advantages with a soft-gated policy loss."""
 
     default_policy_loss: ClassVar[str] = "sapo"
 
@@ -212,9 +214,9 @@ class SapoAdvantages(GroupRelative):
 @ESTIMATORS.register("rloo")
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(GroupEstimator):
-    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R - mean of the others = G / (G - 1) * (R - mean).
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R - mean of the other executions = G / (G - 1) * (R - mean).
 
-    The baseline does not contain the reward itself, so it adds no bias.
+    The baseline excludes the execution's own reward, so it adds no bias.
     """
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:

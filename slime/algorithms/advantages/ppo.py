@@ -54,8 +54,8 @@ def generalized_advantages(
 ) -> tuple[Array, Array]:
     """(advantages [R], returns [R]) of one sample; all inputs [R].
 
-    skip: observation tokens take no time and their values do not matter; V_{t+1} is that of the next trained token, and
-    both results are 0 there. through: every token is a step with its own value.
+    skip: observation tokens are not time steps. V_{t+1} is the value of the next trained token, and both results are 0
+    at observation tokens. through: every token is a time step with its own value.
     """
     trained = np.asarray(mask) > 0
     if observations == "through":

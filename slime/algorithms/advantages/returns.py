@@ -1,8 +1,8 @@
-"""Rewards of tokens, and what estimators that sum them share: returns, the reverse scan and whitening.
+"""Token rewards, and the parts shared by estimators that sum them: returns, the reverse scan and whitening.
 
 Observation tokens (masked, inside a response) are not steps of the policy. `observation_returns` says how returns treat
-them. skip: they take no time, the next trained token is the next step (default); through: they discount like any token;
-reset: nothing flows back across them.
+them. skip (default): they are not time steps; the next trained token is the next step. through: they are discounted
+like any other token. reset: no reward flows back across them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReturnSettings:
 
 
 def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
-    """Token rewards [R] of each sample, with the KL to the reference. An unscored sample has no reward."""
+    """Token rewards [R] of each sample, including the KL penalty. An unscored sample has no reward."""
     return [
         token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
         for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
@@ -78,7 +78,7 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
     """y [R] with y_t = x_t + decay * y_{t+1}, exact, in float64.
 
     Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, for all chunks
-    at once. Only the value that a chunk passes to the one before it is serial.
+    at once. Only the carry from each chunk to the previous chunk is serial.
     """
     assert chunk > 0, f"got chunk {chunk}"
     num = -(-len(x) // chunk)
@@ -107,7 +107,7 @@ def distilled(
     mask: npt.NDArray[Any],
     coef: float,
 ) -> Array:
-    """A - coef * (log student - log teacher) at trained tokens, zero where masked; all [R]. Whiten after it.
+    """A - coef * (log student - log teacher) at trained tokens, zero where masked; all [R]. Call it before whitening.
 
     On-policy distillation as a term of the advantage (Agarwal et al. 2023, GKD, arXiv:2306.13649; Lu et al. 2025,
     "On-policy distillation"): each token is rewarded by the teacher's log-prob minus the student's.

@@ -3,8 +3,8 @@
 The loss of a step is sum(weight * token_loss). The weights contain the denominators of the whole step, so any partition
 into ranks, micro-batches and packed rows gives the same sum and the same gradient.
 
-To add an aggregation, derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it. A
-user's own is named by its path: `--loss-aggregation my_pkg.mine`.
+To add an aggregation, derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it.
+Give your own aggregation by its import path: `--loss-aggregation my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Array = npt.NDArray[np.float64]
 
 
 class Aggregation(ABC):
-    """Weighs the token losses of one optimizer step."""
+    """Assigns weights to the token losses of one optimizer step."""
 
     name: ClassVar[str]
     counts_executions: ClassVar[bool] = True
-    """Whether the number of executions is a denominator; otherwise the number of trained tokens is."""
+    """Whether the denominator is the number of executions; otherwise it is the number of trained tokens."""
 
     @abstractmethod
     def token_weights(
@@ -41,13 +41,13 @@ class Aggregation(ABC):
     ) -> list[Array]:
         """Weight of every response token of one optimizer step, per sample [R] float64; zero where masked.
 
-        `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: its execution id. An
-        execution without trained tokens contributes zero but counts in N, unless `count_masked` is false. Unscored
-        samples are not passed.
+        `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: execution id of each
+        sample. An execution without trained tokens contributes zero but counts in N, unless `count_masked` is false.
+        Unscored samples are not passed.
         """
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
+        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
         return None
 
 
@@ -71,12 +71,12 @@ def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequen
 
 
 def num_counted(per_execution: dict[int, float], count_masked: bool) -> int:
-    """N: the number of executions; those without trained tokens count only with `count_masked`."""
+    """N: the number of executions. Executions without trained tokens count only with `count_masked`."""
     return sum(count_masked or total > 0 for total in per_execution.values())
 
 
 def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
-    """mask / denominator; zeros if that is zero."""
+    """mask / denominator; zeros if the denominator is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
     weights: Array = np.asarray(mask, np.float64) / denominator
@@ -88,7 +88,7 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
 class SequenceMean(Aggregation):
     """m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
 
-    Every execution weighs the same. Siblings share the mean of their execution, weighted by tokens.
+    Every execution has the same weight. Its mean is over the tokens of all its samples.
     """
 
     def token_weights(
@@ -117,7 +117,7 @@ class TokenMean(Aggregation):
 @AGGREGATIONS.register("sequence_sum")
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum(Aggregation):
-    """m / N: the mean over executions of their token sums, so long answers weigh more."""
+    """m / N: the mean over executions of their token sums, so long responses weigh more."""
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
@@ -129,7 +129,8 @@ class SequenceSum(Aggregation):
 @AGGREGATIONS.register("constant_length")
 @dataclass(frozen=True, kw_only=True)
 class ConstantLength(Aggregation):
-    """m / (N * constant_length): one divisor for all, which no length can bias (Dr. GRPO, arXiv:2503.20783)."""
+    """m / (N * constant_length): the same divisor for all executions, so there is no length bias (Dr. GRPO,
+    arXiv:2503.20783)."""
 
     loss_constant_length: int = derived(
         lambda s: s.rollout_max_total_response_len or s.rollout_max_response_len,

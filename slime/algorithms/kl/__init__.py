@@ -1,7 +1,7 @@
 """Per-token estimators of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
 
-An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it. A
-user's own is named by its path: `--kl-loss-type my_pkg.mine`.
+An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it.
+Give your own estimator by its import path: `--kl-loss-type my_pkg.mine`.
 
 With `old_log_probs` the estimate is multiplied by the ratio policy / old, and the gradient flows through both
 (DeepSeek-V3.2, arXiv:2512.02556): value and gradient are then unbiased for tokens sampled from the old policy.
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class KLEstimator(ABC):
-    """A per-token estimate of the KL. Its mean over tokens sampled from the policy is the KL, exactly or nearly."""
+    """A per-token estimate of the KL. Its mean over tokens sampled from the policy is the KL, exactly or
+    approximately."""
 
     name: ClassVar[str]
 
@@ -49,8 +50,8 @@ class KLEstimator(ABC):
         if old_log_probs is None:
             d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
             return self.bounded(self.of_log_ratio(d))
-        # The slopes of k3 and of the ratio are both as large as exp(-d), but their sum is d: in float32 only their
-        # rounding would remain, with a random sign.
+        # The slopes of k3 and of the ratio are both of order exp(-d), but their sum is d. In float32 only rounding
+        # errors with a random sign would remain.
         policy = log_probs.double()
         d, limited = clamped_log_ratio(policy, ref_log_probs.detach(), mask, log_ratio_limit)
         log_ratio, ratio_limited = clamped_log_ratio(policy, old_log_probs.detach(), mask, log_ratio_limit)
@@ -58,11 +59,11 @@ class KLEstimator(ABC):
         return torch.where(limited | ratio_limited, product.detach(), product).to(log_probs.dtype)
 
     def bounded(self, values: Tensor) -> Tensor:
-        """The estimates [R], or their products with the ratio, clamped to the estimator's bounds (default: none)."""
+        """The estimates [R], or their products with the ratio, clamped to the bounds. The default has no bounds."""
         return values
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
+        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
         return None
 
 
@@ -91,7 +92,7 @@ class K1(KLEstimator):
 @KL_ESTIMATORS.register("k2")
 @dataclass(frozen=True, kw_only=True)
 class K2(KLEstimator):
-    """k2 = d^2 / 2: biased; on policy its gradient is that of the KL."""
+    """k2 = d^2 / 2: biased; on policy its gradient equals the KL's gradient."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return d.square() / 2

@@ -1,10 +1,11 @@
-"""Corrections for tokens that another policy sampled: weights and masks without a gradient.
+"""Corrections for tokens that a different policy sampled: weights and masks without a gradient.
 
-Several may act, in the order of --off-policy-corrections: each gets the policy loss of the one before. They multiply
-token losses; the denominators of the step stay, whatever is masked.
+Several corrections may be combined, in the order of --off-policy-corrections: each receives the policy loss that the
+previous correction returns. Corrections multiply token losses. They never change the denominators of the step, whatever
+they mask.
 
-To add a correction, derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. A
-user's own is named by its path: `--off-policy-corrections tis my_pkg.mine`.
+To add a correction, derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. Give
+your own correction by its import path: `--off-policy-corrections tis my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class OffPolicyTokens:
     old_log_probs: Tensor
     """[R] the old policy's log-probs: the trainer's before the update, or the engine's with --use-rollout-logprobs."""
     trainer_log_probs: Tensor
-    """[R] the trainer's log-probs before the update, under the whole distribution, like those that engines report."""
+    """[R] the trainer's log-probs before the update, under the full distribution, like the log-probs that engines
+    report."""
     rollout_log_probs: Tensor
     """[R] the engine's log-probs; meaningless where `sampled` is 0."""
     sampled: Tensor
-    """[R] 1.0 for trained tokens with an engine's log-prob."""
+    """[R] 1.0 for trained tokens that have a log-prob from an engine."""
     mask: Tensor
     """[R] 1.0 where the token is trained."""
     advantages: Tensor
@@ -53,32 +55,32 @@ class OffPolicyTokens:
 
 
 class Correction(ABC):
-    """Changes the policy loss of tokens by how they were sampled."""
+    """Corrects the policy loss of tokens for how they were sampled."""
 
     name: ClassVar[str]
     switch: ClassVar[str] = ""
-    """The flag that turns it on, for messages."""
+    """The flag that turns the correction on, for messages."""
     asked_by: ClassVar[str] = ""
-    """The setting of that flag. Corrections with the same setting are alternatives."""
+    """The name of the setting behind `switch`. Corrections with the same setting are alternatives."""
     place: ClassVar[int] = 0
-    """Its place among corrections that flags turn on, smallest first. --off-policy-corrections has its own order."""
+    """Order among the corrections that flags turn on, smallest first. --off-policy-corrections gives its own order."""
     needs_rollout_log_probs: ClassVar[bool] = True
     """Whether trained tokens need the engine's log-probs."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Whether its flag turns it on; used if --off-policy-corrections is not given."""
+        """Whether the correction's flag is on. Called if --off-policy-corrections is not given."""
         return False
 
     @abstractmethod
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """(corrected policy loss [R], metric name -> values [R], to be averaged over trained tokens).
 
-        Metrics named `*_clamped` are counted instead.
+        Metrics named `*_clamped` are counts instead.
         """
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
+        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
         return None
 
 

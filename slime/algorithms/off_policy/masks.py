@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @CORRECTIONS.register("rejection")
 @dataclass(frozen=True, kw_only=True)
 class Rejection(MismatchCorrection):
-    """Masks tokens or sequences with a mismatch ratio outside of a band (Liu et al. 2025, "When speed kills
+    """Masks tokens or sequences with a mismatch ratio outside of a range (Liu et al. 2025, "When speed kills
     stability").
 
-    Unlike importance weights in mode "mask" it only masks, so weights at one level and rejection at another can be
-    combined. Rejected tokens stay in the denominators of the loss.
+    Unlike importance weights in mode "mask", rejection only masks. So weights at one level can be combined with
+    rejection at a different level. Rejected tokens stay in the denominators of the loss.
     """
 
     switch: ClassVar[str] = "--rejection-level"
@@ -110,7 +110,7 @@ class OffPolicySequenceMasking(Correction):
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 
     Masks a sequence with a negative advantage if mean(log old - log policy) > delta: the policy has already moved away
-    from it and would learn from an answer that it no longer gives.
+    from this response and rarely samples it any more.
     """
 
     switch: ClassVar[str] = "--use-opsm"
@@ -119,7 +119,7 @@ class OffPolicySequenceMasking(Correction):
     needs_rollout_log_probs: ClassVar[bool] = False
 
     opsm_delta: float = opt(1e-4, within=BOUND)
-    """Largest mean of old minus current log-prob of a sequence with a negative advantage."""
+    """Upper bound for the mean of old minus current log-prob in a sequence with a negative advantage."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:

@@ -1,12 +1,12 @@
 """Importance weights between engine and trainer: truncated (TIS; Yao et al. 2025, "Your efficient RL framework secretly
 brings you off-policy RL training") or masked (icepop, MIS; Ling team 2025, arXiv:2510.18855).
 
-The engine that samples tokens has slightly different probabilities than the trainer, by rounding, precision or age. The
-policy gradient is multiplied by w = p_trainer_old / p_engine, clipped to [low, high] ("truncate") or set to 0 outside
-of it ("mask"); w has no gradient.
+The engine samples tokens with slightly different probabilities from the trainer's, because of rounding, precision or
+older weights. The policy gradient is multiplied by w = p_trainer_old / p_engine, clipped to [low, high] ("truncate") or
+set to 0 outside of this range ("mask"); w has no gradient.
 
-The ratio is of one `Level`. token: the token's own. sequence: the product over the sequence's unmasked tokens (the
-exact importance weight, whose variance grows with the length). geometric: their geometric mean.
+The ratio is computed at one `Level`. token: the token's own ratio. sequence: the product over the sequence's unmasked
+tokens (the exact importance weight, whose variance grows with the length). geometric: their geometric mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ FLAG = "--custom-tis-function-path"
 @CORRECTIONS.register("custom_tis")
 @dataclass(frozen=True, kw_only=True)
 class CustomWeights(MismatchCorrection):
-    """The user's function: gets lists per sample, returns the changed loss, masks per sample and metrics [R]."""
+    """Calls the user's function with one list entry per sample. It returns the changed loss, masks per sample and
+    metrics [R]."""
 
     switch: ClassVar[str] = FLAG
     asked_by: ClassVar[str] = "use_tis"
@@ -42,7 +43,7 @@ class CustomWeights(MismatchCorrection):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """It replaces `tis`."""
+        """This correction replaces `tis`."""
         return bool(settings.use_tis and settings.custom_tis_function_path)
 
     def check(self, args: Args) -> str | None:
@@ -187,7 +188,7 @@ class ImportanceWeights:
     truncated: Tensor
     """1.0 where the bounds changed the weight."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio of the token, or the sum of its sequence, hit its clamp."""
+    """1.0 where the log-ratio of the token, or the sum over its sequence, was clamped."""
 
     def metrics(self) -> dict[str, Tensor]:
         return {
@@ -210,7 +211,7 @@ def importance_weights(
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
-    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values cannot matter."""
+    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values have no effect."""
     import torch
 
     log_ratio, limited = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)

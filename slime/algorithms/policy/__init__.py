@@ -1,7 +1,7 @@
 """Policy losses per token, before aggregation.
 
-To add a loss, derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. A user's own
-is named by its path: `--policy-loss my_pkg.mine`.
+To add a loss, derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. Give your
+own loss by its import path: `--policy-loss my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenLosses:
     old_minus_new: Tensor
     """Detached log-prob difference; its mean is the public metric `ppo_kl`."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio hit its clamp."""
+    """1.0 where the log-ratio was clamped."""
 
 
 class PolicyLoss(ABC):
@@ -59,7 +59,7 @@ class PolicyLoss(ABC):
         """The loss of each token. It must not depend on masked values, even NaN."""
 
     def check(self, args: Args) -> str | None:
-        """Why these settings cannot work together, as an error message; None if they can. Checked before the start."""
+        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
         return None
 
 

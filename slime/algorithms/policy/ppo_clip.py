@@ -37,7 +37,7 @@ class ClipSettings(ClipRange):
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(loss [R], 1.0 where a clip decided it [R]). Ratios and advantages must be finite everywhere."""
+    """(loss [R], 1.0 where a clip took effect [R]). Ratios and advantages must be finite everywhere."""
     import torch
 
     high = eps_clip if eps_clip_high is None else eps_clip_high
@@ -93,12 +93,13 @@ def clipped_policy_loss(
 class GroupSequencePolicyLoss(ClipSettings, PolicyLoss):
     """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): clips whole sequences.
 
-    The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r), and
-    clips each of its tokens. s is much closer to 1 than a token's ratio: the paper's bounds are about 3e-4 and 4e-4.
+    The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r).
+    Each of its tokens is clipped by s, which is much closer to 1 than a token's ratio: the paper's bounds are about
+    3e-4 and 4e-4.
 
-    The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s, its gradient that of the token. With one
-    advantage per sequence the gradient is that of s. With an advantage per token (distillation, a KL in the reward),
-    each token gets its own and not the mean of the sequence.
+    The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s and its gradient is the token's. With one
+    advantage per sequence, the gradient is that of s. With an advantage per token (distillation, a KL in the reward),
+    each token keeps its own advantage instead of the sequence's mean.
     """
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:

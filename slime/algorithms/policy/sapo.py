@@ -1,8 +1,8 @@
 """Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): a smooth gate instead of the hard clip.
 
-f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so on policy it is the policy
-gradient; away from 1 the slope falls with 4 * p * (1 - p). tau depends on the sign of A: it is larger for negative
-advantages, because raising all other tokens of a large vocabulary is unstable.
+f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so on policy the gradient is
+the plain policy gradient. Away from 1 the slope falls as 4 * p * (1 - p), where p is the sigmoid. tau is larger for
+negative advantages, because they raise all other tokens of a large vocabulary, which is unstable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From a checkpoint's config.json to Megatron's settings: common settings of decoders, refusals, and routed experts.
+"""Derives Megatron's settings from a checkpoint's config.json: common settings of decoders, refusals, and routed
+experts.
 
 A family returns the settings in which it differs, and raises `ConfigError` for a config that cannot be trained.
 """
@@ -41,7 +42,7 @@ def is_sparse(config: HfConfig, layer: int) -> bool:
 
 
 def rotary_percent(config: HfConfig, default: float) -> float:
-    """The share of a head that is rotated, in the spelling of transformers 4 or 5."""
+    """The share of a head that is rotated, read in the spelling of transformers 4 or 5."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
@@ -56,7 +57,7 @@ ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def decoder_architecture(config: HfConfig) -> dict[str, Any]:
-    """Megatron settings of a pre-norm decoder with grouped-query attention, gated MLPs and no biases."""
+    """Megatron's settings for a pre-norm decoder with grouped-query attention, gated MLPs and no biases."""
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     theta, scaling = rope_of(config)
@@ -91,7 +92,7 @@ def decoder_architecture(config: HfConfig) -> dict[str, Any]:
 
 
 def refuse_unsupported(family: Family, config: HfConfig) -> None:
-    """Raises `ConfigError` for a config that asks for something that the family does not train."""
+    """Raises `ConfigError` if the config has a feature that the family does not train."""
     if config.get("use_sliding_window"):
         raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
     if config.get("hidden_act", "silu") != "silu":
@@ -123,7 +124,7 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
 
 
 def softmax_experts(config: HfConfig) -> dict[str, Any]:
-    """Megatron's settings of a softmax router and its experts. Raises `ConfigError` if sizes are missing."""
+    """Megatron's settings for a softmax router and its experts. Raises `ConfigError` if sizes are missing."""
     if not num_experts_of(config) or not config.get("moe_intermediate_size") or not config.get("num_experts_per_tok"):
         raise ConfigError(
             "the checkpoint's config.json lacks num_experts, num_experts_per_tok or moe_intermediate_size; it does not "
@@ -147,7 +148,7 @@ def softmax_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: HfConfig) -> dict[str, Any]:
-    """Megatron's settings of a sigmoid router with bias and groups, its experts and shared experts."""
+    """Megatron's settings for a sigmoid router with bias and groups, and for its routed and shared experts."""
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ConfigError(
             f"got a router with scoring_func {config.get('scoring_func')} and topk_method "

@@ -8,8 +8,8 @@ appendix).
 Invariants
 1. Attention counts the pairs of a causal mask, n (n + 1) / 2, or of a sliding window. Sparse attention counts as a
    window of `index_topk`; its indexer scores all pairs.
-2. A mixture of experts counts the experts that a token visits, the shared experts and the router.
-3. Sequences of a packed row do not see each other, so the cost of a row is the sum over its sequences.
+2. A mixture of experts counts the experts that a token is routed to, the shared experts and the router.
+3. Sequences of a packed row do not attend to each other, so the cost of a row is the sum over its sequences.
 4. Recomputed activations are not counted: the figure says how fast the model trains, not how busy the device is.
 """
 
@@ -63,7 +63,8 @@ class FlopsModel:
 def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
     """10^12 FLOPs per second and GPU, for the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
 
-    `forward_flops`: sum over all samples of the batch; `num_gpus`: all that shared the work. 0 if `time_s` is 0.
+    `forward_flops`: sum over all samples of the batch; `num_gpus`: number of GPUs that shared the work. 0 if `time_s`
+    is 0.
     """
     return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
 
@@ -118,6 +119,6 @@ def mlp_cost(config: HfConfig, layer: int) -> int:
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
-    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and it has a gate
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: a size of its own, and a gate
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router

@@ -7,44 +7,46 @@ Dispatchers carry tokens to the experts of a layer and back, in Megatron's proto
     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
 
 Without expert parallelism rows are reordered on their rank, and neither GPU nor host waits for the other
-(`LocalDispatcher`). With it Megatron's two dispatchers carry them. The all-to-all waits once per forward pass of a
-layer, because the host must know its split sizes. The all-gather waits several times, also for its selections.
+(`LocalDispatcher`). With expert parallelism, Megatron's two dispatchers carry the rows. The all-to-all waits once per
+forward pass of a layer, because the host must know its split sizes. The all-gather waits several times, also for its
+selections.
 
 Invariants
 1. Every token reaches all experts that its router chose; nothing is dropped.
 2. Ranks of one expert group may hold rows of different lengths.
-3. On a CPU all dispatchers equal Megatron's bit for bit; so do experts in float32, with the gradients of rows and
-   weights, compared with Megatron's sequential experts.
+3. On a CPU all dispatchers are bitwise equal to Megatron's. Experts in float32, and the gradients of their rows and
+   weights, are bitwise equal to Megatron's sequential experts.
 4. Experts are whole on their rank: tensor-parallel ranks are data-parallel to them (`ExpertLayer`).
 
 Router. It has no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
 tokens of its micro-batch (Law 3), so `slime.settings.megatron.FIXED` refuses them. Megatron's settings, which a family
 sets from its HF config:
 
-- `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts of a layer, those of a token, their size;
+- `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts per layer, experts per token, size of an
+  expert;
 - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
-- `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores stay (True) or
-  are divided by their sum (False);
+- `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores are kept (True)
+  or divided by their sum (False);
 - `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
 - `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. The score of a
   group is the sum of its two best experts;
 - `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice, not for the
   weights. It is a float32 buffer that is not trained;
-- `moe_router_dtype`: "fp32" if transformers computes router logits in float32 (DeepSeek, GLM); None: in the model's
+- `moe_router_dtype`: "fp32" if transformers computes router logits in float32 (DeepSeek, GLM); None for the model's
   dtype (Qwen), to which the weights of the chosen experts are rounded;
 - `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
   `moe_shared_expert_gate`: the sigmoid of `gate_weight` scales their output (Qwen3-Next).
 
-Routing replay (R3). Engine and trainer round differently, and a router can turn a rounding error into another expert.
-So the trainer takes the experts that were chosen when the token was sampled, and weighs them by its own logits: the
-router gets gradients as without a record (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels with its
-row in `PackedSequences`; `RoutedLayer` lends it to its router while the layer runs.
+Routing replay (R3). Engine and trainer round differently, and a router can turn a rounding error into a different
+expert. So the trainer uses the experts that were chosen when the token was sampled, and weights them by its own logits:
+the router still gets gradients (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels with its row in
+`PackedSequences`; `RoutedLayer` passes it to its router while the layer runs.
 
 Invariants
-5. A router reads the record of the row that its layer was called with, also when the layer runs again for the backward
-   pass, whatever rows ran in between: nothing is looked up by order or time.
+5. A router reads the record of the row that its layer was called with. This also holds when the layer runs again for
+   the backward pass after other rows, because records are never looked up by order or time.
 6. A token without a record gets the trainer's own choice.
-7. Without a record for its row a router computes the same bits as always.
+7. Without a record for its row, a router's result is bitwise the same as without replay.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class DenseMLP(GatedMLP):
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
-    """Megatron's shared experts, one MLP and an optional gate, as `GatedMLP`."""
+    """Megatron's shared experts (one MLP and an optional gate) as a `GatedMLP`."""
 
 
 class LocalDispatcher(MoETokenDispatcher):
@@ -151,8 +153,8 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all with our row order. Its own waits for the device to count rows, and adds rows in their
-    dtype."""
+    """Megatron's all-to-all dispatcher with our row order. Megatron's own row order makes the host wait for the device
+    to count rows, and sums rows in their own dtype."""
 
     _plan: RowPlan
 
@@ -172,7 +174,7 @@ class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Pads each rank's tokens to the longest row of the expert group. Megatron's own assumes equal lengths."""
+    """Pads each rank's tokens to the longest row of the expert group. Megatron's dispatcher assumes equal lengths."""
 
     num_tokens: int
     """Tokens of this rank, without padding."""
@@ -219,7 +221,7 @@ class StackedLinear(Module):
 
 
 class StackedExperts(Module):
-    """SwiGLU experts without bias instead of Megatron's `SequentialMLP`: a tensor per projection for all experts.
+    """SwiGLU experts without bias, with one tensor per projection for all experts. Replaces Megatron's `SequentialMLP`.
 
     Optimizer and gradient buffers see two parameters per layer. `training.model.names` gives views of each expert to
     weight tables, checkpoints and engines. Weights are undefined until a checkpoint fills them.
@@ -248,8 +250,8 @@ class StackedExperts(Module):
 class ExactRouter(TopKRouter):
     """Megatron's router, choosing and weighting experts as `transformers` does.
 
-    Megatron's own always divides sigmoid scores by their sum, takes softmax over the chosen logits in their dtype, and
-    scores a group by topk / group_topk of its experts.
+    Megatron's router always divides sigmoid scores by their sum, takes the softmax over the chosen logits in their
+    dtype, and scores a group by topk / group_topk of its experts.
     """
 
     choices: Choices | None = None
@@ -286,7 +288,8 @@ class ExactRouter(TopKRouter):
 
 
 class WideRouter(ExactRouter):
-    """A router with a float32 weight whatever the training dtype, as in engines. Its row is `wide`."""
+    """A router with a float32 weight whatever the training dtype, as in engines. Its row of the weight table is
+    `wide`."""
 
     def reset_parameters(self) -> None:
         """Megatron's own would round the weight to the training dtype."""
@@ -310,7 +313,8 @@ class ExpertLayer(MoELayer):
         super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
             # Megatron sets this only under expert parallelism, since it otherwise splits experts like dense layers.
-            # Ours are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
+            # Our experts are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their
+            # gradients.
             parameter.allreduce = False
         if groups.ep.size() == 1:
             self.token_dispatcher = LocalDispatcher(config, groups)
@@ -333,14 +337,14 @@ class RowRouting:
     """The recorded choices for the T tokens of a row that this rank has (`packed_attention.Choices`)."""
 
     recorded: Mapping[int, Tensor]
-    """Layer -> [T, topk] numbers of experts. Out of range numbers mean: not recorded."""
+    """Layer -> [T, topk] indices of experts. An index out of range means that nothing was recorded."""
     replays: bool = True
     """False: the router's own choice is used, and only compared with the record."""
     keeps: dict[int, Tensor] | None = None
     """Layer -> the choice made [T, topk], filled for a later pass; None: nothing is kept."""
     counts: Tensor | None = None
-    """[2] float64, added to: recorded choices (one per token and layer), and those that differ from the router's own.
-    None: not counted."""
+    """[2] float64, running counts of recorded choices (one per token and layer), and of recorded choices that differ
+    from the router's own. None: not counted."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
         choice, given = own, self.recorded.get(layer)
@@ -359,7 +363,7 @@ class RowRouting:
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer, which lends the row's recorded choices to its router while it runs."""
+    """Megatron's layer. While it runs, it passes the row's recorded choices to its router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""

@@ -1,12 +1,12 @@
-"""Multi-token prediction: a further layer that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437,
+"""Multi-token prediction: an extra layer that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437,
 section 2.2). Engines use it as the draft of their speculative decoding.
 
 `h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is the input of the model's output
-layer; the output layer, applied to the normed `h'`, predicts token t + 2. Embedding and output layer are the model's
-own; files of DeepSeek and GLM hold both a second time. `HeadForm` has a family's variations.
+layer; the output layer, applied to the normed `h'`, predicts token t + 2. The layer uses the model's embedding and
+output layer; files of DeepSeek and GLM contain a second copy of both. `HeadForm` has a family's variations.
 
-`Family.mtp_config` says how a family builds the layer. Its parameters are rows of the table only if it is trained
-(`with_mtp`); otherwise its tensors are carried along.
+`Family.mtp_config` says how a family builds the layer. The layer's parameters are rows of the table only if the layer
+is trained (`with_mtp`); otherwise its tensors are carried along.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from slime.models.common.table import DRAFT, FamilyTable, ModelSizes, Row, Sprea
 
 _KEY = "_trains_mtp"
 PREFIX = "mtp.layers.0."
-"""Megatron's prefix of its parameters."""
+"""Megatron's prefix of the layer's parameters."""
 LAYER_PREFIX = PREFIX + "transformer_layer."
 CARRIED_DRAFT = r"draft\.(?!model\.embed_tokens\.weight$|lm_head\.weight$)"
-"""Resident tensors of an untrained draft: all but those that it shares with the model."""
+"""Resident tensors of an untrained draft, except the tensors that the draft shares with the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """A family's variations of the formula."""
+    """How a family's layer of multi-token prediction differs from the formula above."""
 
     hidden_first: bool = False
     """The projection's input is `[hnorm ; enorm]`."""
     blind_start: bool = False
-    """The embedding is zero if `h_t` is of the first token of a sequence."""
+    """The embedding is zero if `h_t` belongs to the first token of a sequence."""
 
 
 def with_mtp(hf_config: HfConfig) -> HfConfig:
-    """The config, with the layer of multi-token prediction to be trained."""
+    """The config, marked so that its layer of multi-token prediction is trained."""
     return {**hf_config, _KEY: True}
 
 
@@ -79,7 +79,8 @@ def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
 
 
 def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
-    """Rows of multi-token prediction in files of DeepSeek and GLM, where it is layer `number`, after the last one."""
+    """Rows of multi-token prediction in files of DeepSeek and GLM, in which it is layer `number`, after the model's
+    last layer."""
     hf = f"model.layers.{number}."
     names = (f"{hf}enorm", f"{hf}hnorm", f"{hf}eh_proj", f"{hf}shared_head.norm")
     around = as_draft(head_rows(hidden, names), lambda name: name.replace(hf, "model."))
@@ -87,13 +88,13 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
 
 
 def deepseek_duplicates(number: int) -> dict[str, str]:
-    """Embedding and output layer that such files hold a second time -> the first."""
+    """Second copy of embedding and output layer in files of DeepSeek and GLM -> the first copy."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 
 
 def carried_mtp(hf_config: HfConfig) -> tuple[str, ...]:
-    """Patterns of such files' tensors for multi-token prediction, and of the engine's draft."""
+    """Patterns for the tensors of multi-token prediction in files of DeepSeek and GLM, and in the engine's draft."""
     first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
     return (*(rf"model\.layers\.{first + i}\." for i in range(count)), *((CARRIED_DRAFT,) if count else ()))
 
@@ -106,7 +107,8 @@ def table_with_mtp(
     spread: Spread,
     carried: tuple[str, ...] = (),
 ) -> FamilyTable:
-    """`decoder_table` for such files. `mtp`: the rows of the trained layer; None: its tensors are carried along."""
+    """`decoder_table` for files of DeepSeek and GLM. `mtp`: the rows of the trained layer of multi-token prediction;
+    None: its tensors are carried along."""
     if mtp is None:
         return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
     sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
@@ -115,9 +117,10 @@ def table_with_mtp(
 
 
 def only_layer(hf_config: HfConfig) -> HfConfig | None:
-    """The config of layer 0 as such a layer, which always has experts; None without one.
+    """The config that makes layer 0 the layer of multi-token prediction, which always has experts; None without such a
+    layer.
 
-    Raises `ConfigError` for several, each of which predicts from the one before.
+    Raises `ConfigError` for several layers, each of which predicts from the previous one.
     """
     count = int(hf_config.get("num_nextn_predict_layers") or 0)
     if count > 1:

@@ -1,7 +1,7 @@
 """The module of multi-token prediction (`slime.models.common.mtp`): norms, projection and one layer of the family.
 
-The model itself gets no gradient from it: hidden states, embedding and output layer are constants for it. So training
-moves the model as it would without the layer, which only learns to predict the model.
+The model gets no gradient from this layer: the model's hidden states, embedding and output layer are constants here. So
+the model trains as it would without the layer, and the layer only learns to predict the model.
 
 Invariants
 1. The token after a sequence's last one in a packed row is never read.
@@ -67,7 +67,7 @@ class MultiTokenHead(torch.nn.Module):
 
 
 def following(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """tokens [T] of a packed row -> [T] the next token of each; the last one of a sequence stays.
+    """tokens [T] of a packed row -> [T] the next token of each; the last token of a sequence is repeated.
 
     `cu_seqlens` [N + 1]: the start of each sequence, then T.
     """

@@ -2,10 +2,10 @@
 Engine.
 
 `PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
-queries are this rank's chunks and the keys those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section
-3.3.2); the causal mask is aligned at the end of both. A sequence that continues a shared prefix gets the keys of that
-prefix before its own, copied in the row. `RotatingAttention` is the layer around it: Megatron's, except that one op
-(`slime.ops.qk_rotary`) makes queries and keys from the projection, with the angles of the whole row.
+queries are this rank's chunks, and the keys are those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section
+3.3.2); the causal mask is aligned at the end of both. A sequence that continues a shared prefix gets a copy of the
+prefix's keys before its own. `RotatingAttention` is the layer around it: Megatron's attention, except that one op
+(`slime.ops.qk_rotary`) computes queries and keys from the projection, with the rotary angles of the whole row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019), in the arithmetic of `transformers`:
     float32 statistics, weight in the model's dtype.
 
-    It allows sequence parallelism, which Megatron's wrapper of `torch.nn.RMSNorm` refuses.
+    Supports sequence parallelism, which Megatron's wrapper of `torch.nn.RMSNorm` refuses.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -62,7 +62,8 @@ class Choices(Protocol):
     """The choice of experts for a row. See `slime.models.common.mlp`."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
-        """The router's own choice [T, topk] in `layer`, from 0 over the whole model -> the choice [T, topk] int64."""
+        """The router's own choice [T, topk] in `layer` (counted from 0 over the whole model) -> the choice to use [T,
+        topk] int64."""
 
 
 class RowShard(Protocol):
@@ -104,13 +105,13 @@ class PackedSequences(PackedSeqParams):
     """The sequences of a packed row, in Megatron's parameter for attention.
 
     Megatron's rotary embedding, which a family's own attention may use, reads `cu_seqlens_q` with `.tolist()` in every
-    layer, so those stay on the host. The attention kernel reads the copies on the device.
+    layer, so Megatron's fields stay on the host. The attention kernel reads the copies on the device.
     """
 
     query_lengths: tuple[int, ...] = ()
-    """[N] tokens of each sequence; under context parallelism of each local chunk [2 N]."""
+    """[N] number of tokens of each sequence; under context parallelism, of each local chunk [2 N]."""
     key_lengths: tuple[int, ...] = ()
-    """[N] or [2 N] keys for each of them, including a shared prefix."""
+    """[N] or [2 N] number of keys for each sequence or chunk, including a shared prefix."""
     cu_query: Tensor | None = None
     """[N + 1] or [2 N + 1] int32 on the model's device."""
     cu_key: Tensor | None = None
@@ -118,7 +119,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor | None = None
     """[T] int64 on the device of the model: the position of each of this rank's tokens in its sequence."""
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin [T, r / 2] float32 for all layers; the model makes them in its first pass."""
+    """cos and sin [T, r / 2] float32 for all layers; the model computes them in its first pass."""
     shard: RowShard | None = None
     """None without context parallelism."""
     repeats: Repeats | None = None
@@ -129,12 +130,12 @@ class PackedSequences(PackedSeqParams):
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """Number of a layer with an indexer -> its choice, for later layers that share it (`deepseek.layers`)."""
     routing: Choices | None = None
-    """None: routers choose by themselves."""
+    """None: routers use their own choice."""
     images: RowImages | None = None
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
-        """Tokens of the longest sequence (or chunk), and the most keys of one."""
+        """Maximum number of tokens, and of keys, of a sequence (or chunk)."""
         return max(self.query_lengths, default=0), max(self.key_lengths, default=0)
 
 
@@ -172,8 +173,8 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v].
 
-        T is this rank's part of the row under context parallelism. `masks`: for each sequence the keys that a query
-        sees, bool [n, n], or None for a causal mask.
+        T is this rank's part of the row under context parallelism. `masks`: for each sequence, the keys that each query
+        attends to, bool [n, n], or None for a causal mask.
         """
         packed = packed_seq_params
         assert packed is not None, "the trainer always packs its sequences"
@@ -201,7 +202,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class RotatingAttention(SelfAttention):
-    """Megatron's attention with one op that splits, norms and rotates queries and keys of a packed row.
+    """Megatron's attention with one op that splits, normalises and rotates queries and keys of a packed row.
 
     Its parameters are Megatron's. A subclass may change the output (`forward`), or how queries and keys are made
     (`rotated`).
@@ -245,7 +246,7 @@ class RotatingAttention(SelfAttention):
 
 
 def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
-    """The weight of the norm of queries or keys; None without one, which Megatron writes as an identity."""
+    """The weight of the norm of queries or keys; None without a norm, for which Megatron has an identity."""
     if norm is None or isinstance(norm, IdentityOp):
         return None
     assert isinstance(norm, RMSNorm), f"a norm of heads of type {type(norm).__name__}: override `rotated` for it"
@@ -253,10 +254,11 @@ def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
 
 
 def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: type | None = None) -> ModuleSpec:
-    """`standard`, Megatron's local attention, with packed core attention and our norms. `module`: its class.
+    """Megatron's local attention (`standard`) with packed core attention and our norms. `module`: the class of the
+    layer.
 
-    A subclass of `RotatingAttention` uses the ops of this device. A subclass of only Megatron's `SelfAttention` works
-    too, but with Megatron's rotary embedding, a loop over the sequences in every layer.
+    A subclass of `RotatingAttention` uses the ops of this device. A direct subclass of Megatron's `SelfAttention` works
+    too, but uses Megatron's rotary embedding, which loops over the sequences in every layer.
     """
     parts = dataclasses.replace(standard.submodules, core_attention=PackedAttention)
     if config.qk_layernorm:

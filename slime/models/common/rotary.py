@@ -46,7 +46,7 @@ def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
 
 
 def _factor(hf_config: HfConfig, scaling: Scaling) -> float:
-    """The growth of the context."""
+    """The factor by which the context is extended."""
     original = float(scaling.get("original_max_position_embeddings") or 1)
     return float(scaling.get("factor") or hf_config["max_position_embeddings"] / original)
 
@@ -56,7 +56,7 @@ def _yarn_share(theta: float, scaling: Scaling, head_dim: int) -> Tensor:
     original = float(scaling["original_max_position_embeddings"])
 
     def dimension(rotations: float) -> float:
-        """The dimension that makes so many rotations within the original context."""
+        """The dimension that rotates this many times within the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(float(scaling.get("beta_fast") or 32))
@@ -73,7 +73,7 @@ def _magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def attention_factor(hf_config: HfConfig) -> float:
-    """The factor of cos and sin; 1 for all scalings but yarn."""
+    """The factor for cos and sin; 1 for every scaling except yarn."""
     _, scaling = rope_of(hf_config)
     if scaling is None or rope_kind(scaling) != "yarn":
         return 1.0
@@ -86,7 +86,7 @@ def attention_factor(hf_config: HfConfig) -> float:
 
 
 def softmax_scale(hf_config: HfConfig, head_dim: int) -> float:
-    """The factor of scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's magnitude."""
+    """The factor for scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's magnitude."""
     _, scaling = rope_of(hf_config)
     all_dim = float((scaling or {}).get("mscale_all_dim") or 0)
     magnitude = _magnitude(_factor(hf_config, scaling), all_dim) if scaling and all_dim else 1.0
@@ -123,7 +123,8 @@ class Rotary:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """[T, heads, d] -> the same, rotated. Pairs are (0, 1), (2, 3), … if `interleaved`, else (0, d / 2), ….
 
-    The result holds all first members, then all second ones: a permutation that cancels in products of q and k.
+    The result has the first members of all pairs, then the second members: a permutation that cancels in products of q
+    and k.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

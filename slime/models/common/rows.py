@@ -1,6 +1,7 @@
 """Constructors of rows, and common parts of decoders.
 
-Names lack the prefix of the layer, which `at_layer` adds. The engine's name is the first HF name unless it fuses.
+Names lack the prefix of the layer, which `at_layer` adds. The engine's name is the first HF name unless the engine
+fuses tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
 
 
 def copy(megatron: str, name: str, *shape: int, engine: str | None = None, **options: Any) -> Row:
-    """A tensor that is whole on every rank."""
+    """A row whose tensor is whole on every rank."""
     return Row(megatron, (name,), (shape,), engine or name, **options)
 
 
@@ -50,7 +51,7 @@ def column(
     engine: str | None = None,
     **options: Any,
 ) -> Row:
-    """Tensors stacked along the output features, which are split. A single unit is that of all segments."""
+    """Tensors stacked along the output features, which are split. A single unit applies to all segments."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(units, Unit):
         units = (units,) * len(options.get("segments") or shapes)
@@ -131,8 +132,8 @@ def experts(
 ) -> Rows:
     """A router and its experts. The engine stacks [gate; up] of all experts, and down of all experts.
 
-    HF names: `bias` of the router's correction bias, `shared` of the shared experts (with their features),
-    `shared_gate` of their gate.
+    `bias`: HF name of the router's correction bias. `shared`: HF name and number of features of the shared experts.
+    `shared_gate`: HF name of their gate.
     """
     hidden = s.hidden_size
     rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden),)

@@ -34,10 +34,10 @@ class Head(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How an engine may spread a family's model over ranks, beyond tensor parallelism, which all families have.
+    """How an engine may spread a family's model over ranks, beyond tensor parallelism, which all families support.
 
-    Each family says what its model's code in SGLang 0.5.16 (`srt/models/`) does and what was proven; anything else is
-    refused before a run starts (`problem`).
+    A family declares what its model's code in SGLang 0.5.16 (`srt/models/`) supports and what was verified; anything
+    else is refused before a run starts (`problem`).
     """
 
     dp_attention: bool = False
@@ -45,17 +45,17 @@ class Spread:
     dp_lm_head: bool = True
     """With DP attention, whether a DP group may also split the output layer among its ranks."""
     whole_embedding: bool = False
-    """With DP attention, the embedding is whole on each rank instead."""
+    """With DP attention, each rank holds the whole embedding instead."""
     stages: Head | None = None
     """Which pipeline stages hold the output layer; None: stages are not supported."""
     tied_stages: bool = False
-    """In stages, a tied output layer is a separate tensor on the last one, loaded from the embedding."""
+    """With pipeline stages, a tied output layer is a separate tensor on the last stage, loaded from the embedding."""
     whole_dense_mlp: bool = False
     """`moe_dense_tp_size` 1 makes the MLP of dense layers whole on each rank."""
     every_embedding: bool = False
-    """In stages, each stage holds the embedding."""
+    """With pipeline stages, each stage holds the embedding."""
     whole_stages: bool = False
-    """A stage must be one rank, because SGLang's loader divides no experts."""
+    """A stage must be one rank, because SGLang's loader cannot split the experts."""
 
 
 PLAIN = Spread()
@@ -63,7 +63,7 @@ PLAIN = Spread()
 
 
 def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: int) -> str | None:
-    """Why an engine cannot have this layout, as a clause for a message; None if it can."""
+    """Returns why an engine cannot have this layout, as a clause for a message; None if it can."""
     if layout.dp_size > 1 and not spread.dp_attention:
         return "its model in SGLang does not support DP attention"
     if layout.dp_lm_head and not spread.dp_lm_head:
@@ -91,9 +91,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 """Megatron's name."""
 ATTENTION = ".self_attention."
-"""Part of Megatron's names of all parameters of attention, or of a linear-attention mixer."""
+"""Part of Megatron's name of every parameter of attention, or of a linear-attention mixer."""
 DRAFT = "draft."
-"""SGLang's prefix for resident tensors of the draft, the model that speculates for the trained one."""
+"""SGLang's prefix for resident tensors of the draft model of speculative decoding."""
 
 
 class Unit(str, Enum):
@@ -115,26 +115,26 @@ class Unit(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter under its three names. `{layer}` is the layer number, `{expert}` that of a routed expert."""
+    """One parameter under its three names. `{layer}` is the layer number, `{expert}` the number of a routed expert."""
 
     megatron: str
     """Global name of the parameter in our model."""
     hf: tuple[str, ...]
-    """The HF tensors that it holds, in fusing order."""
+    """The HF tensors that the parameter holds, in fusing order."""
     shapes: tuple[tuple[int, ...], ...]
-    """Full shape of each HF tensor; of one expert's part if they are `stacked`."""
+    """Full shape of each HF tensor; if the tensors are `stacked`, the shape of one expert's part."""
     engine: str
-    """The resident tensor of an SGLang model. Rows and experts that share one are stacked along dim 0."""
+    """The resident tensor of an SGLang model. Rows and experts that share a resident tensor are stacked along dim 0."""
     dim: int | None = None
     """The dimension that tensor-parallel ranks split; None: whole on every rank."""
     units: tuple[Unit, ...] = ()
     """The unit of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim` of the parts that are split separately, through all HF tensors; default: one per tensor."""
+    """Lengths along `dim` of the parts that are split separately, over all HF tensors; default: one per tensor."""
     groups: int = 0
     """Number of equal groups in which Megatron interleaves the segments (KV heads, for example); 0: one per rank."""
     wide: bool = False
-    """Whether it is float32 in trainer, files and engine, whatever the training dtype."""
+    """Whether the parameter is float32 in trainer, files and engine, whatever the training dtype."""
     stacked: bool = False
     """Whether the HF tensors hold all experts along dim 0."""
     trained: bool = True
@@ -144,7 +144,7 @@ class Row:
     plus_one: str = ""
     """A second resident tensor: the weight of a zero-centred norm plus one."""
     transposed: bool = False
-    """Whether the engine holds it as [in, out]."""
+    """Whether the engine holds the weight as [in, out]."""
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -231,7 +231,7 @@ class Entry:
     engine: str
     row: Row
     expert: int | None = None
-    """Number of the routed expert in its layer; None for all others."""
+    """Number of the routed expert in its layer; None for all other parameters."""
     apart: tuple[Entry, ...] = ()
     """An entry for each resident tensor, if the engine has several for this row."""
     plus_one: str = ""
@@ -265,9 +265,11 @@ class FamilyTable:
     tied: bool
     """Whether the output layer is the embedding, so that it has no row."""
     mtp: tuple[Row, ...] = ()
-    """The layer of multi-token prediction, if it is trained. An engine holds it in its draft, if it has one."""
+    """The layer of multi-token prediction, if it is trained. An engine holds the layer in its draft, if the engine has
+    a draft."""
     duplicates: Mapping[str, str] = field(default_factory=dict)
-    """HF tensors that files hold a second time -> the first one, from which they are written. They are not read."""
+    """Second copy of an HF tensor in files -> the first copy. The second copy is never read, and is written from the
+    first."""
     carried: tuple[str, ...] = ()
     """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source, and of
     resident tensors that no weight sync sends."""
@@ -285,7 +287,7 @@ class FamilyTable:
             assert not doubled, f"table {self.family}: {what} names in two rows: {doubled}"
 
     def with_rows(self, change: Callable[[Row], Row]) -> FamilyTable:
-        """The table with `change` applied to each row, except those of multi-token prediction."""
+        """The table with `change` applied to each row, except rows of multi-token prediction."""
         layers = tuple(tuple(map(change, rows)) for rows in self.layers)
         return replace(
             self, before=tuple(map(change, self.before)), layers=layers, after=tuple(map(change, self.after))
@@ -340,7 +342,7 @@ class FamilyTable:
         return {name: e for e in reversed(self.entries) for name in e.hf}
 
     def entry(self, megatron_name: str) -> Entry:
-        """The entry of a Megatron parameter. Raises `WeightSyncError` if the table does not know it."""
+        """The entry of a Megatron parameter. Raises `WeightSyncError` if the table does not contain it."""
         found = self._by_megatron.get(megatron_name)
         if found is None:
             raise WeightSyncError(
@@ -350,7 +352,7 @@ class FamilyTable:
         return found
 
     def entry_of_hf(self, hf_name: str) -> Entry:
-        """The entry of an HF tensor. Raises `WeightSyncError` if the table does not know it."""
+        """The entry of an HF tensor. Raises `WeightSyncError` if the table does not contain it."""
         found = self._by_hf.get(hf_name)
         if found is None:
             raise WeightSyncError(f"the weight table of {self.family!r} does not name the HF tensor {hf_name!r}")
@@ -367,17 +369,17 @@ class FamilyTable:
         return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
-        """The shape of a HF tensor by config.json."""
+        """The shape of an HF tensor according to config.json."""
         entry = self.entry_of_hf(hf_name)
         shape = entry.row.shapes[entry.hf.index(hf_name)]
         return (self.sizes.num_experts, *shape) if entry.row.stacked else shape
 
     def carries(self, hf_name: str) -> bool:
-        """Whether a HF tensor is only copied along."""
+        """Whether an HF tensor is carried along unread."""
         return any(re.match(pattern, hf_name) for pattern in self.carried)
 
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
-        """Raises a `ConfigError` that names every missing, unknown and doubled tensor of a model or checkpoint.
+        """Raises a `ConfigError` that names every missing, unknown and duplicate tensor of a model or checkpoint.
 
         The redundant `lm_head.weight` of a tied checkpoint and rotary buffers of old checkpoints are ignored.
         """
@@ -395,7 +397,7 @@ class FamilyTable:
                 )
 
     def ignores(self, hf_name: str) -> bool:
-        """Whether the trainer does not load a HF tensor: carried, redundant or a rotary buffer."""
+        """Whether the trainer does not load an HF tensor: carried, redundant or a rotary buffer."""
         redundant = self.tied and hf_name.endswith("lm_head.weight")
         buffer = hf_name.endswith("rotary_emb.inv_freq")
         return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)

@@ -21,7 +21,8 @@ class ImageProcessor(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The placeholder. An image is one placeholder in a rendered prompt, and one per image token in token ids."""
+        """The id of the placeholder. An image is one placeholder in a rendered prompt, and one placeholder per image
+        token in token ids."""
 
     def num_tokens(self, width: int, height: int) -> int:
         """Image tokens of `width` x `height` pixels. Raises `DataError` for a shape that the model cannot read."""
@@ -48,7 +49,7 @@ class VisionTower(Protocol):
         """(resident name, tensor) of every parameter in an engine of one rank."""
 
     def leave(self) -> None:
-        """Moves to the host; the next call brings it back."""
+        """Moves the tower to the host; the next call moves it back."""
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class RowImages:
     positions: Tensor
     """[3, T] int64: time, height and width of each token."""
     deep: list[Tensor] = field(default_factory=list)
-    """[V, H] each: what the first layers add, set by `into`."""
+    """[V, H] each: the features that the first layers add, set by `into`."""
 
     def into(self, embedded: Tensor, tower: VisionTower) -> Tensor:
         """embedded [T, 1, H] -> the same with the tower's embeddings instead of placeholders."""

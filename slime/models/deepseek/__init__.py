@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @FAMILIES.register("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 class DeepSeek(Family):
-    """Latent attention; the first layers are dense, the others have experts."""
+    """Latent attention; the first layers are dense, all other layers have experts."""
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
     refused_biases = ()
@@ -59,7 +59,7 @@ class DeepSeek(Family):
         return deepseek_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """Not with sparse attention, because that layer would have an indexer."""
+        """None with sparse attention, because the layer would have an indexer."""
         return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:

@@ -2,9 +2,9 @@
 an indexer.
 
 Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
-them in one bucket, because a second call of its loader drops what the first one kept back. `w_kc` and `w_vc` are not
-parameters: the engine makes them from `kv_b_proj` after each update. Shared experts have their own parameters only with
-`--disable-shared-experts-fusion`.
+them in one bucket, because a second call of its loader drops the tensors that the first call held back. `w_kc` and
+`w_vc` are not parameters: the engine makes them from `kv_b_proj` after each update. Shared experts have their own
+parameters only with `--disable-shared-experts-fusion`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) ->
         return _layer(s, hf_config, number, indexer=bool(kinds) and kinds[number] == "full")
 
     without = [number for number, kind in enumerate(kinds) if kind == "shared"]
-    # Engines make an indexer for these layers too, and do not use it.
+    # Engines create an indexer for these layers too, but do not use it.
     carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
     mtp_rows = None if mtp is None else functools.partial(_layer, config=mtp, number=0)
     return table_with_mtp(hf_config, layer, mtp_rows, carried=carried, spread=spread)
@@ -107,7 +107,7 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
 
 
 def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Multiply-adds of latent attention (arXiv 2405.04434). With an indexer, which scores all pairs, queries see
+    """Multiply-adds of latent attention (arXiv 2405.04434). With an indexer, which scores all pairs, queries attend to
     `index_topk` keys."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))

@@ -28,7 +28,7 @@ from slime.models.common.rotary import attention_factor, cos_sin, inverse_freque
 from slime.models.deepseek.config import indexer_kinds
 
 SCORES_AT_ONCE = 1 << 27
-"""Scores of heads, queries and keys in memory at once (float32)."""
+"""Maximum number of scores (heads x queries x keys, float32) in memory at once."""
 
 
 class SparseIndexer(torch.nn.Module):
@@ -36,8 +36,8 @@ class SparseIndexer(torch.nn.Module):
 
     A small attention scores all keys at or before a query and keeps the best `index_topk`. The choice has no
     derivative, so the policy loss gives the indexer no gradient: its parameters are frozen, but loaded, exported and
-    synced. Queries of a sequence of at most `index_topk` tokens see all keys, and nothing is computed. Each
-    tensor-parallel rank holds all of it and computes the same choice.
+    synced. Queries of a sequence of at most `index_topk` tokens attend to all keys, and nothing is computed. Each
+    tensor-parallel rank holds the whole indexer and computes the same choice.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
@@ -60,7 +60,7 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Whether the row has a sequence of more than `topk` tokens. Raises `ConfigError` for it under context
+        """Whether the row has a sequence of more than `topk` tokens. Raises `ConfigError` for such a row under context
         parallelism."""
         longest = int(packed.cu_seqlens_q.diff().max())
         if longest > self.topk and packed.shard is not None:
@@ -74,10 +74,11 @@ class SparseIndexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None]:
-        """The chosen keys of each query, int32 [n, topk] per sequence, or None for a short one.
+        """The chosen keys of each query, int32 [n, topk] per sequence, or None for a short sequence.
 
         hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are a part of the row under sequence parallelism; cos
-        and sin [T, 1, d / 2] are of the whole row. If a query has fewer keys, the rest of its choice comes after it.
+        and sin [T, 1, d / 2] are of the whole row. If a query has fewer than `topk` keys, the rest of its choice are
+        keys after the query.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
         row = torch.cat(projected, dim=-1)
@@ -110,7 +111,7 @@ class SparseIndexer(torch.nn.Module):
 
 
 def masks_of(chosen: list[Tensor | None]) -> list[Tensor | None]:
-    """Chosen keys [n, topk] -> the keys that each query sees, bool [n, n]; None stays None."""
+    """Chosen keys [n, topk] -> the keys that each query attends to, bool [n, n]; None stays None."""
     return [None if c is None else _mask(c) for c in chosen]
 
 
@@ -122,16 +123,16 @@ def _mask(chosen: Tensor) -> Tensor:
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3,
-but 1e-5 in GLM-4.7-Flash and GLM-5: there the two differ by 4.5e-6 over the variance of a latent.
+but 1e-5 in GLM-4.7-Flash and GLM-5: there the results differ by 4.5e-6 over the variance of a latent.
 """
 
 
 class LatentAttention(MegatronModule):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one small latent.
 
-    Megatron's own, with the local specification, splits the down projections. Here they are whole on each
-    tensor-parallel rank, as in the engines, and only heads are split. It uses `PackedAttention`, so context parallelism
-    works as elsewhere. For DeepSeek-V3 and GLM-4.7-Flash; with a `SparseIndexer` for GLM-5.
+    Megatron's own module, with the local specification, splits the down projections. Here they are whole on each
+    tensor-parallel rank, as in the engines, and only heads are split. The core is `PackedAttention`, so context
+    parallelism works as elsewhere. For DeepSeek-V3 and GLM-4.7-Flash; with a `SparseIndexer` for GLM-5.
 
     Invariants
     1. All heads share the rotary part of a key, so its gradient is summed over the tensor-parallel ranks.
@@ -182,7 +183,7 @@ class LatentAttention(MegatronModule):
 
     def _choose_indexer(self, hf_config: HfConfig) -> None:
         """Sets `indexer`, `chooser` (the layer whose choice is used) and `shares` (whether later layers use this
-        one's).
+        layer's choice).
         """
         kinds, layer = indexer_kinds(hf_config), self.layer_number - 1
         self.chooser = max((i for i in range(layer + 1) if kinds[i] == "full"), default=None) if kinds else None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 SWIGLU_LIMIT = 7.0
-"""The limit of gates and values. It is a constant of transformers; SGLang reads `swiglu_limit`."""
+"""The limit of gates and values. It is a constant in transformers; SGLang reads `swiglu_limit`."""
 _EXPERTS = f"mlp.experts.local_experts.{EXPERT}"
 
 

@@ -22,7 +22,7 @@ _ALPHA = 1.702
 class BiasedLinear(torch.nn.Module):
     """A linear layer with bias for each expert, in the layout of the files: weights [in, out].
 
-    Biases are float32, as in engines. The grouped product is that of other families, on a transposed view.
+    Biases are float32, as in engines. The grouped product is the same as in other families, on a transposed view.
     """
 
     def __init__(self, config: TransformerConfig, num_experts: int, size_in: int, size_out: int) -> None:
@@ -76,21 +76,21 @@ class BiasedExpertLayer(ExpertLayer):
 QUERIES_AT_ONCE = 1024
 """Queries of one sequence per slice."""
 _MORE = 8
-"""Entries added to heads of queries and keys, because kernels want a multiple of eight."""
+"""Entries added to heads of queries and keys, because kernels need a multiple of eight."""
 
 
 class SinkAttention(PackedAttention):
     """Core attention with learnt sinks (Xiao et al. 2023, arXiv:2309.17453), optionally in a sliding window.
 
-    A head's sink is a score without a value that takes its share of the softmax. It is computed as a further key with
-    the value zero: queries get one more entry, the sink over the scale, and only this key has a one there. So every
-    query sees it, whatever its window, and gradients need no formula of their own. Queries are processed in slices with
-    the keys that they may see, so that masks stay small. Plain PyTorch on every device, since the kernel for whole rows
-    supports neither sinks nor windows.
+    A head's sink is a score without a value that takes its share of the softmax. The sink is computed as an extra key
+    with the value zero: queries get one more entry, sink / scale, and only this key has a one in that entry. So every
+    query attends to the sink, whatever its window, and gradients need no special formula. Queries are processed in
+    slices, with the keys in their windows, so that masks stay small. Plain PyTorch on every device, since the kernel
+    for whole rows supports neither sinks nor windows.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, window: int | None, **named: Any) -> None:
-        """`window`: most keys for a query, including its own; None: no window."""
+        """`window`: maximum number of keys for a query, including its own; None: no window."""
         super().__init__(config, *given, **named)
         self.window = window
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
@@ -119,7 +119,7 @@ class SinkAttention(PackedAttention):
             part = query[start : start + QUERIES_AT_ONCE]
             first, end = start + behind, start + behind + part.size(0)
             begin = 0 if self.window is None else max(0, first - self.window + 1)
-            # The sink comes before the keys that some query of the slice sees.
+            # The sink comes before the keys in the windows of the slice.
             seen = torch.cat([sink.expand(1, key.size(1), -1), key[begin:end]])
             values = torch.cat([torch.zeros_like(value[:1]), value[begin:end]])
             yield _softmax_attention(part, seen, values, self._mask(first, end, begin, query.device), scale)

@@ -15,7 +15,7 @@ _HF = "model.mtp_layers.0."
 
 @FAMILIES.register("mimo")
 class MiMo(Qwen2):
-    """Multi-token prediction reads `[hidden ; embedding]`, and SGLang's draft no embedding at a sequence's start."""
+    """The projection reads `[hidden ; embedding]`, and SGLang's draft zeroes the embedding at a sequence's start."""
 
     mtp_form = HeadForm(hidden_first=True, blind_start=True)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ENGINE_READS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
-"""Values of released configs that SGLang reads. They are constants of transformers."""
+"""Values of released configs that SGLang reads. They are constants in transformers."""
 _FILE_NAMES = {"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts."}
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -102,7 +102,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _as_filed(row: Row) -> Row:
-    """The names in files, and a float32 router."""
+    """The row with its names in files, and float32 if it is the router."""
 
     def filed(name: str) -> str:
         for ours, theirs in (*_FILE_NAMES.items(), *_PROJECTIONS.items()):

@@ -45,9 +45,9 @@ class WholeNorm(torch.nn.Module):
 
 
 class WholeNormedAttention(RotatingAttention):
-    """Attention with such norms; the rotation is plain PyTorch.
+    """Attention with norms over all heads; the rotation is plain PyTorch.
 
-    The norms are not called `q_layernorm` and `k_layernorm`, because Megatron sums the gradients of those over
+    The norms are not called `q_layernorm` and `k_layernorm`, because Megatron sums gradients under those names over
     tensor-parallel ranks, as if each rank had the whole weight.
     """
 

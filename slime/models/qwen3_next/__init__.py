@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), and gated full attention in every few layers."""
+"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), with gated full attention in every few layers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Qwen3Next(Family):
     layer_kinds = ("full_attention", "linear_attention")
 
     qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
-    """Linear attention of Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention (a GPU and half precision);
-    torch: plain PyTorch; auto: the kernels if they are installed and can run."""
+    """Backend for the linear attention of Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention (a GPU and
+    half precision); torch: plain PyTorch; auto: the kernels if they are installed and can run."""
 
     def check(self, args: Args) -> str | None:
         m = args.megatron
@@ -101,7 +101,7 @@ class Qwen3Next(Family):
     def spread(self, hf_config: HfConfig) -> Spread:
         """Qwen3.5 and 3.6 come inside multimodal models, with a whole embedding on each rank.
 
-        With experts these have no dense layer, so `moe_dense_tp_size` has no effect on them.
+        With experts, Qwen3.5 and 3.6 have no dense layer, so `moe_dense_tp_size` has no effect on them.
         """
         wrapped, sparse = hf_config["model_type"] != "qwen3_next", num_experts_of(hf_config) > 0
         return Spread(dp_attention=True, whole_embedding=wrapped, whole_dense_mlp=wrapped and sparse)

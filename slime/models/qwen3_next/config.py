@@ -1,8 +1,8 @@
 """Qwen3-Next, Qwen3.5 and 3.6 without torch: the weight map, multiply-adds, and which layers have linear attention.
 
 Both orders of the released files map to one Megatron parameter: Qwen3-Next orders its projections by key head, Qwen3.5
-keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is carried
-along, as are layers for multi-token prediction.
+has separate blocks for all queries, keys and values. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower
+is carried along, as are layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_linear(config: HfConfig, layer: int) -> bool:
 
 
 def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
-    """Why these ranks cannot split the key heads of linear attention, as an error message; None if they can."""
+    """Returns an error message if these ranks cannot split the key heads of linear attention, else None."""
     if key_heads % (tp_size * cp_size) == 0:
         return None
     if cp_size == 1:

@@ -54,7 +54,7 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Why the kernels cannot run here; empty if they can. The last reason is flash-linear-attention's issue 640.
 
-    Cached, because every layer asks and finding a package takes milliseconds.
+    Cached, because every layer calls it and finding a package takes milliseconds.
     """
     on_gpu = device.type == "cuda"
     hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
@@ -123,7 +123,7 @@ def _normalised(x: Tensor) -> Tensor:
 def _decay(total: Tensor) -> Tensor:
     """Running sums of log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
 
-    Masked before the exponential, which could overflow above the diagonal; infinity times zero is not a number.
+    Masked before the exponential, which could overflow above the diagonal: infinity times zero is NaN.
     """
     size = total.size(-2)
     later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
@@ -132,10 +132,10 @@ def _decay(total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Places of a row's tokens in its M chunks. Chunks are sorted by their number in the sequence, then long sequences
-    first.
+    """Places of a row's tokens in its M chunks. Chunks are sorted by their index in the sequence, then by sequence
+    length, longest first.
 
-    So the chunks of one turn of the loop are neighbours, and its sequences are the first ones of the turn before.
+    So the chunks of one loop iteration are adjacent, and their sequences are the first ones of the previous iteration.
     """
 
     gather: Tensor
@@ -143,7 +143,7 @@ class _Plan:
     place: Tensor
     """[T] int64: the slot of each token."""
     widths: tuple[int, ...]
-    """Chunks of each turn; never growing."""
+    """Number of chunks in each loop iteration; never increases."""
 
     def chunks(self, x: Tensor) -> Tensor:
         """[T, h, d] -> [M, h, CHUNK, d], padded with zeros."""

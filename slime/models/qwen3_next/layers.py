@@ -27,13 +27,13 @@ from slime.ops.qk_rotary import rotate
 class GatedDeltaNet(torch.nn.Module):
     """The gated delta net (Yang et al. 2024, arXiv:2412.06464), a linear-attention mixer, as an attention module.
 
-    Megatron-core's own needs flash-linear-attention and refuses packed rows. Tensor-parallel ranks split this one by
-    key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the decay),
-    `conv1d` per key head [q; k; v's], each with the value heads of the key head.
+    Megatron-core's module needs flash-linear-attention and refuses packed rows. Tensor-parallel ranks split this module
+    by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the
+    decay), `conv1d` per key head [q; k; v's], each with the value heads of the key head.
 
     Convolution and recurrence need whole sequences, but under context parallelism a rank has chunks of them. So key
-    heads are split once more: before the convolution ranks exchange their tokens of all heads for all tokens of their
-    heads, and back after the recurrence (`RowShard.by_heads`). Projections, norm and gate work token by token.
+    heads are split once more: before the convolution, ranks exchange their tokens of all heads for all tokens of their
+    heads, and exchange back after the recurrence (`RowShard.by_heads`). Projections, norm and gate work token by token.
 
     Invariants
     1. Convolution and recurrence start over at each sequence of a packed row.

@@ -68,7 +68,7 @@ class Qwen3VL(Qwen3):
         return table.with_rows(_as_served)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Only tensor parallelism, since nothing else was proven with images."""
+        """Only tensor parallelism, because nothing else was verified with images."""
         return PLAIN
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
@@ -97,7 +97,7 @@ class Qwen3VL(Qwen3):
         return SeeingLayer if number < len(deep) else None
 
     def _sections(self, hf_config: HfConfig) -> list[int] | None:
-        """Numbers of frequencies of time, height and width; None if transformers would not read them."""
+        """Number of frequencies for time, height and width; None if transformers would not read them."""
         rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         sections = rope.get("mrope_section") or ()
         heads = int(hf_config["num_attention_heads"])

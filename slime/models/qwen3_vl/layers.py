@@ -27,7 +27,7 @@ class SeeingLayer(TransformerLayer):
 
 
 ROWS = 64
-"""SGLang pads embeddings, also that of patch positions, to a multiple of this many rows."""
+"""SGLang pads embeddings, including the embedding of patch positions, to a multiple of this many rows."""
 
 
 class Qwen3VLTower:

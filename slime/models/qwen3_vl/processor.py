@@ -53,7 +53,7 @@ class Qwen3VLImages:
         return grids.prod(axis=1) // self._merge**2
 
     def positions(self, starts: Int64s, grids: Int64s, num_tokens: int) -> Int64s:
-        """An image has one position in time; text continues after its longer side."""
+        """An image has one position in time; text continues after the image's longer side."""
         out = np.empty((3, num_tokens), np.int64)
         at = place = 0
         for start, (time, height, width) in zip(starts.tolist(), grids.tolist(), strict=True):

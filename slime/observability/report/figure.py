@@ -1,7 +1,7 @@
 """Draws the panels with matplotlib: for the picture of a run (`report.png`), and as SVG for the cards of its page.
 
-matplotlib's SVG is made fit for the page: the page's policy allows no `style`, ids must be unique in a page, and a dark
-page has other colours. `data-*` attributes of each curve hold the values under the pointer, which page.js shows.
+matplotlib's SVG is adapted to the page: the page's policy allows no `style`, ids must be unique in a page, and a dark
+page has different colours. `data-*` attributes of each curve hold the values under the pointer, which page.js shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime.observability.report.record import (
 from slime.observability.report.summary import RunSummary, summary_of
 
 COLORS = ("#2563c9", "#d9730d", "#23935a", "#c93a3a", "#7d4fc2", "#12858f", "#a0527c", "#6b7280")
-"""The same as in page.css, which has others for a dark page."""
+"""The same colours as in page.css, which has different ones for a dark page."""
 OTHER_COLOR = "#b6bcc6"
 PART_COLORS = dict(zip(STEP_PARTS, (0, 6, 1, 7, 2, 5, 4, 3), strict=True))
 """Part of a step -> index of its colour."""
@@ -41,11 +41,11 @@ VARIABLES = CLASSES | {MUTED: "muted", GRID: "grid", MARK: "mark"}
 """Colour -> its variable in page.css."""
 PARTS_TITLE = "Where the time of a step goes"
 ROOM = 0.08
-"""The free space above and below a curve, as a part of its span."""
+"""The free space above and below a curve, as a fraction of the curve's range."""
 ROOM_ABOVE_ONE = 0.05
 """Keeps the line of 100 % away from the title."""
 MARKERS_UP_TO = 40
-"""A curve with at most this many steps has a marker for each."""
+"""A curve with at most this many steps has a marker for each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Frame:
     limits: tuple[int, int]
     """First and last step of the run."""
     marks: Sequence[float]
-    """Positions of the dotted lines that mark a resume: between the last step before it and the first after it."""
+    """Positions of the dotted lines that mark a resume: between the last step before the resume and the first step
+    after it."""
 
 
 def frame_of(record: RunRecord) -> Frame:
@@ -68,7 +69,8 @@ def frame_of(record: RunRecord) -> Frame:
 
 
 def draw_panel(axes: Any, drawn: Drawn, frame: Frame, names: Sequence[str] = ()) -> None:
-    """Draws curves, band, grid and numbers. `names`: of the curves, for a legend; the id of curve i is `series-i`."""
+    """Draws curves, band, grid and numbers. `names`: names of the curves, for a legend; the id of curve i is
+    `series-i`."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = value_limits(drawn)
@@ -300,13 +302,13 @@ def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str,
 
 
 def _attributes(style: str) -> str:
-    """A style as attributes; the font is that of the page."""
+    """A style as attributes, without the font, which the page sets."""
     pairs = [one.split(":", 1) for one in style.split(";") if ":" in one]
     return " ".join(f'{key.strip()}="{value.strip()}"' for key, value in pairs if "font" not in key)
 
 
 def _rounded(value: re.Match[str]) -> str:
-    """An attribute with a digit behind the point: a tenth of a unit is finer than any screen."""
+    """The attribute with one decimal; more would be finer than any screen."""
     return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
 
 
@@ -314,7 +316,7 @@ def _opened(attributes: Mapping[str, str]) -> str:
     return element("g", **attributes).removesuffix("></g>")
 
 
-# --- all panels in one picture. Legends stand above the axes, so nothing covers a curve.
+# --- all panels in one picture. Legends are above the axes, so nothing covers a curve.
 
 LEGEND_CHARS = 57
 """Characters of a legend that fit on one line above a panel."""

@@ -1,7 +1,7 @@
 """HTML and SVG with all content escaped, except `Markup`.
 
 Text of a model or a dataset is hostile. It enters a page only as a child or an attribute of `element`. Control
-characters and those that reverse the order of a line are spelled out.
+characters, and characters that reverse the order of a line, are spelled out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOID = frozenset({"meta", "br", "col"})
 
 
 class Markup(str):
-    """Text that is already markup. Made only by this module, of constants, and of matplotlib's images."""
+    """Text that is already markup. Made only in this module, from constants, and from matplotlib's images."""
 
     __slots__ = ()
 

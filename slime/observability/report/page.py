@@ -1,7 +1,8 @@
 """The page of a run: `report.html`, one file that needs neither server nor network.
 
-It contains its style and its script. A policy lets the browser use only these two, so that text of a model cannot
-become a program even if it got through the escaping of `markup`. Only the values under the pointer need the script.
+It contains its style and its script. A content security policy lets the browser use only this style and this script, so
+text of a model cannot run as a program even if it gets past the escaping of `markup`. Only the values under the pointer
+need the script.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from slime.observability.samples import PICKS, ShownSample, number, where
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
-"""Samples of the latest steps that are visible; the others are in a drawer."""
+"""Number of visible samples of the latest steps; the other samples are in a drawer."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
 COLUMNS = ("of", "reward", "label", "prompt", "response")
 TARGET = "target"
-"""The column of a response from the data."""
+"""The column for a response that comes from the data."""
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
@@ -118,7 +119,7 @@ def _text(value: str) -> Markup:
 
 
 def settings_section(record: RunRecord) -> Markup | None:
-    """The given settings, and the others in a drawer."""
+    """The given settings, and all other settings in a drawer."""
     every = list(given_settings(record.settings))
     if not every:
         return None
@@ -326,7 +327,7 @@ class Report:
 
 
 def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | None = None) -> Report:
-    """Makes the report of a run folder, whether the run goes on, ended or died.
+    """Makes the report of a run folder. The run may still be running, or have ended or crashed.
 
     `out_dir`: default: the run folder. `title`: default: model, data and method. Raises `DataError` if no step was
     logged.

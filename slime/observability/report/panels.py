@@ -26,14 +26,14 @@ class Line:
     """`*` becomes the dataset. Empty if the panel's title is enough."""
     dashed: bool = False
     unless_alone: bool = False
-    """Leave it out if it has one step and another line has more."""
+    """Leave the line out if it has one step and another line has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
     about: str
-    """What it shows, and what to look for."""
+    """What the panel shows, and what to look for."""
     section: str
     lines: Sequence[Line]
     unit: str = ""
@@ -41,13 +41,13 @@ class Panel:
     band: tuple[str, str] | None = None
     """Metrics of the minimum and the maximum around the first line."""
     if_any: bool = False
-    """Leave it out if all values are zero."""
+    """Leave the panel out if all values are zero."""
     flat_in_words: bool = False
-    """If it never changes, say so in words instead of drawing it."""
+    """If the values never change, say so in words instead of drawing the panel."""
     rounding: float = 0.0
-    """Leave it out if all values are below this, because they are rounding errors."""
+    """Leave the panel out if all values are below this, because they are rounding errors."""
     in_picture: bool = True
-    """Whether `report.png` has it; the page has every panel."""
+    """Whether `report.png` has the panel; the page has every panel."""
     kinds: frozenset[RunKind] = field(default_factory=lambda: frozenset(RunKind))
 
 
@@ -59,7 +59,7 @@ class Series:
     curve: Curve
     dashed: bool = False
     is_joined: bool = False
-    """Whether it stands for several equal lines."""
+    """Whether the series stands for several equal lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Drawn:
 
     @property
     def in_words(self) -> bool:
-        """Whether it is said in words, because no line changes."""
+        """Whether the panel is described in words, because no line changes."""
         flat = all(len(one.curve.steps) > 1 and len(set(one.curve.values)) == 1 for one in self.series)
         even = self.band is None or all(len(set(edge.values)) == 1 for edge in self.band)
         return self.panel.flat_in_words and flat and even
@@ -91,7 +91,7 @@ LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
 AGREEMENT, TIME = "Trainer and engine", "Time"
 SFT = frozenset({RunKind.SFT})
 SAMPLED = frozenset(RunKind) - SFT
-"""Kinds of run with answers and rewards. Fine-tuning logs both as zeros."""
+"""Kinds of run with responses and rewards. Fine-tuning logs both as zeros."""
 WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
@@ -103,7 +103,7 @@ PROBE = (
     Line("probe/train_rollout_logprob_abs_diff_max", "fresh answers, worst token"),
     Line("probe/train_rollout_logprob_abs_diff_mean", "fresh answers, mean", dashed=True),
 )
-"""Asynchronous runs compare fresh answers, because their batches are older than the trainer."""
+"""Asynchronous runs compare fresh responses, because their batches are older than the trainer."""
 
 PANELS: Sequence[Panel] = (
     Panel(

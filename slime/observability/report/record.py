@@ -1,9 +1,10 @@
 """`RunRecord`: the content of a run folder. Only `metrics.jsonl` must exist.
 
 Invariants
-1. If a resume did a step again, only the last time counts, and steps that the resume dropped do not count
+1. If a step was repeated after a resume, only its last repetition counts. Steps that the resume dropped do not count
    (`standing_rows`).
-2. Steps are counted as in `metrics.jsonl`: from 0; an evaluation carries the rollout that it follows, -1 before any.
+2. Steps are counted as in `metrics.jsonl`: from 0; an evaluation carries the number of the rollout that it follows, or
+   -1 before the first rollout.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Start:
     time_s: float | None
     """Unix time; None if the record is unreadable."""
     step: int | None
-    """The first step that it logged; None if it logged none."""
+    """The first step that this start logged; None if it logged no step."""
     facts: Mapping[str, Any]
     """The entry in `run.json`: time, command, versions, commit, host."""
 
@@ -150,7 +151,7 @@ def step_of(row: Row) -> int | None:
 
 
 def standing_rows(rows: Sequence[Row], starts: Sequence[Start]) -> list[Row]:
-    """The rows without those that a later start replaced: its first step and all after it."""
+    """The rows without the rows that a later start replaced, from the first step of that start on."""
     standing: list[Row] = list(rows)
     for start in starts[1:]:
         if start.time_s is not None and start.step is not None:
@@ -189,7 +190,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, origin) of every setting by name, those that the user gave first."""
+    """(name, value, origin) of every setting by name. Settings that the user gave come first."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
@@ -236,7 +237,7 @@ class Curve:
 
 
 def curve(rows: Sequence[Row], key: str) -> Curve:
-    """The finite values of one metric by step; the last one of a step that was logged twice."""
+    """The finite values of one metric by step. If a step was logged twice, its last value counts."""
     points: dict[int, float] = {}
     for row in rows:
         if key in row and math.isfinite(row[key]) and (step := step_of(row)) is not None:
@@ -278,7 +279,7 @@ def running_mean(whole: Curve) -> Curve | None:
     return thinned(Curve(whole.steps, means), MAX_POINTS // 2)
 
 
-# --- parts of the time of a step, none of which contains another
+# --- parts of the time of a step, which do not overlap
 
 STEP_PARTS: Mapping[str, Sequence[str]] = {
     "wait for batch": ("perf/rollout_wait_time",),
@@ -332,7 +333,7 @@ def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Part -> step -> seconds, for the parts that this run has."""
-    rows = [row for row in rows if AXES["perf"] in row]  # not the evaluation before step 0, which has another axis
+    rows = [row for row in rows if AXES["perf"] in row]  # not the evaluation before step 0, which has a different axis
     out: dict[str, dict[int, float]] = {}
     for label, keys in STEP_PARTS.items():
         part: dict[int, float] = {}

@@ -24,7 +24,7 @@ class RunSummary:
 
     kind: RunKind
     num_rollouts: int
-    """Steps that generated, or fetched conversations."""
+    """Number of steps that generated samples or fetched conversations."""
     reward: tuple[float, float] | None
     """Mean reward of the first and the last rollout."""
     evals: Mapping[str, tuple[float, float]]
@@ -45,7 +45,8 @@ class RunSummary:
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
-        """Those of fresh answers, if any: of an asynchronous run's batches only the first is comparable."""
+        """The mismatches of fresh responses, if any, because only the first batch of an asynchronous run is
+        comparable."""
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property
@@ -55,7 +56,7 @@ class RunSummary:
 
 
 def summarize(run_dir: Path) -> RunSummary:
-    """Reads a run folder. Raises `DataError` if it holds no step."""
+    """Reads a run folder. Raises `DataError` if it has no steps."""
     return summary_of(read_run(run_dir))
 
 
@@ -144,7 +145,7 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding with its steps, and the numbers of the last of them."""
+    """A finding with its steps, and the numbers of the last step."""
     until = "; in the end " if finding.last_step is None else f", over at step {finding.last_step}; before that "
     return f"{finding.kind}, noticed at step {finding.step}{until}{finding.text}"
 

@@ -21,7 +21,7 @@ from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
 EDGE = 0.003
-"""A span of a neighbouring step is shown from this share of the step on."""
+"""A span of a neighbouring step is shown if it covers at least this share of the step."""
 MAX_TRACE_BYTES = 200 << 20
 """A larger trace is left to `slime trace`."""
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
@@ -48,7 +48,7 @@ class Bar:
     process: str
     name: str
     stretches: Sequence[tuple[float, float]]
-    """Begin and end in seconds since the begin of the step."""
+    """Start and end, in seconds since the start of the step."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,8 @@ class Timeline:
 
 
 def timelines(record: RunRecord) -> list[Timeline]:
-    """A typical step (of the median time), and the slowest if it took 1.5 times as long. Empty without traces."""
+    """A typical step (the one with the median time), and the slowest step if it took 1.5 times as long. Empty without
+    traces."""
     windows = step_windows(record.rows)
     if not windows:
         return []
@@ -80,7 +81,7 @@ def timelines(record: RunRecord) -> list[Timeline]:
 
 
 def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) -> list[int]:
-    """The steps that a span overlaps. `spans`: by their begin."""
+    """The steps that a span overlaps. `spans`: ordered by start."""
     begins = [span.begin_s for span in spans]
     latest = list(accumulate((span.end_s for span in spans), max))  # the latest end of all spans so far
     count = {step: bisect_left(begins, end) for step, (_, end) in windows.items()}
@@ -88,7 +89,7 @@ def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) 
 
 
 def step_windows(rows: Sequence[Row]) -> dict[int, tuple[float, float]]:
-    """Step -> begin and end, Unix time, of steps with a logged time."""
+    """Step -> start and end, Unix time, of steps with a logged time."""
     return {
         int(row["rollout/step"]): (row["time"] - row["perf/step_time"], row["time"])
         for row in rows
@@ -115,7 +116,8 @@ def _inside(span: Span, begin_s: float, end_s: float) -> bool:
 
 
 def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
-    """The rows of a step: processes by their first span, and so names within them. `spans`: by their begin."""
+    """The rows of a step. Processes are ordered by their first span, and so are the names within a process. `spans`:
+    ordered by start."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):
@@ -129,7 +131,7 @@ def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
 
 
 def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merges overlapping stretches, then neighbours until few enough are left."""
+    """Merges overlapping stretches, then adjacent ones until few enough are left."""
     merged: list[tuple[float, float]] = []
     for begin, end in stretches:
         if merged and begin <= merged[-1][1]:

@@ -4,12 +4,12 @@ Consumes: buckets. Produces: a version, which appears when its temporary folder 
 it. Waits for: the agents beside the engines, with the limit of the weight sync.
 
 Any number of ranks may send. Each writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
-conductor makes a version from all reports (`finish`). All ranks make the same decision whether a version is full,
-because they see the same engines and the same outcomes.
+conductor makes a version from all reports (`finish`). All ranks agree on whether a version is full, because they see
+the same engines and the same outcomes.
 
 Invariants
-1. Full versions contain the trainer's own tensors. The first version after a start, the first one that an engine takes
-   part in, and the one after a failure are full.
+1. Full versions contain the trainer's own tensors. The first version after a start, after an engine joined, or after a
+   failure is full.
 2. A folder whose name has no leading dot is complete and on disk.
 """
 
@@ -53,7 +53,7 @@ class DeltaChannel(Channel):
     def __init__(
         self, folder: Path, context: TransportContext, *, every: int, encoding: str, checksum: str, keep: bool
     ) -> None:
-        """`every`: maximum number of syncs from one full version to the next. `keep`: whether old versions stay."""
+        """`every`: maximum number of syncs from one full version to the next. `keep`: whether old versions are kept."""
         self._folder, self._context, self._every, self._keep = folder, context, every, keep
         self._encoding, self._checksum = encoding, checksum
         self._memory: Memory | None = {} if every > 1 else None
@@ -169,7 +169,7 @@ class DeltaChannel(Channel):
             if file.name not in wanted:
                 file.unlink()
         if manifest.base is None:
-            # Copies instead of links, because a reader of the folder may not see the checkpoint.
+            # Copies instead of links, because a reader of the folder may not have access to the checkpoint.
             add_assets(folder, self._context.hf_checkpoint, shutil.copyfile)
             weight_map = {entry.name: entry.file for entry in manifest.entries}
             write_index(folder, weight_map, sum(entry.num_bytes for entry in manifest.entries))

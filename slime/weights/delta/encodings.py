@@ -1,12 +1,12 @@
 """Encodings of patches. A patch turns the old bytes of a tensor into the new ones exactly.
 
-    xor         new ^ old for each changed element: small numbers, and mostly the same few. Applied twice it undoes
-                itself, so it must be applied only to its base; the chain of digests ensures that.
+    xor         new ^ old for each changed element: small numbers from a small set. Applying it twice undoes the
+                change, so it must be applied only to its base; the chain of digests ensures that.
     overwrite   the new value of each changed element: larger, but it may be applied again
 
 A patch is a sequence of chunks of `CHUNK` elements. A chunk consists of a head, the streams of positions and the
-streams of symbols. A manifest names its encoding, and the name is only looked up in `ENCODINGS`. It must not be an
-import path, because others may write to the folder.
+streams of symbols. A manifest names its encoding by a key of `ENCODINGS`. The name is never used as an import path,
+because others may write to the folder.
 
 Streams. Bytes with the same meaning are stored together, so that one entropy code fits them. Each stream is one zstd
 frame. The parameters favour its entropy coder: sequences of symbols hardly ever repeat, and encoding short matches
@@ -16,11 +16,11 @@ Positions. A skip is the number of unchanged elements before a changed one. If a
 probability, skips have a geometric distribution. A skip is split into its low bits and the rest. The rest is written as
 bytes, where 255 means "255 more". An entropy code for single bytes is then within a few per cent of the entropy at any
 density, and below it if changes are clustered in rows, as in an embedding. At densities of at least `BITMAP_FROM`, a
-bitmap is as small and faster.
+bitmap is equally small, and faster.
 
-Symbols. The XOR of two adjacent bfloat16 values is 1, 3, 7, ..., so a handful of 16-bit symbols occur almost always. As
-ranks in a table, each takes one byte with its own code. As two byte planes, the rare carry into the upper byte would
-double the size.
+Symbols. The XOR of two adjacent bfloat16 values is 1, 3, 7, ..., so almost all changes are one of a handful of 16-bit
+symbols. Written as ranks in a table, each symbol takes one byte with its own code. Written as two byte planes, rare
+carries into the upper byte would double the size.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ LOW_BITS = (0, 4, 8, 12)
 BITMAP = 255
 """Form of positions that are written as a bitmap instead of skips."""
 BITMAP_FROM = 0.15
-"""Share of changed elements from which on a bitmap is used."""
+"""A bitmap is used if at least this share of the elements changed."""
 LOOKED_AT = 1 << 16
 """Number of skips or symbols that are examined to choose their form."""
 Positions = NDArray[np.uint32]
@@ -231,7 +231,7 @@ CHUNK = 1 << 24
 _HEAD = struct.Struct("<IBB")
 """Number of changed elements, form of their positions, form of their symbols."""
 RAW = "raw"
-"""Encoding of a patch that is the tensor itself. Used in full versions, and if a patch would not be smaller."""
+"""Encoding of a patch that is the tensor itself. Used in full versions, and where a patch would not be smaller."""
 
 
 @dataclass(frozen=True, slots=True)

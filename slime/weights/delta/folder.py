@@ -4,8 +4,8 @@ The digest of a version covers its whole manifest, and with it the checksums of 
 names its base by digest, not only by number, so deltas cannot be chained wrongly.
 
 Rules for the order of versions
-1. A version is full if it is the first after a start, the first that some engine takes part in, or the first after a
-   failure, and at least every `every`-th version is full.
+1. A version is full if it is the first after a start, after an engine joined, or after a failure. In addition, at least
+   every `every`-th version is full.
 2. To find missing versions, walk back from the wanted version to the one in the local checkpoint, or to a full version.
 3. A version may be removed once every engine has confirmed a newer full version.
 """
@@ -88,7 +88,7 @@ class Manifest:
     whole: str
     """`whole_checksum` of all tensors of the model in this version, including unchanged ones."""
     entries: tuple[Entry, ...]
-    """All tensors of a full version, or the changed ones of a delta, sorted by name."""
+    """All tensors of a full version, or the changed tensors of a delta, sorted by name."""
 
     @property
     def digest(self) -> str:
@@ -170,7 +170,7 @@ def _entry(row: Mapping[str, Any]) -> Entry:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in `file`, or None if the file is missing or holds something else."""
+    """Returns the JSON object in `file`, or None if the file is missing or has other content."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -189,7 +189,7 @@ def sync_folder(folder: Path) -> None:
 Buffer = bytes | memoryview | NDArray[Any]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
 CHECKSUMS: tuple[str, ...] = get_args(Checksum)
-"""xxh3-128 is as fast as memory. blake3 is cryptographic and needs its package. adler32 has only 32 bits."""
+"""xxh3-128 runs at the speed of memory. blake3 is cryptographic and needs its package. adler32 has only 32 bits."""
 
 
 def checksum(name: str, data: Buffer) -> str:

@@ -2,18 +2,19 @@
 
     state.json      the version of the files, and the checksum of every tensor; absent while they change
     model/          a Hugging Face folder
-    lock            exclusive to change the files, shared to load them; agents of one host may share a folder
+    lock            held exclusively to change files, shared to load them; agents of one host may share a folder
 
 Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when its holder
 ends.
 
 Invariants
 1. `state.json` is removed from the disk before the first byte changes, and written after the last changed byte is on
-   disk. So files that a killed process left half changed never count as a version.
+   disk. So half-changed files of a killed process never count as a version.
 2. A patch is applied only if its checksum is right. If the changed tensor then has the wrong checksum, the checkpoint
    has no state.
-3. If deltas cannot be applied, the checkpoint is copied once from the newest full version and brought forward. If the
-   checkpoint already has the wanted version, all its checksums are verified, because nothing else would find damage.
+3. If deltas cannot be applied, the checkpoint is copied once from the newest full version, and later deltas are applied
+   to the copy. If the checkpoint already has the wanted version, all its checksums are verified, because nothing else
+   would detect damage.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ class _Mapped:
         for mapped in self._maps:
             if kind is None and self._write:
                 mapped.flush()
-            with contextlib.suppress(BufferError):  # a traceback still holds a view; the map closes when it is freed
+            with contextlib.suppress(BufferError):  # a traceback still holds a view; the map closes with it
                 mapped.close()
         for opened in self._open:
             opened.close()

@@ -1,4 +1,4 @@
-"""Calls through a shared folder, from a trainer to the agent beside an engine. There is no other channel.
+"""Calls through a shared folder, from a trainer to the agent beside an engine. The two have no other channel.
 
     agents/<engine>/agent.json      facts about the agent, and what it is doing
     agents/<engine>/call.json       the newest call: id, method, arguments, and when the caller stops waiting
@@ -7,11 +7,11 @@
 Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, by polling with a time limit.
 
 Invariants
-1. A call replaces the previous one. An agent runs the newest call if it has not answered it. An agent that was killed
-   during a call runs it again, so every method must be repeatable.
+1. A call replaces the previous one. An agent runs the newest call unless it has already answered that call. An agent
+   that was killed during a call runs it again, so every method must be repeatable.
 2. An answer contains the random id of its call.
-3. A caller that stops waiting removes its call. If the caller was killed, the call expires at the time in it, so an
-   agent that starts much later does not touch its engine.
+3. A caller that stops waiting removes its call. If the caller was killed, the call expires at the time that it
+   contains, so an agent that starts much later leaves its engine alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def call(
 ) -> Any:
     """Calls the agent of a mailbox and returns its result.
 
-    Raises `EngineError` if the call fails, the agent is missing or `is_lost`, `DeadlineExceeded` after `limit_s`.
+    Raises `EngineError` if the call fails, if the agent is missing or if `is_lost`, and `DeadlineExceeded` after
+    `limit_s`.
     """
     box.mkdir(parents=True, exist_ok=True)
     own, began = secrets.token_hex(8), time.monotonic()
@@ -99,7 +100,8 @@ class Answering:
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
     def pending(self) -> tuple[str, str, dict[str, Any]] | None:
-        """Returns (id, method, arguments) of the call, or None if there is no call or it is answered or expired."""
+        """Returns (id, method, arguments) of the call, or None if there is no call, or the call was answered or has
+        expired."""
         found = read_json(self._box / "call.json")
         if found is None:
             return None

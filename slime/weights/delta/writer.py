@@ -60,7 +60,7 @@ class VersionWriter:
             old.unlink()
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Writes a bucket. Raises `WeightSyncError` if a tensor has another shape than its base."""
+        """Writes a bucket. Raises `WeightSyncError` if a tensor and its base differ in shape."""
         with full_disk_named(self._folder.parent):
             if self._full:
                 self._add_whole(tensors)
@@ -68,7 +68,7 @@ class VersionWriter:
                 self._add_changes(tensors)
 
     def report(self) -> Report:
-        """Returns the report of this sender. By then its files are on disk."""
+        """Returns the report of this sender after writing its files to disk."""
         if self._file is not None:
             with full_disk_named(self._folder.parent):
                 self._file.flush()

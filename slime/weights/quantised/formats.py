@@ -1,9 +1,9 @@
-"""Quantised formats of checkpoints and engines, one class each. A class says which weights are quantised, converts them
-from and to plain weights, and builds the weight table of an engine. `format_of` finds the format of a checkpoint.
+"""Quantised formats of checkpoints and engines, one class each. A class defines which weights are quantised, converts
+them to and from plain weights, and builds the weight table of an engine. `format_of` finds the format of a checkpoint.
 
 Invariants
-1. Codes and scales of a weight depend only on that weight. So every rank with the whole tensor computes the same bits,
-   in any layout of trainer or engine.
+1. Codes and scales of a weight depend only on that weight. So every rank with the whole tensor computes bitwise the
+   same result, in any layout of trainer or engine.
 2. The entries of a `block` share a scale. So if a part of a weight begins and ends at whole blocks, quantising it alone
    gives the same codes and scales as quantising the whole weight.
 """
@@ -66,7 +66,7 @@ class QuantisedFormat(ABC):
         """The type of each part, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
-        """Returns the name of another tensor in the files that repeats a fact about the weight (its shape), if any."""
+        """Returns the name of an extra tensor in the files that repeats the weight's shape, or None."""
         return None
 
     @abstractmethod
@@ -130,7 +130,7 @@ SMALLEST = 1e-4
 E4M3_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix that turns the name of a weight into that of its scales, in files and engines."""
+"""Suffix that turns the name of a weight into the name of its scales, in files and engines."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class BlockFp8(QuantisedFormat):
     """FP8 with a scale per block, as in the public files of DeepSeek-V3 and Qwen3, with the engine's arithmetic.
 
     `<name>` holds codes in e4m3, `<name>_scale_inv` scales in float32. A scale is the block's largest entry / 448; a
-    code is an entry / scale, rounded to nearest. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit
-    for bit, SGLang's `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are
+    code is an entry / scale, rounded to nearest. This is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2), bitwise
+    equal to SGLang's `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are
     rounded up to powers of two, as in SGLang's `per_block_cast_to_fp8`.
 
     `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that dequantising its files and quantising
-    again gives the same bits. A weight sync does not need that: the trainer's weights were rounded to bfloat16, which
-    moves the largest entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights still stay the
-    same, because half a step of e4m3 is at least eight times larger.
+    again gives bitwise the same files. A weight sync does not need that: the trainer's weights were rounded to
+    bfloat16, which moves the largest entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights
+    still stay the same, because half a step of e4m3 is at least eight times larger.
     """
 
     block_rows: int
@@ -218,7 +218,7 @@ def power_of_two_above(scales: Tensor) -> Tensor:
 BLOCK = (128, 128)
 """Block size [rows, columns] of written files. Files to read define their own."""
 _SMALLEST = 2.0**-90
-"""A block without a larger entry is written as zeros, because its scale would leave float32's normal range."""
+"""A block with no entry above this is written as zeros, because its scale would leave float32's normal range."""
 _DROPPED_BITS = 0b1111
 """The low bits of a float32 mantissa, which are zero in a scale."""
 _LINEAR = re.compile(
@@ -233,7 +233,7 @@ _STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
 def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the block size [rows, columns] in the `quantization_config` of an FP8 checkpoint.
 
-    Raises `ConfigError` for FP8 of another kind.
+    Raises `ConfigError` for any other kind of FP8.
     """
     block = quantisation.get("weight_block_size")
     if not block or len(block) != 2 or min(block) < 1:
@@ -253,7 +253,8 @@ def quantises(hf_name: str) -> bool:
 
 
 def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Splits stacked experts, also [gate; up], into the tensors that FP8 files have. Yields other tensors unchanged."""
+    """Splits stacked experts, including [gate; up], into the tensors that FP8 files have. Yields other tensors
+    unchanged."""
     stacked = _STACKED.fullmatch(hf_name)
     if stacked is None:
         yield hf_name, tensor
@@ -415,9 +416,9 @@ class GroupedInt4(QuantisedFormat):
     """INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric).
 
     `<module>.weight_packed` holds eight codes in each int32, the first one in the lowest bits, each as code + 8.
-    `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight. To get the same
-    bits, that must be the engine's dtype. `weight_shape` is in the files but is not sent, because engines know it from
-    config.json.
+    `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight. For bitwise
+    equal scales, this must be the engine's dtype. `weight_shape` is in the files but is not sent, because engines know
+    it from config.json.
     """
 
     group: int
@@ -527,8 +528,8 @@ def format_of_folder(hf_checkpoint: str) -> QuantisedFormat | None:
 def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> FamilyTable:
     """Returns `table` with a row for each part of a quantised weight. Raises `ConfigError` if engines cannot hold them.
 
-    The table serves for all purposes of a weight sync: names and shapes of tensors to send, shares and stages of ranks,
-    fusing, and digests (`weights.engine_layout`). But its Megatron names are not names of model parameters.
+    The table serves all purposes of a weight sync: names and shapes of tensors to send, shares and stages of ranks,
+    fusing, and digests (`weights.engine_layout`). Its Megatron names are not names of model parameters.
     """
     if quantised is None:
         return table

@@ -107,11 +107,12 @@ class QuantisedOutgoing:
 
     @property
     def _run_bytes(self) -> int:
-        """Two half-empty buckets leave the memory of one bucket; quantising a run needs less than half of that."""
+        """Two half-empty buckets leave the memory of one bucket free. Quantising a run needs less than half of that
+        memory."""
         return min(RUN_BYTES, self._turns[0] // RUNS)
 
     def beside(self, turn: Turn) -> int:
-        """Adds the memory of quantising to that of the plain weights."""
+        """Adds the memory for quantising to the memory for the plain weights."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
         return self._weights.beside(plain) + int(

@@ -1,6 +1,6 @@
 """Weight transports, one file each with name, settings, rules and code. `base` defines the contract.
 
-`--update-weight-transport` takes one of the names or the import path of a user's own `Transport`.
+`--update-weight-transport` takes one of the names, or the import path of your own `Transport`.
 """
 
 from __future__ import annotations

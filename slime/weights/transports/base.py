@@ -1,7 +1,7 @@
 """The contract and the registry of weight transports.
 
 The user chooses a `Transport`. Its fields are its settings, and `check` says whether it works in this run. On every
-training rank it opens a `Channel`. A weight sync is a sequence of turns; in each one rank sends one bucket
+training rank it opens a `Channel`. A weight sync is a sequence of turns. In each turn, one rank sends one bucket
 (`weights.turns`). Rank 0 conducts. The calls of a channel, in order:
 
     allocate            a sender       when its buckets need more memory
@@ -13,9 +13,9 @@ training rank it opens a `Channel`. A weight sync is a sequence of turns; in eac
     close               every rank     once, at the end of the run
 
 If engines read the memory of the training rank on their GPU (`everywhere`), each bucket is copied to all ranks. All
-ranks call `prepare`, and only the conductor delivers. `prepare` may then be a collective. It must not raise but return
-the error, so that the ranks stay in the same collectives. All other methods may raise. When `finish` returns, every
-engine has every tensor. The weight sync then compares digests, for every transport.
+ranks call `prepare`, and only the conductor delivers. `prepare` may then be a collective. In that case it must return
+its error instead of raising it, so that the ranks stay in the same collectives. All other methods may raise. When
+`finish` returns, every engine has every tensor. The weight sync then compares digests, for every transport.
 
 The calls of `begin`, `prepare` and `deliver` on a rank never overlap, but may come from different threads.
 
@@ -108,18 +108,18 @@ class Channel(ABC):
 
     @abstractmethod
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
-        """Sender, or the conductor (`everywhere`): brings the prepared bucket to all engines. Returns when they have
-        it, because the bucket's memory is reused afterwards."""
+        """Sender, or the conductor (`everywhere`): sends the prepared bucket to all engines. Returns once they have it,
+        because the bucket's memory is reused afterwards."""
 
     def report(self) -> Any:
         """Sender: returns picklable facts about its buckets for `finish`."""
         return None
 
     def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:  # noqa: B027
-        """Conductor: completes the transfer after the last turn. `reports`: those of all senders, in rank order."""
+        """Conductor: completes the transfer after the last turn. `reports`: reports of all senders, in rank order."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Every rank: drops the state of a failed weight sync, so that another one can start."""
+        """Every rank: drops the state of a failed weight sync, so that the next one can start."""
 
     def settle(self) -> None:  # noqa: B027
         """Every rank: frees resources kept for engines, after all engines have all tensors."""
@@ -144,7 +144,7 @@ class Transport(ABC):
     """The value of `--update-weight-transport`; `TRANSPORTS.register` sets it."""
     groups_engines: ClassVar[bool] = False
     """Whether engines share a process group with their sender. A restarted engine then waits for the next weight sync,
-    because sending to it at once would need a group for it alone, and later a new one for all engines."""
+    because sending to this engine at once would need a group for it alone, and later a new group for all engines."""
 
     def check(self, args: Args) -> str | None:
         """Returns an error message if the transport cannot work on this device or placement, else None. Called at the

@@ -42,10 +42,10 @@ class DiskTransport(Transport):
     update_weight_disk_dir: str | None = derived(_below_run_dir, "below run_dir")
     """Folder for the disk transport. Default: <run_dir>/weights."""
     update_weight_disk_keep_files: bool = False
-    """Keep the folder of each weight version after the engines loaded it."""
+    """Keep the folder of each weight version after the engines have loaded it."""
     update_weight_mode: str = "full"
     update_weight_local_checkpoint_dir: str | None = None
-    """Local folder on each engine's host for the checkpoint that the engine loads. An agent beside each engine brings
+    """Local folder on each engine's host for the checkpoint that the engine loads. An agent beside each engine copies
     the versions there, and no engine reads the shared folder."""
     update_weight_delta_encoding: str = opt("xor", choices=("xor", "overwrite"), needs=_DELTA)
     """xor: old XOR new of each changed element, which compresses well; overwrite: the new elements."""

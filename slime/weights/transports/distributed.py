@@ -6,12 +6,12 @@ way as engines do (`sglang.srt.utils.common.init_custom_process_group`), so both
 prefix.
 
 A group cannot gain or lose a member, and every member takes part in each broadcast. So a restarted engine gets its
-weights from the next weight sync (`Transport.groups_engines`), which makes a new group for all engines. To send them at
-once would need an extra group for this engine, or a broadcast for which all engines stop sampling, or sending all
+weights from the next weight sync (`Transport.groups_engines`), which makes a new group for all engines. Sending to this
+engine at once would need an extra group for it, or a broadcast for which all engines stop sampling, or sending all
 weights twice.
 
 Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
-to join, to receive and to answer, each with the limit of the weight sync; calls to engines run in their own threads.
+to join, to receive and to respond, each with the limit of the weight sync; calls to engines run in their own threads.
 Woken by: nothing; every `POLL_S` it checks whether the broadcast has ended or an engine has refused.
 """
 
@@ -81,7 +81,7 @@ class DistributedChannel(Channel):
             return
         if all(member in receivers for member in self._members):
             self.close()
-        else:  # an engine is gone and would not answer the request to leave
+        else:  # an engine is gone and would not respond to the request to leave
             self.abandon()
         self._connect(tuple(receivers))
 
@@ -211,7 +211,7 @@ def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any]
     """Waits until all engine ranks have reached the store. Returns False as soon as an engine has refused or was lost.
 
     Without this check, rank 0 would wait in the store for a rank that never comes. Over gloo each rank writes one key
-    before it waits for the others. Over NCCL no rank waits, and the engines' answers show that all have joined.
+    before it waits for the other ranks. Over NCCL no rank waits, and the engines' responses show that all have joined.
     """
     keys, deadline = getattr(store, "list_keys", None), time.monotonic() + limit_s
     while keys is not None and not invited.done() and time.monotonic() < deadline:

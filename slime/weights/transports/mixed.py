@@ -1,8 +1,8 @@
-"""The mixed transport, for runs in which some engines share GPUs with training and others have their own GPUs.
+"""The mixed transport, for runs in which some engines share GPUs with training and other engines have their own GPUs.
 
 Engines that share all their GPUs with training map the trainer's memory (`tensor`). All others, even if they share some
 GPUs, take part in broadcasts (`distributed`). Each bucket goes first to one kind of engine, then to the other. Every
-bucket is copied to all training ranks, because `tensor` needs that; of these only the conductor broadcasts.
+bucket is copied to all training ranks, because `tensor` needs that. Only the conductor broadcasts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MixedChannel(Channel):
     everywhere = True
 
     def __init__(self, shared: Channel, apart: Channel, training_gpus: frozenset[str]) -> None:
-        """`shared` reaches engines that are only on `training_gpus`, `apart` all others."""
+        """`shared` reaches engines that are only on `training_gpus`, `apart` all other engines."""
         self._shared, self._apart, self._training_gpus = shared, apart, training_gpus
 
     def _ways(self, receivers: Sequence[Receiver]) -> list[tuple[Channel, list[Receiver]]]:

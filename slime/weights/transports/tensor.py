@@ -5,9 +5,9 @@ of which this rank holds a part. On GPUs the payload of an engine rank comes fro
 every bucket is copied to all training ranks, each rank makes handles of its memory (a few hundred bytes), and the
 conductor gathers the handles. On a CPU the sender of a bucket serves all engine ranks.
 
-Invariant: a bucket's memory is reused only for the next bucket but one. By then every engine has answered for the
-bucket and the conductor has passed the next collective. On a GPU an engine answers when its copies are queued. They
-finish long before the reuse; otherwise the digests would differ.
+Invariant: the next bucket does not reuse a bucket's memory; only the bucket after that does. By then every engine has
+confirmed the bucket, and the conductor has passed the next collective. On a GPU an engine confirms once its copies are
+queued. The copies finish long before the reuse; otherwise the digests would differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slime.weights.turns import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
-"""SGLang's name for one buffer per bucket instead of one per tensor: fewer handles, one mapping."""
+"""SGLang's name for one buffer per bucket instead of one per tensor, which needs fewer handles and one mapping."""
 
 
 @TRANSPORTS.register("tensor")
@@ -107,7 +107,7 @@ class TensorChannel(Channel):
     def _payloads(
         self, bucket: Bucket, receivers: Sequence[Receiver], runs: Sequence[tuple[str, int]] | None
     ) -> tuple[dict[tuple[str, int], str], object]:
-        """Returns (engine, number of its rank) -> payload for the engine ranks that this training rank serves, and the
+        """Returns (engine, index of its rank) -> payload for the engine ranks that this training rank serves, and the
         owner of the memory."""
         served: dict[frozenset[str] | None, list[tuple[str, int]]] = {}
         for receiver in receivers:
@@ -125,8 +125,8 @@ class TensorChannel(Channel):
         return payloads, owners
 
     def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
-        """Returns rank -> names of which the rank holds a part, None for all. Equal sets are one object, which makes
-        comparisons fast."""
+        """Returns rank -> names of which the rank holds a part, None for all. Equal sets are the same object, which
+        makes comparisons fast."""
         if layout not in self._names_held:
             known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
             held = hf_names_held(self._table, layout)
