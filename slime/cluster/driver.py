@@ -124,7 +124,7 @@ def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> 
 
 
 def _own_folders(import_path: Sequence[str]) -> list[str]:
-    """Returns the folders of an import path that are not part of a Python installation."""
+    """Returns the folders of an import path that do not belong to the Python installation."""
     brought = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     return [os.path.abspath(p) for p in import_path if os.path.isdir(p) and not os.path.abspath(p).startswith(brought)]
 
@@ -180,7 +180,7 @@ T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
-"""Time for processes to stop, after a finished run and after an error or Ctrl-C. Then the cluster kills them."""
+"""Time limits for processes to stop, after a finished run, and after an error or Ctrl-C. The cluster kills the rest."""
 
 
 @contextmanager
@@ -287,7 +287,7 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
             run.tell_addresses()
             yield run
     except BaseException as error:
-        if isinstance(error, Exception):  # not after Ctrl-C, which also ends a save
+        if isinstance(error, Exception):  # Ctrl-C is not an `Exception`; it also ends a save
             _rescue(run)
         _end(run, limit_s=HASTY_END_S)
         raise
@@ -315,7 +315,7 @@ def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
 def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
     """Adds notes to an error: whether memory ran out, and where the traceback is.
 
-    This runs while other processes are still alive, so their memory can be reported.
+    Runs while other processes are still alive, so that their memory can be reported.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Tracks the engines of a run for the driver: which ones serve, need weights, and get requests.
+"""Tracks the engines of a run for the driver: which engines serve, need weights, and get requests.
 
 `Engines` holds the membership, its supervisor and the actors. Router and clients (on the rollout side) send requests
 only to engines that are ready. Actor calls and weight syncs go to all engines that answer. While the driver waits, it
@@ -38,7 +38,7 @@ MEMORY_LIMIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about an engine that the weight sync needs."""
+    """The facts about an engine that the weight sync needs."""
 
     index: int
     url: str
@@ -155,7 +155,7 @@ class Engines:
             self._admit()
 
     def tended(self) -> str:
-        """Calls `tend` during another wait. Returns the engines that do not serve, to show as progress."""
+        """Calls `tend` during another wait. Returns, as text for the progress line, the engines that do not serve."""
         self.tend()
         return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
 
@@ -221,7 +221,7 @@ class Engines:
         return tuple(self.members[engine.index] for engine in takers)
 
     def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
-        """Records that `engines` serve `version`, and lets requests go to them."""
+        """Records that `engines` serve `version`, and allows requests to them."""
         self._stalled, self._served_at = None, time.monotonic()
         self._ask_for_stalls_at = self._served_at + STALLS_EVERY_S
         self._supervisor.synced(engines, version)
@@ -312,7 +312,7 @@ class Engines:
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 
     def _admit(self) -> None:
-        """Lets requests go to every ready engine. Does not wait. Raises the errors of earlier admissions."""
+        """Allows requests to every ready engine. Does not wait. Raises the errors of earlier admissions."""
         if asked := list(self._admissions.values()):
             answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
             wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)

@@ -79,9 +79,9 @@ CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
 """Time between a failed start and the next attempt."""
 WATCHING, ENDED = b"watching ", b"ended "
-"""Messages of a guardian to its owner: the first is followed by its pid, the last by the number of processes left."""
+"""Messages of a guardian to its owner. Its pid follows the first, the number of remaining processes the last."""
 MAX_STARTS = 4
-"""How many guardians one `HostGuardian` starts."""
+"""Maximum number of guardians that one `HostGuardian` starts."""
 OLD_LIMIT_S = 60.0
 """Time limit for a guardian without an owner to finish, which takes ten seconds plus its scans on a busy machine."""
 POLL_S = 0.1
@@ -321,9 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class HostGuardian:
-    """Keeps a guardian running on this host. A thread waits for the guardian's last message; it replaces a guardian
-    that was killed.
-    """
+    """Keeps a guardian running on this host. A thread waits until the guardian ends, and replaces a killed guardian."""
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
         """Starts the first guardian, after older ones of the run have ended.

@@ -43,7 +43,7 @@ from slime.settings import Args
 class HostFacts:
     name: str
     num_cores: int
-    """Cores that processes which Ray starts there may use."""
+    """Number of cores that Ray's processes on this host may use."""
 
 
 def facts_here() -> HostFacts:

@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 30.0
 """Time between a refusal and the next attempt. A shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
-"""Time between the loss of an actor and the start of another. Meanwhile the old guardian would also end a new actor."""
+"""Time between the loss of an actor and the start of a new one, which the old guardian would also end until then."""
 MOST_DEATHS = 12
-"""How many actors in a row an old guardian may end, which takes about a minute. After one more, the host is refused."""
+"""Maximum number of actors in a row that an old guardian may end, in about a minute. Then the host is refused."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from slime.settings.conditions import lends_at_start
 
 
 class MemoryHandOver:
-    """Tracks and changes who holds the memory of shared GPUs.
+    """Tracks and changes which side holds the memory of shared GPUs.
 
     At first the engines hold their memory. The trainer also holds its own, unless it lends it at the start.
     """
@@ -35,7 +35,7 @@ class MemoryHandOver:
         self._trainer_lent = lends_at_start(args)
 
     def to_trainer(self) -> None:
-        """Gives the memory to the trainer; engines must be idle. May be called several times."""
+        """Gives the memory to the trainer; engines must be idle. Idempotent."""
         self._settle()
         self._engines_give()
         if self._trainer_lends:
@@ -52,7 +52,7 @@ class MemoryHandOver:
         return self._trainer_lent or not self._trainer_lends
 
     def room_for_weights(self) -> None:
-        """Lets engines take memory for weights; the trainer keeps only its weights."""
+        """Lets engines allocate memory for their weights; the trainer keeps only its weights."""
         if self._trainer_lent:  # at the start, and when an engine joins: engines hold more than their weights
             self._settle()
             self._engines_give()

@@ -1,4 +1,4 @@
-"""Tells whether a run failed because memory ran out, and how much memory each of its processes held.
+"""Reports whether a run failed because memory ran out, and how much memory each of its processes held.
 
 A process that the kernel kills leaves no message, and its memory is gone. So a thread of the driver measures the run's
 processes on this host every `LOOK_EVERY_S`. The error of a failed run shows the last measurements.

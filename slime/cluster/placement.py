@@ -61,7 +61,7 @@ class EnginePlacement:
     colocated: bool
     """Whether training ranks share its slots."""
     num_threads: int
-    """CPU threads per engine rank; only used on a CPU."""
+    """CPU threads per engine rank; used only on a CPU."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: S
 
 
 def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on: list[int]) -> list[_Place]:
-    """Places the first engines on training slots, until these are used up."""
+    """Places the first engines on training slots, until all training slots are shared."""
     room = dict.fromkeys(train_on, num_per_node)
     places: list[_Place] = []
     for demand in engines:
@@ -183,7 +183,7 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
 
 
 def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Chooses the fullest host with room for engine `index`, or else as few hosts as possible.
+    """Chooses the fullest host with room for engine `index`, or else the smallest number of hosts.
 
     Returns their indices, and subtracts their slots from `free`.
     """

@@ -64,7 +64,7 @@ def _of_machine(args: Args) -> Iterator[str]:
 
 
 def _of_pairs(args: Args) -> Iterator[str]:
-    """Reports what prefill-decode pairs lack on this host. On other hosts, the start of an engine would fail."""
+    """Reports what prefill-decode pairs lack on this host. On other hosts, the engine's start reports it."""
     groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
     if args.ray_address is not None or not groups:
         return
@@ -168,7 +168,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
 
 
 def cluster_problems(args: Args) -> Iterator[str]:
-    """Reports an address without a Ray server. Ray itself would try for a long time and print C++ errors."""
+    """Reports an address without a Ray server. Ray itself would retry for minutes and print C++ errors."""
     if args.ray_address in (None, "auto"):
         return
     host, port = split_address(args.ray_address)

@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 CONDUCTOR = 0
 """The training rank that pauses engines, verifies their weights and resumes them."""
 LEAST_LIMIT_S, LIMITS_OF_A_SYNC = 1800.0, 100
-"""A wait for other ranks may take a whole weight sync, so its limit is at least `LEAST_LIMIT_S` and
-`LIMITS_OF_A_SYNC` times the limit of one call to an engine."""
+"""A wait for other ranks may last a whole weight sync. So its limit is `LIMITS_OF_A_SYNC` times the limit of one call
+to an engine, but at least `LEAST_LIMIT_S`."""
 
 
 class RankWeightSync:
@@ -81,8 +81,8 @@ class RankWeightSync:
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
-        """(address, incarnation) -> receiver of the last weight sync. A restarted engine gets a new receiver: it is in
-        no process group yet."""
+        """(address, incarnation) -> receiver of the last weight sync. A restarted engine gets a new receiver, because
+        it has not joined a process group yet."""
         self._given_up: set[tuple[str, int]] = set()
         """(address, incarnation) of lost engines. Another thread adds to it."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(

@@ -148,8 +148,8 @@ class EngineActor:
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
-            # Processor time shows progress only on a CPU: with a GPU, a scheduler that waits for a hanging kernel also
-            # uses a core.
+            # Processor time shows progress only on a CPU: on a GPU, a scheduler that waits for a hanging kernel keeps a
+            # core busy, too.
             used_s=self._server.processor_s if self._spec.device == "cpu" else None,
         )
 
@@ -193,11 +193,11 @@ ENGINE_SHARE = 0.2
 """Share of a slot's GPU (or CPU) that an engine reserves; a training rank may take another share of the slot."""
 LOOK_EVERY_S = 1.0
 OWNER_LIMIT_S = 7.0
-"""How long an engine's actor may be silent. It has no other work on that thread, so silence shows a frozen host long
-before Ray gives the host up."""
+"""How long an engine's actor may be silent. The actor has no other work on that thread, so its silence reveals a frozen
+host long before Ray gives up the host."""
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
-"""How long a delivered token counts as a sign of life. The rollout side is asked about tokens every few seconds."""
+"""How long a delivered token counts as a sign of life. `Engines` polls the rollout side every few seconds."""
 END_LIMIT_S = 5.0
 """Time for the actor of a lost engine to stop its server, before it is killed."""
 
@@ -239,7 +239,7 @@ class RayEngines:
         self._watched: dict[int, State] = {}
 
     def engines(self) -> list[Engine]:
-        """Returns the records of all engines as placed, in the state before their start."""
+        """Returns the records of all placed engines, in the state before their start."""
         return [
             Engine(
                 placed.index,

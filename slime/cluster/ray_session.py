@@ -40,7 +40,7 @@ SLOW_START = "timed out during startup"
 """A part of Ray's error message for a slow start (2.60)."""
 LEAST_STORE_BYTES = 512 * 2**20
 BYTES_PER_TOKEN = 32
-"""Upper bound for a token in a batch (`core.batch`), without routed experts: id, mask, two log-probs, version."""
+"""Upper bound in bytes for a token in a batch (`core.batch`), without routed experts: id, mask, log-probs, version."""
 NUM_BATCHES = 3
 """Number of batches in the store at the same time: two steps, and one that is about to be freed."""
 MEMORY_SHARE = 0.3
@@ -61,7 +61,7 @@ def store_bytes_for(args: Args) -> int:
 
 
 def _bytes_of_experts(args: Args) -> int:
-    """Returns the most bytes that a token's routed experts take; 0 if engines do not return them."""
+    """Returns the maximum number of bytes of a token's routed experts; 0 if engines do not return them."""
     if not args.sglang.get("enable_return_routed_experts"):
         return 0
     config = read_hf_config(args.hf_checkpoint)
@@ -117,8 +117,8 @@ class RaySession:
     ) -> None:
         ray.shutdown()
         if self._is_terminated and not isinstance(exc, Terminated):
-            # While Ray waits, it turns the signal's exception into its own; or the exit of another process that got the
-            # same signal raised an error first.
+            # While Ray waits, it replaces the signal's exception with its own. Or another process got the same signal,
+            # and its exit raised an error first.
             raise Terminated(128 + signal.SIGTERM) from exc
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@
 
 Each start is a separate process for three reasons. Ray reads its environment when it is imported, and keeps threads and
 references of a dead cluster. A save in the background may hang on a dead rank. A killed driver could not restart
-anything. Starts are forked because the settings are parsed already. Without `--max-restarts` there is no keeper, and
+anything. Starts are forked because the keeper has parsed the settings. Without `--max-restarts` there is no keeper, and
 this process is the driver.
 
 The keeper waits for a start to end, reads the reason from a pipe, and waits until all its processes on this host have
@@ -94,7 +94,7 @@ class Restarts:
         self._trained, self._in_vain = trained, 0
 
     def refusal(self, end: End, trained: int) -> str | None:
-        """Returns why the run is not restarted. If it may be, counts a restart and returns None.
+        """Returns why the run must not restart. If it may, counts a restart and returns None.
 
         `trained` is the last trained step.
         """
@@ -168,7 +168,7 @@ def restarting(loop: Loop) -> Loop:
 
 
 class _Keeper:
-    """Starts a run repeatedly, until it succeeds, is asked to end, or a restart would not help."""
+    """Starts a run repeatedly, until it succeeds, a signal ends it, or a restart would not help."""
 
     def __init__(self, loop: Loop, args: Args) -> None:
         """Raises `ConfigError` if this process cannot be forked safely."""

@@ -307,7 +307,7 @@ class RolloutActor:
         self._spans.close()
 
     async def _settle_once(self) -> None:
-        """Waits, before the first requests, until the routers know the engines: user functions may use routers."""
+        """Waits, before the first requests, until the routers know the engines, which user functions may need."""
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
             await beside(self._routers.settled, SETTLE_LIMIT_S)

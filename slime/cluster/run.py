@@ -233,8 +233,8 @@ class Run:
     def sync_weights(self, *, for_save: bool = False) -> None:
         """Sends the trainer's weights to every engine and verifies them. Then the engines serve.
 
-        With `for_save`, a checkpoint follows. Then running requests of `--fully-async` end and are sent again, for any
-        `--pause-generation-mode`, so that the checkpoint has their tokens. See `weight_sync_sequence`.
+        With `for_save`, a checkpoint follows. In that case running requests of `--fully-async` end and are sent again,
+        for any `--pause-generation-mode`, so that the checkpoint has their tokens. See `weight_sync_sequence`.
         """
         phase = self._startup.phase("update_weights", "the engines hold the trainer's weights, verified")
         with phase if self._actors.engines and self._actors.trainers else nullcontext():
@@ -242,7 +242,7 @@ class Run:
         self._trained_since_sync = False
 
     def check_log_probs(self) -> None:
-        """Compares log-probs of trainer and engines on new samples of the synced weights. Raises beyond the limit.
+        """Compares log-probs of trainer and engines on new samples of the synced weights. Raises over the limit.
 
         Asynchronous training needs this, because its batches were sampled by older weights than the trainer's. In
         synchronous training, every training step makes this comparison.

@@ -23,7 +23,7 @@ from slime.cluster.waiting import wait_for
 from slime.core.errors import START_FLAG, ConfigError
 
 ON_HOST = 0.001
-"""Amount of Ray's per-host resource that each bundle takes. It binds the bundle to the host, and is small enough for
+"""Amount of Ray's per-host resource that each bundle takes, which binds the bundle to the host. It is small enough for
 all bundles."""
 PROBE_SHARE = 0.1
 NAME = "slots"

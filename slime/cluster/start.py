@@ -103,7 +103,7 @@ def _phase_of(log: Path) -> str:
 logger = logging.getLogger(__name__)
 
 TRAIN_SHARE = 0.4
-"""Share of a slot's GPU (or CPU) that a training rank reserves. It leaves enough for an engine on the same slot."""
+"""Share of a slot's GPU (or CPU) that a training rank reserves. The rest is enough for an engine on the same slot."""
 
 
 def start(
@@ -210,7 +210,7 @@ def _with_external(args: Args, port: ExternalEngines) -> Args:
 def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Callable[[int], str]:
     """Returns a function from slot to the address on which its training rank listens.
 
-    With external engines on other hosts, this is not loopback, which they could not reach.
+    With external engines on other hosts, the address is not loopback, which these engines could not reach.
     """
     far = [host_of(url) for url in port.urls if not is_loopback(host_of(url))]
     if plan.several_hosts or not far:

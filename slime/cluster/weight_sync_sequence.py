@@ -42,7 +42,7 @@ OF_SYNC, OF_JOIN = "update_weights_", "join_"
 
 
 class EndRequests(enum.Enum):
-    """Which weight syncs end running requests. These are sent again later, with the tokens they have."""
+    """Which weight syncs end running requests. Ended requests are sent again later, with the tokens that they have."""
 
     NEVER = enum.auto()
     """Generation and weight sync take turns, so no requests are running."""

@@ -159,7 +159,7 @@ def _patch_rng() -> PatchReport:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Within the block, `Tensor.type()` of a CPU tensor returns the CUDA name that the optimizer expects."""
+    """Makes `Tensor.type()` of a CPU tensor return the CUDA name that the optimizer expects, within the block."""
     import torch
 
     original = torch.Tensor.type

@@ -28,8 +28,9 @@ CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
 
 
 def meet_in_private(address: str, *, server_args: Any, dist_port: int) -> str | None:
-    """Replaces the address where ranks meet, in each rank after SGLang chose it. Keeps an address that the user chose,
-    which does not begin with `tcp://`.
+    """Replaces the address where ranks meet. Runs in each rank after SGLang chose the address.
+
+    Keeps an address that the user chose, which does not begin with `tcp://`.
     """
     if not address.startswith("tcp://"):
         return None

@@ -4,8 +4,8 @@ SGLang 0.5.16 sizes its cache by the free memory, which each rank measures when 
 weights. A trainer that is being built on the same GPU would distort the measurements. So each rank imports everything
 and then, before the first measurement, waits for a file that appears when the trainer lends its memory.
 
-Remove it when SGLang takes the size of its cache as a number or measures on request. Without the hook the cache would
-be too small, but the engine would still work.
+Remove it when SGLang accepts a number for the size of its cache, or measures on request. Without the hook the cache
+would be too small, but the engine would still work.
 
 Invariants
 1. Without `GATE_ENV` in the environment nothing is registered.

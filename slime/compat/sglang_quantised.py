@@ -1,4 +1,4 @@
-"""Lets an engine with quantised weights load new weights repeatedly and report digests that cover every bit of them.
+"""Lets an engine with quantised weights load new weights repeatedly, and report digests that cover every bit.
 
 The hooks work around two problems of SGLang 0.5.16 with checkpoints whose config.json names a quantisation:
 

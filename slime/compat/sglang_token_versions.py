@@ -1,7 +1,7 @@
 """Labels each token of an answer with its weight version, for `--pause-generation-mode retract` and `in_place`.
 
 A request that continues across weight syncs has tokens of several versions, but SGLang 0.5.16 returns only the version
-that its front end knows when the answer leaves. Forward passes and weight updates run on one thread of the scheduler.
+that its front end has when it sends the answer. Forward passes and weight updates run on one thread of the scheduler.
 Hooks there note the version and label each pass. (Forward hooks of the model would not do, because CUDA graphs do not
 run them.) The labels travel in SGLang's `customized_info`, one entry per output token. Remove it when SGLang reports
 which weights sampled each token.

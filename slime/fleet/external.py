@@ -41,8 +41,8 @@ KNOCK_EVERY_S = 2.0
 DOOR_EVERY_S = 1.0
 """Interval between requests to the front end of a serving server."""
 LOOK_AGAIN_S = 0.5
-"""Time between a failed connection and the second try, after which a server counts as gone; also the interval between
-checks in `find`."""
+"""Time between a failed connection and the second try. If that fails, too, the server counts as gone. Also the interval
+between checks in `find`."""
 
 
 class ExternalEngines:
@@ -172,7 +172,7 @@ class ExternalEngines:
             knock.close()
 
     def _take(self, url: str) -> Engine:
-        """Adds the server at `url`, which has answered and fits, as an engine."""
+        """Adds the fitting server at `url` as an engine."""
         facts = self._knock(url).facts
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
@@ -304,7 +304,7 @@ class _Look:
 
     @property
     def version(self) -> int | None:
-        """The version of the weights that the server was sent last."""
+        """The version of the last weights that were sent to the server."""
         return self._version
 
     @version.setter

@@ -64,7 +64,7 @@ class Wanted:
     table: FamilyTable
     sglang_version: str
     settings: Mapping[str, Any]
-    """ServerArgs by name that the run depends on, either given by the user or needed by other settings."""
+    """The ServerArgs that the run depends on, by name: given by the user, or needed by other settings."""
     labels: bool
     """Whether answers must have the weight version of each token."""
     experts: bool

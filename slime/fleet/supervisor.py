@@ -69,7 +69,7 @@ NEXT: Mapping[State, frozenset[State]] = {
 """State -> allowed next states."""
 
 EXPECTS_ANSWERS = (State.READY, State.TAINTED)
-"""States in which a silent scheduler counts as hanging. While it receives weights, it may be silent for minutes."""
+"""States in which a silent scheduler counts as hanging. A scheduler that receives weights may be silent for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class Supervisor:
         return {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
 
     def up(self, index: int, url: str) -> None:
-        """Records that an engine answers. A policy engine then needs weights; a frozen one has its checkpoint's."""
+        """Records that an engine answers. A policy engine then needs weights; a frozen one serves its checkpoint."""
         engine = self._membership.change(index, State.SYNCING, url=url)
         self._lives.begin(index, self._clock())
         if engine.role == FROZEN:

@@ -88,7 +88,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run ends the calling execution early; it is then not finished."""
+        """Whether the run ends the calling execution early, so that the execution stays unfinished."""
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         ended = scope is not None and scope.aborted
         if ended and transcript is not None:
@@ -97,10 +97,10 @@ class GenerateState:
 
 
 def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """The public name of `--fully-async`, for `--rollout-function-path`. The settings read only the name, because the
-    worker (`schedules.fully_async`) lives for the whole run.
+    """The name of `--fully-async` in the public slime, for `--rollout-function-path`. Only the settings use the name,
+    because the worker (`schedules.fully_async`) lives for the whole run.
 
-    A call evaluates as `loop.generate_rollout` does. Raises `HookError` for a step of training.
+    A call evaluates like `loop.generate_rollout`. Raises `HookError` for a training step.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)

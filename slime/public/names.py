@@ -1,8 +1,8 @@
 """The import paths of the public slime, and the objects behind them.
 
 Plugins write `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
-finder makes the module when somebody imports it, and imports its names then. The finder comes before all others,
-because an updated checkout may still have a folder of that name with only compiled files in it.
+finder creates the module and imports its names when a plugin imports it. The finder comes before all others, because an
+updated checkout may still have a folder of that name that contains only compiled files.
 
 Invariants
 1. Nothing is imported before a plugin imports it. slime itself imports none of these names.

@@ -1,8 +1,8 @@
 """Converts samples that the public slime recorded, as plain JSON, into ours.
 
-The public slime records a weight version per request, we record one per token. If a sample has one version, all its
-sampled tokens get it; if it has several, they get the oldest, because nothing says which token has which. The loss mask
-says which tokens an engine sampled.
+The public slime records a weight version per request; we record one per token. If a sample has one version, all its
+sampled tokens get that version. If it has several, all get the oldest, because the record does not map tokens to
+versions. The loss mask marks the tokens that an engine sampled.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ OWN_NAMES = "sglang::"
 STOPPED = "tT"
 """States of a stopped process in /proc/<pid>/stat."""
 STOPPED_LIMIT_S = 4.0
-"""How long a process may be stopped. A debugger or profiler needs less than a second."""
+"""How long a process may be stopped. A debugger or profiler stops it for less than a second."""
 LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
@@ -297,7 +297,7 @@ def _spawn_loop() -> None:
 
 
 def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Runs `job` in a thread that lives as long as this process."""
+    """Runs `job` in a thread that lives until this process ends."""
     global _spawner, _spawner_pid
     with _spawner_lock:
         if _spawner is None or _spawner_pid != os.getpid():  # threads do not survive a fork

@@ -52,7 +52,7 @@ class HttpEngineControl:
         self._post("continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Waits until no request runs, not even one of a client that hung up, and the cache is empty."""
+        """Waits until no request runs (not even of a client that disconnected) and the cache is empty."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             response = self._send("POST", "flush_cache", None)

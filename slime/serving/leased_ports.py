@@ -1,7 +1,7 @@
 """Port leases, which keep two runs on a host from using one port; and `LeasedServer`, the base of SGLang servers and
 routers.
 
-An engine binds its port many seconds after it was chosen, so another run could take a port that is merely free now. A
+An engine binds its port many seconds after choosing it, so another run could take a port that is merely free now. A
 lease is a name in the abstract Unix socket namespace that this process binds. Binding is atomic and, like TCP ports,
 scoped to the network namespace. The kernel releases the name when the process ends, and there is no file to remove.
 

@@ -33,7 +33,7 @@ from slime.weights.hf_shards import byte_runs
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
 _born: dict[str, reductions.StorageWeakRef] = {}
-"""File in /dev/shm -> the buffer of this process that lies in it."""
+"""File in /dev/shm -> this process's buffer in that file."""
 
 
 def serialize_bucket(
@@ -109,7 +109,7 @@ def _remove_abandoned() -> None:
     """Removes the files of freed buffers. Torch counts receivers in the file and keeps it if a receiver was killed.
 
     Torch must have freed the buffer first: it aborts the process if the file is already missing. Several threads of a
-    sync call this at the same time; the thread that takes a name out of the table removes the file.
+    sync call this at the same time; the thread that removes a name from the table removes the file.
     """
     for name, storage in list(_born.items()):
         if storage.expired() and _born.pop(name, None) is not None:
@@ -174,7 +174,7 @@ class _Digest:
 
 
 class _PartsHasher:
-    """Uses SHA-256 or `TileHasher`, depending on the device of the first part."""
+    """Hashes with SHA-256 or `TileHasher`, depending on the device of the first part."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()

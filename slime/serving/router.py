@@ -92,7 +92,7 @@ class RouterWorkers:
         ]
 
     def ask_to_add(self, url: str, timeout_s: float, kind: Worker) -> None:
-        """Asks the router to add a server. It does so once the server answers.
+        """Asks the router to add a server, which the router does once the server answers.
 
         Raises `EngineError` if the router refuses or does not answer.
         """
@@ -131,7 +131,7 @@ DEFAULTS: Mapping[str, Any] = {
     "shutdown_grace_period_secs": 1,
     "health_check_interval_secs": 10,
     "log_level": "warn",
-    # A repeated request is sampled twice; the rollout client decides about retries and counts them.
+    # A retried request would be sampled twice. The rollout client decides about retries and counts them.
     "disable_retries": True,
     # A server that pauses for a weight sync is slow, not broken; the supervisor watches whether it is alive.
     "disable_circuit_breaker": True,
@@ -253,7 +253,7 @@ LEAVE_LIMIT_S = 10.0
 
 
 class KeptRouter:
-    """A running router and the thread that keeps it alive and its server list current. End it with `close`."""
+    """A running router, and the thread that keeps it alive and updates its server list. End both with `close`."""
 
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
@@ -264,7 +264,7 @@ class KeptRouter:
         """Guards `_wanted` to `_closing`, and is notified when one of them changes."""
         self._wanted: dict[str, Worker] = {}
         self._dismissed: set[str] = set()
-        """Servers to remove, even if they are wanted again, because another engine may have started at the address."""
+        """Servers to remove, even if they are wanted again, because a new engine may have started at the address."""
         self._news, self._is_settled, self._closing = False, True, False
         self._asked: dict[str, float] = {}
         """Server -> time at which the router was asked to add it; minus infinity if the router may have lost it."""

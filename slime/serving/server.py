@@ -133,7 +133,7 @@ def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
 
 
 def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
-    """Returns why SGLang cannot load a transfer backend here and what to do; None if it can. Takes under a second."""
+    """Returns why SGLang cannot load a transfer backend here, and the remedy; None if it can. Takes under a second."""
     module = MODULES.get(backend)
     if module is None:
         return None
@@ -469,9 +469,9 @@ class SGLangServer(LeasedServer):
         return 0.0 if self._process is None else self._process.processor_s()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
-        """Asks the scheduler for its state. It answers between two batches, even after it lent its memory.
+        """Whether the scheduler reports its state, which it does between two batches, even after it lent its memory.
 
-        Only the first node can be asked. On other nodes, returns whether the process runs.
+        Only the first node answers. On other nodes, returns whether the process runs.
         """
         if not self.spec.answers_requests:
             return self.alive

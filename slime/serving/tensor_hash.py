@@ -1,6 +1,6 @@
 """SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), for tensors that come in parts.
 
-The formula divides the tensor into 32-bit words (the last one padded with zero bytes) and these into tiles of 8192
+The formula divides the tensor into 32-bit words (the last one padded with zero bytes), and the words into tiles of 8192
 words. It mixes each word with its position in the whole tensor in two ways, sums each mix over the tile, and mixes both
 sums with the number of bytes into one 64-bit number. The numbers of all tiles are summed and mixed once more. Sums do
 not depend on order, so hashing a part needs only the position where it begins, and produces two words per tile.

@@ -30,7 +30,7 @@ from slime.serving.leased_ports import request
 
 
 class ServerWatch:
-    """Watches one server that is ready, until `close`."""
+    """Watches a ready server until `close`."""
 
     def __init__(
         self,

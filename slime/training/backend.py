@@ -1,9 +1,9 @@
 """`MegatronBackend`: one rank of the trainer. All ranks call the methods marked "Collective" in the same order.
 
 Invariants
-1. Every rank gets the whole batch; no result depends on how it is split.
-2. `weight_version` names the weights that this rank holds; the weight sync increases it, a checkpoint carries it.
-3. On a CPU the same state and the same batch give the same bits.
+1. Every rank gets the whole batch; no result depends on how the batch is split.
+2. `weight_version` names the weights that this rank holds. Training increases it, and checkpoints contain it.
+3. On a CPU the same state and the same batch give bitwise the same result.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class MegatronBackend:
     def snapshot(self, *, on_host: bool = True) -> Snapshot:
         """Returns what this rank writes into a checkpoint. All ranks call it; they do not communicate.
 
-        With `on_host` it is a copy, so training may go on. Otherwise write it before the state changes.
+        With `on_host` the result is a copy, so training may continue. Otherwise write it before the state changes.
         """
         self._require_awake("save")
         if self.device.type == "cuda":
@@ -344,7 +344,7 @@ class MegatronBackend:
         return self._sleeper.sleep()
 
     def wake(self) -> dict[str, float]:
-        """Undoes `keep_weights` or `sleep`, bit for bit; gradients are zeros."""
+        """Undoes `keep_weights` or `sleep` bitwise; gradients are zeros."""
         return self._sleeper.wake()
 
     @property

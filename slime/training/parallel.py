@@ -30,7 +30,7 @@ class ParallelSizes:
     """Model chunks of each pipeline rank (interleaved pipelining)."""
     cp: int = 1
     ep: int = 1
-    """Expert-parallel ranks, which are data-, context- and tensor-parallel ranks for everything but experts."""
+    """Expert-parallel ranks. For all other layers they are data-, context- and tensor-parallel ranks."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
@@ -90,7 +90,7 @@ class ParallelInfo:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports its data-parallel share; one of the ranks that compute the same loss does."""
+        """Whether this rank reports its data-parallel share, as one of the ranks that compute the same loss does."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
 

@@ -1,8 +1,8 @@
 """Predicts the memory of the largest micro-batch from passes over small ones, before the run.
 
 The memory of a pass grows linearly with its tokens once a chunk of the log-probs is full, so two sizes determine the
-line for a model under its settings (layout, recompute, kernels). A micro-batch that cannot fit raises an error with the
-number of tokens that fits, before a run has sampled anything. The passes also compile the kernels.
+line for a model under its settings (layout, recompute, kernels). If the largest micro-batch cannot fit, an error names
+the number of tokens that fits, before the run has sampled anything. The passes also compile the kernels.
 
 Not predicted: attention without a kernel, whose masks grow with the square of a sequence; uneven experts under expert
 parallelism; the passes of a critic; samples longer than the settings say; copies of keys for shared prefixes.

@@ -55,7 +55,8 @@ def _allowed_of_a_mask(module: types.ModuleType) -> list[int]:
 
 def masks_on_a_cpu() -> PatchReport:
     """Makes SGLang apply the masks of xgrammar, its default, with xgrammar's own function, which has a CPU kernel.
-    SGLang itself has only kernels for accelerators and fails on a CPU in the middle of a forward pass.
+
+    SGLang's own function has kernels only for accelerators, and fails on a CPU in the middle of a forward pass.
     """
     return _patched(
         GRAMMARS,
@@ -71,9 +72,10 @@ def _register(module: types.ModuleType) -> None:
 
 
 def latents_in_every_pass() -> PatchReport:
-    """Makes latent attention (DeepSeek-V3, GLM-4.7-Flash) work on `torch_native`. For a prefill without a prefix SGLang
-    expands keys and values per head and does not write them to the cache that this backend reads. With the patch every
-    pass computes with the cached latents, as decoding does anyway.
+    """Makes latent attention (DeepSeek-V3, GLM-4.7-Flash) work on `torch_native`.
+
+    For a prefill without a prefix SGLang expands keys and values per head and does not write them to the cache that
+    this backend reads. With the patch every pass computes with the cached latents, as decoding always does.
     """
     return _patched(
         "sglang.srt.models.deepseek_common.attention_backend_handler",
@@ -90,7 +92,7 @@ def _take_the_cpu_form(module: types.ModuleType) -> None:
 
 
 def norms_of_all_heads() -> PatchReport:
-    """Makes MiniMax-M2's norms of queries and keys use SGLang's CPU form. Without AMX, SGLang takes a GPU kernel."""
+    """Makes MiniMax-M2's norms of queries and keys use SGLang's CPU form. Without AMX, SGLang calls a GPU kernel."""
     return _patched(
         "sglang.srt.models.minimax_m2",
         _take_the_cpu_form,

@@ -4,10 +4,10 @@ A pickle is read as data and never runs (`inert`). slime calls only its own code
 needs no sandbox on any kernel. Memory is limited while a file is read.
 
 1. `slime convert` opens such files only with `--trust-pickle`. Nothing else in slime reads pickles.
-2. A pickle may name only a short list of harmless functions and types. Its classes become records, and the error for
-   any other name shows that name.
+2. A pickle may name only a short list of harmless functions and types. Its classes become records. Any other name
+   raises an error that shows the name.
 3. Only weights are read: optimizer, generators, scheduler and the arguments of the run (`common.pt`) are not opened.
-   The error for a missing, unknown or misshapen weight names it, and is raised before a tensor is read.
+   The error for a missing, unknown or misshapen weight names the weight, and is raised before a tensor is read.
 4. `torch_dist` finds a parameter under the names that Megatron-core gives it: layers and experts separate or stacked,
    norms separate or fused, gate and up of an MLP in one tensor or two. The family's own weight table then converts
    parameters to Hugging Face tensors, one at a time.

@@ -2,8 +2,8 @@
 
 Names in a checkpoint differ from the names of a model's parameters. Layers and experts have separate tensors
 (`decoder.layers.3.`, `experts.experts.5.`), or are stacked in one tensor along a leading axis. If Transformer Engine
-fuses a norm into the linear layer after it, the norm's name is inside that layer. Gate and up of an MLP are one tensor
-or two.
+fuses a norm into the linear layer after it, the norm's name is inside that layer. The gate and up projections of an MLP
+are one tensor or two.
 """
 
 from __future__ import annotations

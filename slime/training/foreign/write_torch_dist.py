@@ -106,7 +106,7 @@ def _arguments(table: FamilyTable) -> argparse.Namespace:
 def writers_ended() -> Iterator[None]:
     """After the block, ends the process that Megatron (core 0.16) starts for the results of its writers.
 
-    Megatron keeps it until this process exits, so a killed process would leave it behind.
+    Megatron keeps that process until this one exits, so a killed process would leave it behind.
     """
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     try:

@@ -1,8 +1,8 @@
 """Computes log-probs and entropy of given tokens from hidden states, without the logits of the whole batch at once.
 
-The logits of `chunk_tokens` rows exist at a time, in the dtype of the model. The backward pass computes them again and
-overwrites them with their own gradient, which the two matrix products then read. Between the products, float32 work
-covers a few rows at a time (`WORK_BYTES`), so that no float32 buffer is as large as a chunk, except one under top-p or
+Only the logits of `chunk_tokens` rows exist at a time, in the dtype of the model. The backward pass computes them again
+and overwrites them with their own gradient, which the two matrix products then read. Between the products, float32 work
+covers a few rows at a time (`WORK_BYTES`), so no float32 buffer is as large as a chunk, except one under top-p or
 top-k. The vocabulary may be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
 
 Invariants
@@ -12,7 +12,7 @@ Invariants
 3. The gradient with respect to `hidden` is this rank's part; the caller sums it over the tensor-parallel group.
 4. Float64 input is computed in float64. For any other dtype, products are in that dtype and everything else in float32.
 5. Under top-p or top-k the kept set is constant for the gradient, and contains the target. Entropy and `full_log_probs`
-   are of the whole distribution.
+   refer to the whole distribution.
 6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `placeholder`), without
    another float32 buffer of that size.
 """
@@ -203,7 +203,7 @@ def find_top_p_set(
 def _last_ties(
     raw: Tensor, exp: Tensor, edge: Tensor, room: tuple[Tensor, Tensor], shard: VocabShard, slices: Sequence[slice]
 ) -> Tensor:
-    """Returns `TopPSet.last_tie`. room: mass [n] and number [n] of tokens that may still be kept."""
+    """Returns `TopPSet.last_tie`. `room`: mass [n] and number [n] of tokens that may still be kept."""
     ties, each = torch.zeros_like(room[0]), torch.zeros_like(room[0])
     for rows in slices if raw.size(1) else ():
         tie = raw[rows] == edge[rows].unsqueeze(1)

@@ -34,7 +34,7 @@ class Held:
     """Index of the expert in its stack."""
 
     def of(self, like: Tensor) -> Tensor:
-        """Returns a view of its part of `like`, a tensor with the layout of `parameter`, such as a gradient."""
+        """Returns a view of this parameter's part of `like`, a tensor with the layout of `parameter` (a gradient)."""
         return like if self.number is None else like.detach()[self.number]
 
     @property
@@ -53,7 +53,7 @@ def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
-    """Returns the name in the whole model. The last stage's copy of a tied embedding has the embedding's name."""
+    """Returns a parameter's name in the whole model. The last stage's copy of a tied embedding has the same name."""
     if local_name == OUTPUT and chunk.share_embeddings_and_output_weights:
         return EMBEDDING
     name = _LAYER.sub(lambda m: str(int(m[0]) + chunk.layer_offset), local_name)

@@ -111,7 +111,7 @@ class ContextShard:
 
 
 class _Exchange(torch.autograd.Function):
-    """Converts between a split by tokens and a split by heads. The backward pass is the opposite exchange."""
+    """Converts between a split by tokens and a split by heads. The backward pass converts back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:

@@ -279,7 +279,7 @@ def _json_sha256(data: object) -> str:
 # after each step, or waits with a limit; the end of the thread wakes it.
 #
 # 1. At most one save is under way: call `finish` before `start`.
-# 2. An error in the background is raised by the next `poll` or `finish`, once.
+# 2. The next `poll` or `finish` raises an error of the background, once.
 
 Facts = Mapping[str, float]
 """Metrics that a save reports."""

@@ -1,10 +1,10 @@
-"""Hugging Face checkpoints, read and written directly: safetensors one tensor at a time, JSON, and copied assets.
+"""Reads and writes Hugging Face checkpoints directly: safetensors one tensor at a time, JSON, and copied assets.
 
 Invariants
 1. A whole checkpoint is never in memory. A tensor that is read is a view of its file; the parts that are used take
    memory until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
 2. A folder is removed only if it holds `EXPORT_MARKER`, the file that every export writes first.
-3. The error for a damaged file names it, and is raised before any of its tensors is read.
+3. The error for a damaged file names the file, and is raised before any of its tensors is read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class HfReader:
     """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
 
-    Quantised weights are dequantised and have their own names; their codes and scales are not listed. Raises
+    Quantised weights are dequantised and listed under their own names, not those of their codes and scales. Raises
     `CheckpointError` with the name of a damaged file, and `ConfigError` for a quantisation that slime does not read.
     """
 
@@ -167,8 +167,8 @@ def write_hf(
     """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
     `tensors`: (HF name, tensor) in any order, written unchanged. They are consumed once, with at most one file of them
-    in memory. `carried` selects tensors of `assets_from` to copy after them. `config.json` gets the dtype that most
-    bytes have, and `quantization` instead of its own. With several `writers`, each rank calls this with the same
+    in memory. `carried` selects tensors of `assets_from` to copy after them. `config.json` gets the dtype of most
+    bytes, and `quantization` in place of its own entry. With several `writers`, each rank calls this with the same
     tensors and an existing shared folder. Weights are on disk when it returns.
     """
     if writers.rank == 0:

@@ -6,10 +6,10 @@ of the model's weights. All ranks that hold the same shard divide it among thems
 Invariants
 1. Loading with the same parallel layout and settings restores every bit. With another layout, it restores every bit of
    weights and optimizer, but generators get new seeds.
-2. Another model or a missing tensor raises a `CheckpointError`, and never loads a part: everything is looked up before
-   anything changes.
-3. Computed state comes from the checkpoint, settings (learning rate, weight decay, betas) from this run. The state of
-   Python's `random` is not saved: training draws nothing from it, but libraries may at any time.
+2. A checkpoint of another model, or with a missing tensor, raises a `CheckpointError` and is never loaded in part: all
+   tensors are looked up before anything changes.
+3. Computed state comes from the checkpoint; settings (learning rate, weight decay, betas) come from this run. The state
+   of Python's `random` is not saved: training draws nothing from it, but libraries may at any time.
 4. At most one parameter is in memory besides the model.
 5. Stacked experts are written and read one by one under their own names, so a checkpoint does not depend on how they
    are stacked or distributed.

@@ -4,9 +4,10 @@ It is built once, from the family's table and the parameters on each rank. Loadi
 other policies loop over it, so none of them has to find the holder of a name.
 
 Invariants
-1. It names exactly the parameters of the table, the same on each rank. Only the fields about "this rank" differ.
-2. It holds parameters, not their memory: a shard is a view taken on demand, because Megatron's wrapper moves the memory
-   of parameters.
+1. The record names exactly the parameters of the table, the same on each rank. Only the fields about "this rank"
+   differ.
+2. The record holds parameters, not their memory: a shard is a view taken on demand, because Megatron's wrapper moves
+   the memory of parameters.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class ShardedModel:
         return dataclasses.replace(self, table=table, tensors={n: t for n, t in self.tensors.items() if n in names})
 
     def at(self, tensors: Mapping[str, Tensor]) -> ShardedModel:
-        """Returns the same model with the shards `tensors` on this rank, such as another policy's."""
+        """Returns the same model with `tensors` as this rank's shards, for example the shards of another policy."""
 
         def moved(tensor: ShardedTensor) -> ShardedTensor:
             here = Held(tensors[tensor.name], None) if tensor.name in tensors else None

@@ -1,7 +1,7 @@
 """Chooses what a training rank keeps on its GPU: everything, only the policy's weights, or nothing.
 
     wake            everything              to train, to load, to save
-    keep_weights    the policy's weights    beside an engine that takes its weights back: a weight sync, an export
+    keep_weights    the policy's weights    while engines hold only their weights: a weight sync, an export
     sleep           nothing                 while engines generate
 
 A colocated trainer lends its GPU memory to the engines by moving its storages to one range of host memory. The range is
@@ -13,10 +13,10 @@ The backend calls this module from one thread. `take` and `close` of the arena w
 thread, which wakes them.
 
 Invariants
-1. After `wake` every bit is as before, except gradients, which are zeros.
-2. Memory that both weights and optimizer use (float32 training) stays as long as the weights do.
+1. `wake` restores every tensor bitwise, except gradients, which are zeros.
+2. Memory that weights and optimizer share (float32 training) stays on the GPU as long as the weights do.
 3. Ranges taken from the arena do not overlap, and each begins at a multiple of `ALIGNMENT`.
-4. If the arena was planned too small, it adds a room and logs a warning; results do not change.
+4. If the arena is too small, it allocates another room and logs a warning; results do not change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ per 4 GB, and longer on a busy host that has to swap out other memory."""
 
 Undo = Callable[[], None]
 Pin = Callable[[Tensor], tuple[Tensor, Undo]]
-"""Pins host memory for the device. Returns this memory or other memory to use instead, and a function to unpin it."""
+"""Pins host memory for the device. Returns the memory to use (the same or other memory), and a function to unpin it."""
 
 
 def pin_for(device: torch.device) -> Pin:
@@ -216,7 +216,7 @@ class HostStash:
         return sum(num_bytes for _, num_bytes, _ in away)
 
     def take_back(self) -> None:
-        """Restores every storage, bit for bit; dropped ones come back as zeros."""
+        """Restores every storage bitwise; dropped storages become zeros."""
         while self._kept:
             self.take_back_last()
 

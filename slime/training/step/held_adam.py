@@ -9,7 +9,7 @@ Consumes: complete gradients on the device. Produces: new weights on the device.
 it uses it. `step` returns once the last copy of weights has started, and the device's stream waits for that copy.
 
 Invariants
-1. The arithmetic is that of float32 AdamW (Loshchilov & Hutter 2019), in whichever dtype the state is stored.
+1. The arithmetic is float32 AdamW (Loshchilov & Hutter 2019), whatever the dtype of the stored state.
 2. Half-precision state is rounded stochastically, so it is correct on average. Rounding to nearest would lose every
    update smaller than half a unit in the last place.
 3. The random numbers depend only on the step and the place in the optimizer, so a resumed run equals an uninterrupted

@@ -86,7 +86,7 @@ class LogProbs:
 
     The sampling distribution has temperature, top-k and top-p; fine-tuning uses the plain distribution. Engines report
     log-probs of the whole distribution at that temperature, regardless of top-k and top-p. So with a top-p set there is
-    a second result, of the whole distribution.
+    a second result for the whole distribution.
     """
 
     args: Args
@@ -326,7 +326,7 @@ def _diagnostics(batch: MicroBatch, made: TokenLosses, log_probs: Tensor) -> Sum
 
 
 def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
-    """Reduces the policy loss with `--custom-pg-loss-reducer-function-path`, divided over the step's executions."""
+    """Reduces the policy loss with `--custom-pg-loss-reducer-function-path`, scaled by the number of executions."""
     flag, masks = "--custom-pg-loss-reducer-function-path", list(batch.mask.split(batch.lengths))
     assert args.custom_pg_loss_reducer_function_path is not None, "the caller checks this"
     build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")

@@ -46,7 +46,7 @@ class Trainable:
 
     @property
     def inner(self) -> list[Any]:
-        """The `DistributedOptimizer`s: one for all but experts, and one for experts if there are any."""
+        """The `DistributedOptimizer`s: one for the experts, if there are any, and one for all other parameters."""
         return list(self.optimizer.chained_optimizers)
 
     def let_go(self) -> None:

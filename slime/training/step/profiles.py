@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Target = Literal["train_overall", "train_actor", "train_log_probs"]
 
 HISTORY_ENTRIES = 1_000_000
-"""Number of newest events that the allocator keeps, in some hundred megabytes of host memory."""
+"""Number of most recent events that the allocator keeps, in some hundred megabytes of host memory."""
 
 
 class Profiles:

@@ -1,4 +1,4 @@
-"""Routing in the passes over a batch: routers replay the choices of the engines or of an earlier pass, or choose.
+"""Routing in the passes over a batch: routers choose, or replay the choices of the engines or of an earlier pass.
 
 Engines record their choices while they sample (`--use-rollout-routing-replay`). The choices of the old policy's pass
 can be kept for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its passes

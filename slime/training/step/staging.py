@@ -5,13 +5,12 @@ them into pinned memory, copies it once on its own stream and returns views. Whi
 thread packs and copies the next one.
 
 Consumes: functions that build micro-batches, in order. Produces: micro-batches in the same order, ready for the
-consumer's stream. The consumer waits for the thread. The thread waits until the copy before last has left its buffer. A
-consumer that stops early closes the iterator, which ends the thread.
+consumer's stream. The consumer waits for the thread. The thread waits until the copy before last has finished, because
+it reuses that copy's buffer. A consumer that stops early closes the iterator, which ends the thread.
 
 Invariants
 1. Staging changes no byte: a separate copy of each array would give the same tensors.
-2. The computing stream owns device memory before it is used, and the memory is not reused before that stream has read
-   it.
+2. Device memory belongs to the computing stream before it is used, and is not reused before that stream has read it.
 3. If a build fails, its error is raised when the consumer reaches that micro-batch, after the earlier ones.
 """
 
