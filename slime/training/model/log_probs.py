@@ -12,7 +12,7 @@ Invariants
 3. The gradient with respect to `hidden` is this rank's part; the caller sums it over the tensor-parallel group.
 4. Float64 input is computed in float64. For any other dtype, products are in that dtype and everything else in float32.
 5. Under top-p or top-k the kept set is constant for the gradient, and contains the target. Entropy and `full_log_probs`
-   refer to the whole distribution.
+   refer to the full distribution.
 6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `placeholder`), without
    another float32 buffer of that size.
 """
@@ -126,7 +126,7 @@ def row_logits(
 # Finds the set of tokens that top-k and top-p keep, without sorting or gathering the vocabulary.
 #
 # As in SGLang's samplers ("joint" order): with tokens in descending order of probability, token i is kept if i < top_k
-# and the mass of the tokens before it, under the whole distribution, is <= top_p. So the first token whose cumulated
+# and the mass of the tokens before it, under the full distribution, is <= top_p. So the first token whose cumulated
 # mass passes top_p is kept, and top-k does not renormalise what top-p sees.
 #
 # The mass above a value falls as the value grows, so bisection over the bit patterns of the logits' dtype finds the
@@ -270,9 +270,9 @@ class TokenScores:
     log_probs: Tensor
     """[T] nats, under the distribution that tokens are sampled from: temperature, then top-k and top-p."""
     entropy: Tensor | None
-    """[T] nats, of the whole distribution at that temperature; None if not requested."""
+    """[T] nats, of the full distribution at that temperature; None if not requested."""
     full_log_probs: Tensor
-    """[T] nats, of the whole distribution, no gradient; equals `log_probs` without top-p and top-k."""
+    """[T] nats, of the full distribution, no gradient; equals `log_probs` without top-p and top-k."""
     outside: Tensor
     """[T] bool: the target lay outside the kept set and was added to it."""
     draft_log_probs: Tensor | None = None

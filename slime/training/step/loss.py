@@ -85,13 +85,13 @@ class LogProbs:
     """Log-probs under the sampling distribution, and entropy if a loss needs it.
 
     The sampling distribution has temperature, top-k and top-p; fine-tuning uses the plain distribution. Engines report
-    log-probs of the whole distribution at that temperature, regardless of top-k and top-p. So with a top-p set there is
-    a second result for the whole distribution.
+    log-probs of the full distribution at that temperature, regardless of top-k and top-p. So with a top-p set there is
+    a second result for the full distribution.
     """
 
     args: Args
     whole: bool = False
-    """Whether to use only the whole distribution, as for a reference or a teacher."""
+    """Whether to use only the full distribution, as for a reference or a teacher."""
 
     @property
     def with_entropy(self) -> bool:
@@ -203,7 +203,7 @@ class PolicyObjective(LogProbs):
         recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
         made = policy_losses(args, algorithm, batch, log_probs, old)
-        # Engines report log-probs of the whole distribution, so compare the same.
+        # Engines report log-probs of the full distribution, so compare the same.
         whole = recomputed
         if samples_top_p_set(args):
             whole = output.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
@@ -290,7 +290,7 @@ def _corrected(
     """Returns the policy loss [R] after every correction, and metrics. Tokens that no engine sampled keep weight 1.
 
     log_probs [R]: current, detached. old [R]: the old policy's. whole [R]: the trainer's before the update, of the
-    whole distribution, as engines report them.
+    full distribution, as engines report them.
     """
     tokens = OffPolicyTokens(
         log_probs=log_probs,

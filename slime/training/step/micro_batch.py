@@ -176,7 +176,7 @@ class MicroBatch:
     old_log_probs: Tensor | None
     """[R] float32, of the policy before the update; None if the training pass gives them."""
     old_full_log_probs: Tensor | None
-    """[R] float32, of the whole distribution; only if tokens were sampled from a top-p set."""
+    """[R] float32, of the full distribution; only if tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None

@@ -58,7 +58,7 @@ class OtherPolicies:
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
         """Returns log-probs [R] of each sample under `REFERENCE` or `TEACHER`; None without that policy.
 
-        The log-probs use the whole distribution, without top-k and top-p.
+        The log-probs use the full distribution, without top-k and top-p.
         """
         if name not in self._host:
             return None
