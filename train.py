@@ -1,6 +1,6 @@
 """Synchronous training: generate, train, save, sync weights and evaluate, one after the other.
 
-Every sample is trained on the weights that sampled it. `train_async.py` overlaps generation with training.
+Every sample trains the weights that sampled it. `train_async.py` overlaps generation with training.
 """
 
 from __future__ import annotations

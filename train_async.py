@@ -52,7 +52,7 @@ def one_step_off(run: Run, rollout_ids: range) -> None:
 
 
 def fully_async(run: Run, rollout_ids: range) -> None:
-    """Generates without a break. A step takes finished groups, and a save keeps the tokens of unfinished ones."""
+    """Generates continuously. A step takes finished groups, and a save keeps the tokens of unfinished groups."""
     for rollout_id in rollout_ids:
         batch = run.generate(rollout_id)
         run.train(rollout_id, batch)

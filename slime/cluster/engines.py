@@ -77,7 +77,7 @@ class Actors:
         return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
     def give_up(self, engine: EngineInfo) -> None:
-        """Tells all training ranks that an engine is lost; any of them may be sending it weights. Does not wait."""
+        """Tells all training ranks that an engine is lost, because any rank may be sending to it. Does not wait."""
         for trainer in self.trainers:
             trainer.give_up.remote(engine.url, engine.incarnation)
 

@@ -195,7 +195,7 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
 
 
 def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None) -> Watcher:
-    """Starts a guardian process and waits until it watches. Raises `EngineError` if it ends before that."""
+    """Starts a guardian process and waits until it is watching. Raises `EngineError` if it ends before that."""
     assert run_id, "an empty run id would mark every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)

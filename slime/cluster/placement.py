@@ -28,8 +28,6 @@ from slime.core.processes import LOOPBACK
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host as the plan sees it."""
-
     name: str
     """The name in messages."""
     address: str

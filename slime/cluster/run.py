@@ -341,7 +341,7 @@ class Run:
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def _tend_and_join(self) -> str:
-        """Tends the engines and sends weights to restarted ones. The trainers must be idle."""
+        """Checks the engines and sends weights to restarted ones. The trainers must be idle."""
         progress = self._actors.engines.tended()
         self._weight_sync.join(fresh=not self._trained_since_sync)
         return progress

@@ -63,7 +63,7 @@ def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any,
 
 
 def close_routes() -> None:
-    """Call this before the server takes requests."""
+    """Closes the open routes and the websocket. Call it before the server takes requests."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.routing import WebSocketRoute

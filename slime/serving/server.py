@@ -73,7 +73,7 @@ def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def left_out(wanted: Collection[str], folder: Path) -> list[str]:
-    """Returns the files in `folder` that define none of the `wanted` classes; empty if no file defines one of them."""
+    """Returns the files in `folder` that define none of the `wanted` classes; empty if any class is missing."""
     classes = {
         path.stem: set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)) for path in folder.glob("*.py")
     }
@@ -364,8 +364,9 @@ class ServerSpec:
 
 
 def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
-    """Returns the flags for settings by field name. True gives a bare flag, None and False give none, a list gives
-    several values, a dict JSON.
+    """Returns the flags for settings by field name.
+
+    True gives a bare flag, None and False give no flag, a list gives several values, and a dict gives JSON.
     """
     flags: list[str] = []
     for name, value in fields.items():

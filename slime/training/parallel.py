@@ -105,7 +105,7 @@ def init_process_groups(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> ParallelInfo:
-    """Joins the world and splits it. Neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
+    """Joins the world and splits it: neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
 
     Rank 0 opens the store on `master_address` alone: on `listener` if given, else on `master_port`. A collective that
     waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not fit.

@@ -1,7 +1,7 @@
 """The embedding for multi-token prediction, on the pipeline stage that has the output layer.
 
-With several stages the first one has the embedding, and training changes it, so `lent_embedding` gives the last stage a
-copy for each step. A tied embedding is on the last stage already.
+With several stages, the first stage has the embedding. Training changes the embedding, so `lent_embedding` gives the
+last stage a new copy for each step. A tied embedding is on the last stage already.
 
 Invariants
 1. The copy exists only during the step; it is not saved or synced.

@@ -130,9 +130,9 @@ class PolicyModel(GPTModel):
     ) -> Tensor | TokenScores | RowLogits:
         """Returns float32 scores [U] of `target_tokens` [U], predicted at `positions` [U] of a row; see `score_tokens`.
 
-        `answers` [R] selects some of them. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the
-        whole row instead. Each context-parallel rank evaluates its own positions, and all of them get all results. A
-        chunk that is not the last returns the hidden states for the next.
+        `answers` [R] selects scores. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the whole row
+        instead. Each context-parallel rank evaluates its own positions, and all of them get all results. A chunk that
+        is not the last returns the hidden states for the next.
         """
         states = self.states(tokens, position_ids, packed)
         if not self.post_process:
@@ -235,7 +235,7 @@ class ValueModel(PolicyModel):
     ) -> Tensor:
         """Returns float32 values [U] before the response tokens predicted at `positions` [U] of a row of T tokens.
 
-        `answers` [R] selects some of them. Context-parallel ranks, and chunks that are not the last, behave as in
+        `answers` [R] selects values. Context-parallel ranks, and chunks that are not the last, behave as in
         `PolicyModel.forward`.
         """
         hidden = self.hidden(tokens, position_ids, packed)

@@ -127,9 +127,9 @@ def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
     """Converts [T / cp, h, d] to [T, h / cp, d] with `to_heads`, else the other way."""
     size = shard.group.size()
     if to_heads:
-        sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # to each rank its heads
+        sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # one block of heads for each rank
     else:
-        sent = x.index_select(0, shard.order).unflatten(0, (size, -1))  # to each rank its tokens
+        sent = x.index_select(0, shard.order).unflatten(0, (size, -1))  # one block of tokens for each rank
     got = torch.empty_like(sent)  # [cp, T / cp, h / cp, d]
     dist.all_to_all_single(got, sent, group=shard.group)
     return got.flatten(0, 1).index_select(0, shard.place) if to_heads else got.transpose(0, 1).flatten(1, 2)

@@ -4,9 +4,9 @@ A parameter is frozen before Megatron wraps the model, so it has neither gradien
 layer are one parameter, and are trained or frozen together.
 
 Adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen. `a` [rank, in] and `b` [out, rank] are
-parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split the one that shares the split dimension
-with the weight: `b` of a column-parallel layer, `a` of a row-parallel one. The other is whole on each rank. Adapters of
-experts are stacked as the experts are.
+parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split the factor that has the split dimension
+of the weight: `b` of a column-parallel layer, `a` of a row-parallel layer. The other factor is whole on each rank.
+Adapters of experts are stacked like the experts.
 
 Invariants of adapters
 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
@@ -91,7 +91,7 @@ def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
 
 
 def _with_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Megatron's recomputation gives a block's parameters no gradient unless the block's input has one."""
+    """Makes a block's input require a gradient: without this, recomputation gives the block's parameters none."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 

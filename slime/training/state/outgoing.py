@@ -43,7 +43,7 @@ LEAST_BUCKET = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Parameters that travel together between training ranks. All have one dtype; experts also one row and holder."""
+    """Parameters of one dtype that travel together between training ranks. Experts also have one row and one holder."""
 
     tensors: tuple[ShardedTensor, ...]
     dtype: torch.dtype
@@ -230,7 +230,7 @@ class TrainerWeights:
         return torch.stack([self._own(tensor, message.dtype) for tensor in message.tensors])
 
     def _pass(self, operation: Any, stack: Tensor, other: int) -> None:
-        """Sends to or receives from another expert-parallel rank. A batch needs no NCCL communicator for the pair."""
+        """Exchanges with another expert-parallel rank, as a batch, which needs no NCCL communicator for the pair."""
         group = mpu.get_expert_model_parallel_group()
         for work in dist.batch_isend_irecv([dist.P2POp(operation, stack.contiguous(), other, group)]):
             work.wait()

@@ -89,7 +89,7 @@ def room_of(num_bytes: int) -> int:
 
 
 class HostArena:
-    """Gives out ranges of host memory, which it allocates in rooms. Only one thread may take and rewind."""
+    """Allocates host memory in rooms and hands out ranges of it. Only one thread may call `take` and `rewind`."""
 
     def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float | None = None) -> None:
         """Starts to allocate a room of `num_bytes` in the background, and returns at once."""

@@ -218,7 +218,7 @@ def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: 
 
 
 def raise_for(names: Iterable[str], folders: Iterable[object]) -> None:
-    """Raises `NumericsError` if there are `names`. They must be the names of all ranks."""
+    """Raises `NumericsError` if `names`, gathered from all ranks, is not empty."""
     found = list(names)
     if found:
         raise NumericsError(_message(found, folders))

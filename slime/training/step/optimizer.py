@@ -84,7 +84,7 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
 
 
 def _choose_adam(inner: Any, holding: Holding | None) -> None:
-    """Uses our AdamW if it is to hold the state, else torch's fused kernel on a GPU.
+    """Uses our AdamW if `holding` is given, else torch's fused kernel on a GPU.
 
     Without the fused kernel, torch runs one operation at a time over lists of tensors, and its peak includes a copy of
     all weights.

@@ -92,7 +92,7 @@ class Sight:
         return cls(folder, family.images(hf_config, source), tower)
 
     def of_batch(self, batch: TrainBatch) -> Sight | None:
-        """Returns None if no sample has images. Raises `ConfigError` if images have no processor."""
+        """Returns this object if the batch has images, else None. Raises `ConfigError` if images have no processor."""
         if not any(s.images for s in batch.samples):
             return None
         if self.processor is None:
