@@ -349,7 +349,7 @@ class ChildProcess:
         return None if self._popen is None else self._popen.poll()
 
     def problem(self) -> str | None:
-        """Describes a failure: the first process, or one of SGLang's own, has ended or is stopped. Else returns None."""
+        """Describes a failure: the first process, or one of SGLang's own, has ended or is stopped. None if all run."""
         if self._family is None or not self.alive:
             return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}

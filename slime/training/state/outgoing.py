@@ -43,7 +43,7 @@ LEAST_BUCKET = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Parameters of one dtype that travel together between training ranks. Experts also have one row and one holder."""
+    """Parameters of one dtype that travel together between training ranks. Experts also share a row and a holder."""
 
     tensors: tuple[ShardedTensor, ...]
     dtype: torch.dtype
