@@ -19,7 +19,7 @@ gone. Each kind of failure is noticed as follows:
     Ray's head          the raylets, after their limit    the same
     the actor           the guardian, by its pipe         the same; the driver notices and starts another actor, which
                                                           waits until that guardian has finished (`GuardedHosts`)
-    the guardian        the actor, by the other pipe      it starts another one in a tenth of a second; if the actor is
+    the guardian        the actor, by the other pipe      a new guardian starts in a tenth of a second; if the actor is
                                                           killed meanwhile, the driver's next check starts both
     the guardian, for   the driver: `wait` returns        another actor with another guardian
     the fourth time

@@ -29,7 +29,8 @@ Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
 2. Later, no engine starts on another host unless a guardian is known to watch there (`is_guarded`).
 3. A refused host is asked again for as long as the run lasts.
-4. The driver's host is `hosts[0]` of the plan. The rollout side runs there, beside the data and the user's modules.
+4. The driver's host is `hosts[0]` of the plan. The rollout side runs there, because it has the data and the user's
+   modules.
 5. If a plan has only one host, its processes connect on loopback, also on a cluster.
 """
 

@@ -6,7 +6,7 @@
 
 One side always releases before the other allocates, because a GPU cannot hold an engine together with the trainer's
 gradients, optimizer states and caches. At the start, engines would measure the free memory while the trainer is being
-built. So the trainer lends its memory as soon as it is built, and engines wait for that before they allocate theirs
+built. So the trainer lends its memory as soon as it is built, and engines wait for that before they allocate memory
 (`slime.compat.sglang_memory_gate`).
 
 The driver's thread calls the actors and waits for them, with a time limit. Without `--offload-rollout` and

@@ -236,7 +236,7 @@ class _Keeper:
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _what_is_left(self) -> str | None:
-        """Waits until all processes of the last start have ended. Returns a message if they do not in time."""
+        """Waits until all processes of the last start have ended. Returns a message if some remain after the limit."""
         run_id, deadline = self._args.run_id, time.monotonic() + ORPHANS_LIMIT_S
         family = ProcessFamily(RUN_ID_ENV, run_id)
         while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):

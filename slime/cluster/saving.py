@@ -2,7 +2,7 @@
 
     save, at a step     waits for the previous save and makes a folder; the Data Buffer writes its part, and ranks copy
                         their state (`--async-save`)
-    in the background   ranks write, each in a thread while training goes on; then manifest, rename, `latest`, retention
+    in the background   ranks write, each in a thread during training; then manifest, rename, `latest`, retention
     poll, every step    reports errors and times of the background
 
 Without `--async-save` the driver also waits for the second row. Every wait has a limit.

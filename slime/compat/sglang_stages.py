@@ -42,7 +42,7 @@ _SENT = "_slime_sent_ahead"
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Before a stage handles requests, forwards them to the next stage if both must handle one at the same time."""
+    """Before a stage handles requests, forwards them to the next stage if both stages must handle one together."""
     if scheduler.ps.pp_rank + 1 >= scheduler.ps.pp_size:
         return
     if any(type(request).__name__ in JOINT for request in requests):

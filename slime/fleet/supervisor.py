@@ -19,7 +19,7 @@ Invariants
 3. If an engine ends `MAX_FAILURES` times without being ready in between, the run ends. This does not apply to external
    engines: the owner may repair an engine while others serve.
 4. If an engine ends `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is sick and is not restarted. The run
-   goes on with other engines of the same kind, or ends if no other is left.
+   continues with other engines of the same kind, or ends if no other is left.
 5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model wait for hosts
    or are sick, the run ends, even if other models are served.
 6. The number of an engine is its index in the list. Engines are never removed.

@@ -135,7 +135,7 @@ def training_peak(
 
 
 def rehearse(context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo) -> Passes:
-    """Measures passes of both sizes on a GPU. Collective. Raises `ConfigError` if even these do not fit.
+    """Measures passes of both sizes on a GPU. Collective. Raises `ConfigError` if even these passes do not fit.
 
     The first pass is not measured, because libraries make their one-time allocations in it.
     """

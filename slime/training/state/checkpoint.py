@@ -275,8 +275,8 @@ def _json_sha256(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-# Saving in the background: a daemon thread writes and commits a checkpoint while training goes on. The driver polls
-# after each step, or waits with a limit; the end of the thread wakes it.
+# Saving in the background: a daemon thread writes and commits a checkpoint while training continues. The driver polls
+# after each step, or waits with a limit; the end of the thread wakes the driver.
 #
 # 1. At most one save is under way: call `finish` before `start`.
 # 2. The next `poll` or `finish` raises an error of the background, once.

@@ -74,7 +74,7 @@ class HostPolicies:
 
     @contextmanager
     def lent(self, name: str) -> Iterator[None]:
-        """Puts a policy into the trained policy's parameters for the block, then restores every bit of them."""
+        """Puts a policy into the trained policy's parameters for the block, then restores the parameters bitwise."""
         policy = self._policies[name]
         self._kept |= self._rooms([n for n in policy if n not in self._kept])
         with torch.no_grad():
