@@ -38,7 +38,7 @@ class Message:
     """One of `ROLES`."""
     text: str = ""
     reasoning: str | None = None
-    """An assistant's thinking before its answer; None if there was none or the wire format does not carry it."""
+    """An assistant's thinking before its answer; None without thinking, or if the wire format does not carry it."""
     calls: tuple[ToolCall, ...] = ()
     """An assistant's tool calls."""
     call_id: str | None = None

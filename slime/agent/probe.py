@@ -56,7 +56,7 @@ class Outcome:
 class ProbeReport:
     outcomes: tuple[Outcome, ...]
     endings: tuple[tuple[str, str], ...] = ()
-    """(role of a message, token with which the template ends the answer before it)."""
+    """(role of a message, token with which the template ends the answer before that message)."""
     wrong_ends: str = ""
     """Says what the template writes after an answer instead of an end token; empty if it writes one."""
 

@@ -54,7 +54,7 @@ class Execution:
         reward: float | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends the execution and returns its samples. `reward`: for all samples; None leaves it to a grader.
+        """Ends the execution and returns its samples. `reward`: for all samples; None: a grader sets it.
 
         If no answer can be trained, returns a copy of `base` with status FAILED.
         """
@@ -76,15 +76,15 @@ async def execution(
     max_turns: int | None = None,
     time_limit_s: float | None = None,
 ) -> AsyncIterator[Execution]:
-    """Opens a session of the run's adapter for the block. `sampling_params`: those passed to the generate function.
+    """Opens a session of the run's adapter for the block. `sampling_params`: from the generate function.
 
     The arguments override the run's limits for this execution: `max_context_tokens` overrides
     `--rollout-max-context-len`, `max_turns` overrides `--agent-max-turns`, and `time_limit_s` overrides
     `--agent-time-limit-s`. `--rollout-max-total-response-len` still limits the sampled tokens in total.
 
     Raises `ConfigError`, which ends the run, if the checkpoint has no tokenizer or its chat template does not append
-    turns. Raises it at the end of the block, instead of any other error, if an agent passed tools to a model whose
-    calls no parser can read.
+    turns. Raises `ConfigError` at the end of the block, instead of any other error, if an agent passed tools to a model
+    whose calls no parser can read.
     """
     args = current().args
     adapter, url = await _adapter()
@@ -130,7 +130,7 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     try:
         report = probe(chat, ends, args.agent_tool_format)
         report.require_plain_turns()
-    except DataError as error:  # trying again cannot help
+    except DataError as error:  # a retry cannot help
         raise ConfigError(str(error)) from error
     if report.failing:
         logger.warning("with this chat template a conversation forks at: %s", ", ".join(report.failing))

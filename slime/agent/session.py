@@ -98,7 +98,7 @@ class Branch:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """Appends a sampled turn. `new`: the messages that it answers, whose tokens the branch already has."""
+        """Appends a sampled turn. `new`: the messages that the turn answers, whose tokens the branch already has."""
         start, num = len(self.tokens), len(generation.tokens)
         version = generation.weight_version
         self.tokens += generation.tokens
@@ -212,7 +212,7 @@ class Session:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """Adds the model's answer. `trained`: whether it was sampled with the run's parameters."""
+        """Adds the model's answer. `trained`: whether the run's parameters were used for sampling."""
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
         opened.branch.busy = False
         self._last = opened.branch

@@ -103,8 +103,8 @@ class ConversationTemplate:
     ) -> Suffix:
         """The tokens after a sampled turn, up to the model's next turn.
 
-        `before`: ends with the sampled turn. `new`: the messages after it. `last_id`: the last sampled token, or None.
-        Raises `NotAppended`.
+        `before`: ends with the sampled turn. `new`: the messages after that turn. `last_id`: the last sampled token, or
+        None. Raises `NotAppended`.
         """
         assert before and before[-1].role == "assistant", "a suffix follows a sampled turn"
         assert all(m.role != "assistant" for m in new), "an assistant's message would be encoded"
@@ -148,7 +148,7 @@ class ConversationTemplate:
         raise NotAppended(f"the chat template omits the text of an assistant's turn ({complaint})")
 
     def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
-        """Number of characters after a turn's placeholder that still belong to the turn, because they are its calls.
+        """Number of characters after a turn's placeholder that still belong to the turn: the text of its calls.
 
         Renders the conversation up to that turn: the text before its end is the same there.
         """
@@ -168,7 +168,7 @@ class ConversationTemplate:
 
     @staticmethod
     def _stand(message: Message, word: str, with_calls: bool) -> Message:
-        """A placeholder for a past message. `with_calls` keeps its calls for templates that count or pair them."""
+        """A placeholder for a past message. `with_calls` keeps the calls for templates that count or pair calls."""
         kept = message.calls if with_calls else ()
         return replace(message, text=word, reasoning=None, calls=kept)
 

@@ -305,7 +305,7 @@ def _failed(before: Sample, problem: Exception) -> Execution:
         case DeadlineExceeded():
             return Execution([before], Outcome.EXPIRED, str(problem))
     logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
-    exited = isinstance(problem, HookExited)  # its text already names kind and place
+    exited = isinstance(problem, HookExited)  # the error's text already names kind and place
     reason = str(problem) if exited else f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
     return Execution([before], Outcome.FAILED, reason)
 

@@ -67,7 +67,7 @@ class Limits:
     def next_answer(self, most: int, num_read: int, begun: int = 0) -> int:
         """Returns how many tokens a request that reads `num_read` tokens may sample.
 
-        `most`: limit for the whole answer. `begun`: number of its tokens that exist already; `num_read` includes them.
+        `most`: limit for the whole answer. `begun`: number of tokens of the answer so far, included in `num_read`.
         """
         if self.served is not None and num_read >= self.served - MARGIN:
             return 0

@@ -15,8 +15,9 @@ Invariants
 3. A task or thread that does not end after its cancellation is left behind: it is named in a warning and counted, and
    nothing waits for it any longer, not even the exit of the process.
 4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions use other threads (`beside`).
-5. When user code has blocked the event loop up to the limit, the watchdog interrupts it, at most `MOST_BROKEN_OFF`
-   times: the execution expires, and the loop continues. The watchdog never interrupts code of slime or of a library.
+5. When user code has blocked the event loop up to the limit, the watchdog interrupts the code, at most
+   `MOST_BROKEN_OFF` times: the execution expires, and the loop continues. The watchdog never interrupts code of slime
+   or of a library.
 6. If code cannot be interrupted (a sleep, a regular expression that holds the interpreter), the process ends `GRACE_S`
    later. `faulthandler` writes the stack of each thread and ends the process from a thread that does not need the
    interpreter.
@@ -280,7 +281,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIM
             if not task.done():
                 _leave_behind(task, limit_s)
             elif not task.cancelled():
-                task.exception()  # else asyncio logs that it was never retrieved
+                task.exception()  # else asyncio logs that nobody retrieved the exception
 
 
 def num_left_behind() -> int:

@@ -199,7 +199,7 @@ class RolloutManager:
         return await self._probe.ask(self._client, self._args)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
-        """Adds engines of a model. `worker`: the part of a request that they serve."""
+        """Adds engines of a model. `worker`: the part of a request that the engines serve."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
@@ -284,7 +284,7 @@ class RolloutManager:
 
     @contextlib.contextmanager
     def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
-        """Makes a new context current in the block; `progress` reports on it."""
+        """Makes a new context current in the block, and lists it for `progress`."""
         context = RolloutContext(
             args=self._args,
             client=self._client,

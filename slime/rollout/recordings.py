@@ -96,7 +96,7 @@ def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
 
 
 class Recorder:
-    """Writes and reads the files of those debug settings that are given."""
+    """Writes and reads the files of the debug settings."""
 
     def __init__(self, args: Args) -> None:
         self._args = args

@@ -5,7 +5,7 @@
 
 The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors` and, optionally, `turns`.
 Without `turns`, each run of sampled tokens counts as a turn. The counts travel with the sample through retries,
-checkpoints and recordings; they are zero for a sample that starts over. Metrics add up the counts of fan-out siblings,
+checkpoints and recordings; a sample that starts over has no counts. Metrics add up the counts of fan-out siblings,
 so siblings that share turns or calls must report them once (`slime.agent.session` does).
 
 Invariants

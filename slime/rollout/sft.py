@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT = "rollout/num_rows_without_{}"
 MAX_BAD_FACTOR = 4
-"""The step gives up after this many unusable conversations per wanted one."""
+"""The step gives up after this many unusable conversations per wanted conversation."""
 
 
 class TooLongError(DataError):

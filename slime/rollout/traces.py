@@ -121,7 +121,7 @@ class Sums:
     tokens: int = 0
     decoded: int = 0
     token_s: float = 0.0
-    """Tokens in the engines, times the seconds that they stay there."""
+    """Sum over tokens of the seconds that each token stays in an engine."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     verified: int = 0

@@ -188,8 +188,8 @@ class BatchAccount:
         """Remembers the groups of a batch.
 
         `before`: groups in flight before the step; None if the schedule keeps groups in flight between steps. If a
-        group was issued during the step and is missing from the batch, a user's function dropped it: it is marked
-        filtered.
+        group was issued during the step and is missing from the batch, a user's function has dropped the group, which
+        is then marked filtered.
         """
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
         dropped = [] if before is None else sorted(self.in_flight() - before - set(indices))

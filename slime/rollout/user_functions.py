@@ -110,13 +110,13 @@ async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
 async def in_time(limit_s: float, hook: Hook, *args: Any) -> Any:
     """Like `in_thread`, with a limit on the time without progress (`--execution-timeout-s`; 0: no limit).
 
-    At the limit it raises `DeadlineExceeded` and leaves the thread behind.
+    Raises `DeadlineExceeded` at the limit and leaves the thread behind.
     """
     return await supervised(in_thread(hook, *args), what=name_of(hook), limit_s=limit_s)
 
 
 async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFilterOutput:
-    """Calls a dynamic filter. Raises `HookError` unless it returns a bool or a `DynamicFilterOutput`."""
+    """Calls a dynamic filter. Raises `HookError` unless the filter returns a bool or a `DynamicFilterOutput`."""
     verdict = await in_time(args.execution_timeout_s, hook, args, samples)
     if isinstance(verdict, bool):
         return DynamicFilterOutput(keep=verdict)
@@ -129,7 +129,7 @@ async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFi
 
 
 async def is_logged_by_user(limit_s: float, path: str | None, kind: str, *given: Any) -> bool:
-    """Calls the user's log function, if any. Returns whether it replaces the default logging.
+    """Calls the user's log function, if any. Returns whether the function replaces the default logging.
     `limit_s`: see `in_time`.
     """
     log = load(path, kind)

@@ -61,7 +61,7 @@ class Request:
     max_tokens: int | None = None
     """The agent's limit for the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters that the agent asked for, such as the temperature."""
+    """Sampling parameters that the agent requests, such as the temperature."""
     stop: tuple[str, ...] = ()
     streams: bool = False
     model: str = ""
@@ -121,7 +121,7 @@ class Turn:
     call_id: Callable[[str, int], str]
     """(function, number of the call in its conversation) -> the call's id."""
     end_ids: frozenset[int]
-    """Tokens that end an answer. They are not part of its text, unless the reader needs them."""
+    """Tokens that end an answer. Its text leaves out these tokens, unless the reader needs them."""
 
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
         """Yields the answer as it arrives; the last event is an `Answer`.
@@ -327,7 +327,7 @@ class OpenSession:
     limit: asyncio.TimerHandle | None = None
     """Timer for the session's time limit; None without a limit."""
     refuses: str = ""
-    """Why the session accepts no more requests; empty while it does."""
+    """Why the session refuses requests; empty while it accepts them."""
     scope: RequestScope | None = None
     """The execution's request scope: cancelling it also cancels the agent's requests."""
     transcript: Transcript | None = None

@@ -35,7 +35,7 @@ KEY = "SLIME_SESSION_KEY"
 
 
 class CodexHarness(Harness):
-    """Codex from npm, with OpenAI's responses API. Approvals and its own sandbox are off, because it runs in ours."""
+    """Codex from npm, with OpenAI's responses API. Approvals and Codex's own sandbox are off: slime has one."""
 
     name = "codex"
     package = "@openai/codex@0.169.0"

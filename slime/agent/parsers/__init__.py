@@ -70,7 +70,7 @@ class ToolFormat(ABC):
     def call_id(self, name: str, number: int) -> str:
         """A new id for a call. `number`: position of the call in its conversation, from 0.
 
-        The tool result refers to the call by this id, and some chat templates show it to the model.
+        The tool result refers to the call by this id, and some chat templates show the id to the model.
         """
         return f"call_{secrets.token_hex(12)}"
 
@@ -82,7 +82,7 @@ FORMATS: Registry[ToolFormat] = Registry(
 
 class AnswerReader(ABC):
     ends: ClassVar[frozenset[str]] = frozenset()
-    """End tokens that are fed to the reader, because it needs them."""
+    """End tokens that must be fed to the reader."""
 
     @abstractmethod
     def feed(self, text: str) -> list[tuple[str, str]]:
@@ -226,7 +226,7 @@ def begins(text: str, marks: Sequence[str]) -> int:
 
 
 def format_of(template: str) -> str | None:
-    """The format whose signs all occur in a chat template; of several, the one with most signs. None if none fits."""
+    """Name of the format whose signs all occur in a chat template, if several: with most signs. None if none fits."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 

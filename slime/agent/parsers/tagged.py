@@ -273,7 +273,7 @@ class DeepSeekV32(ToolFormat):
 
 
 class _Pairs:
-    """The keys and values in a text. Invariant: each position is parsed only once, however many heads lead to it."""
+    """The keys and values in a text. Invariant: each position is parsed only once, even if several heads lead to it."""
 
     def __init__(self, text: str, key: re.Pattern[str], end: re.Pattern[str], following: re.Pattern[str]) -> None:
         """`key`: matches a pair up to its value. `end`: matches the tag after the value. `following`: matches the end

@@ -60,7 +60,7 @@ class CommandFailed(RuntimeError):
 
 
 class Sandbox(ABC):
-    """An isolated place to run commands. Use it with `async with`."""
+    """An isolated place to run commands, for use with `async with`."""
 
     name: ClassVar[str]
     folder: str = "/work"

@@ -504,7 +504,7 @@ class Call:
         the token.
         """
         known, num = self._experts, len(self.input_ids)
-        read_under = self._versions[self._joint]  # the version of the first token after they were read
+        read_under = self._versions[self._joint]  # the version of the first token after the rows were read
         more = without_newer(more, self._versions[: self._joint], num, num + self._joint, read_under)
         if known is None:
             self._experts = replace(more, read=(num, read_under))

@@ -1,4 +1,4 @@
-"""`EngineClient`: token ids in; token ids, log-probs and weight versions out, even if engines die meanwhile.
+"""`EngineClient`: token ids in; token ids, log-probs and weight versions out, even if engines die during the call.
 
 A call (`generate`, `stream`) waits for a place at an engine (`engine_pool`), then for the events of its request, with
 a limit on the time without progress. While the client is paused, a call waits for `resume`. A call is woken by an
@@ -50,7 +50,7 @@ __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 logger = logging.getLogger(__name__)
 
 TOGETHER = 8
-"""An engine with at least this many of the requests gets one abort for all of them."""
+"""An engine with at least this many requests of a scope gets one abort for all these requests."""
 ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
 """An aborted scope is ended at `ENGINES_AT_ONCE` engines at a time. The next engines follow when these are done, or
 after `NEXT_ENGINES_S`. The responses of an engine arrive all at once, and reading them blocks the event loop.
@@ -59,8 +59,8 @@ PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so it is repeated."""
 STREAM_INTERVAL = 64
 """Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, and costs the engine's
-processes more. (Without streaming they still exchange a message every 50 tokens.) Tokens that a dead engine has not
-sent are sampled again.
+processes more. (Without streaming, the processes still exchange a message every 50 tokens.) Tokens that a dead engine
+has not sent are sampled again.
 """
 IDS_IN_A_TURN = 32 * 1024
 """Prompt ids that are checked or sent in one turn of the event loop: about a millisecond."""
@@ -195,7 +195,7 @@ class EngineClient:
         return [one.url for one in self._pool.upstreams if one.served >= 0 and one.progress_at >= since]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Adds engines; waiting requests may use them too. `prefill`: they read prompts for decode engines."""
+        """Adds engines; waiting requests may use them too. `prefill`: the engines read prompts for others."""
         self._pool.admit(urls, prefill=prefill)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> None:

@@ -3,7 +3,7 @@
 `EngineClient` passes on `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
 `acquire` waits for an open gate and an engine with room, at most `wait_limit_s` while no engine can be reached. It is
 woken by a freed place, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
-finds tries and engines without progress; it ends when nothing is left to watch. Everything runs on one event loop.
+finds tries and engines without progress, and ends when nothing is left to watch. Everything runs on one event loop.
 
 Invariants
 1. An engine has at most `most_per_engine` tries. An engine that could not be reached has at most one, as a test.
@@ -98,7 +98,7 @@ loaded engine.
 REMEMBERED = 1 << 18
 """Number of sessions and prompts for which the pool remembers the engine."""
 LEAST_SILENT = 2
-"""An engine counts as stalled if at least this many tries get no token; a single try may be at fault itself."""
+"""An engine counts as stalled if at least this many tries get no token; one silent try may itself be at fault."""
 LOOKS = 8
 
 
@@ -146,7 +146,7 @@ class EnginePool:
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
         """Adds engines; waiting requests may use them too. Ignores engines that are already admitted.
 
-        `prefill`: they read prompts for decode engines; only `PairPool` supports this.
+        `prefill`: the engines read prompts for decode engines; only `PairPool` supports this.
         """
         assert not prefill, "engines that answer whole requests read their own prompts"
         self._begin()
@@ -158,8 +158,8 @@ class EnginePool:
                 self._wake_for(upstream)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
-        """Removes engines and interrupts their tries. `died`: they died or hang. Returns the engines that were
-        admitted.
+        """Removes engines and interrupts their tries. `died`: the engines died or hang. Returns the engines that
+        were admitted.
         """
         self._begin()
         gone = [one for url in dict.fromkeys(map(_plain, urls)) if (one := self._upstreams.pop(url, None))]
@@ -239,7 +239,7 @@ class EnginePool:
             _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
-        """Notes that the engine answers. After a stall, only a token makes it reachable again."""
+        """Notes that the engine answers. After a stall, only a token makes the engine reachable again."""
         if upstream.failures and upstream.stalls_at is None:
             upstream.failures = 0
             if upstream.admitted:

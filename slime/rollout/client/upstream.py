@@ -125,7 +125,7 @@ class Try:
         upstream.asked += 1
 
     def got_tokens(self, now: float) -> None:
-        """Notes new tokens. If the try falls silent later, the engine may have put it at the end of its queue."""
+        """Notes new tokens. If no more tokens come, the engine may have put the try at the end of its queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
         upstream.stalls_at = None
@@ -189,7 +189,7 @@ class Slices:
         try:
             for _ in range(min(CALLS_PER_TURN, len(self._work))):
                 self._work.popleft()()
-        finally:  # a call that raises after all does not stop the others
+        finally:  # a call that raises must not stop the others
             if self._work:
                 asyncio.get_running_loop().call_soon(self._turn)
             else:

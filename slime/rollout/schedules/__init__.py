@@ -36,7 +36,7 @@ class RolloutSchedule(ABC):
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = False
-    """Whether it also generates between steps, while the trainer trains and syncs weights (`args.fully_async`)."""
+    """Whether the schedule also generates while the trainer trains and syncs weights (`args.fully_async`)."""
 
     @abstractmethod
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:

@@ -75,7 +75,7 @@ class WorkerPort(Protocol):
     """The fleet's interface to a worker process."""
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """Calls a method of the `EpisodeWorker`. Calls begin there in the order in which they were made.
+        """Calls a method of the `EpisodeWorker`. The worker begins calls in the order in which they were made.
 
         Awaiting the answer raises `ActorDied` if the process is gone, and errors of the method.
         """
