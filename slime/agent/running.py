@@ -5,8 +5,8 @@
             ...                                                        # talk to agent.url with agent.key
             return agent.samples(sample)
 
-Consumes: the rollout context and the `--agent-*` settings. Produces: an adapter that listens from the first execution
-until the engine client closes.
+The rollout context and the `--agent-*` settings configure the adapter. It listens from the first execution until the
+engine client closes.
 
 Invariants
 1. An execution that ends without `samples`, for any reason, leaves no session and no request behind.

@@ -14,7 +14,7 @@ reason:
     template     the chat template does not append the new messages (`NotAppended`)
     ending       the model ended its turn with a different end token from the template's
 
-Consumes: requests, and answers of engines. Produces: prompts, then samples. Waits for nothing.
+A session turns requests into prompts, and answers of engines into samples. It never waits.
 
 Invariants
 1. A sampled token is trained once, in the branch where it was sampled.

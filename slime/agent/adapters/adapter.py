@@ -1,4 +1,4 @@
-"""`Adapter`: an HTTP server in front of an engine that serves the API for which an agent was written.
+"""`Adapter`: an HTTP server in front of an engine, with the API for which an agent was written.
 
     adapter = OpenAIAdapter(client, template, tool_format="hermes", decode=decode, sampling=sampling_params)
     url = await adapter.start()
@@ -6,9 +6,10 @@
     ...                                  # an agent talks to `url` with `key` as its API key
     samples = adapter.finish_session(key, sample, reward=1.0)
 
-Consumes: requests of agents, and parts of an engine's answers. Produces: answers, as events in the order of the text,
-and samples. Waits for: engines, through the client, which survives weight syncs and lost engines and has its own limit.
-Woken by: requests, parts of answers, and clients that hang up, which ends their request in the engine.
+The adapter reads requests of agents and parts of an engine's answers. It writes responses, with events in the order of
+the text, and makes samples. It waits for engines through the client, which continues requests after weight syncs and
+lost engines and has its own limit. It is woken by requests, by parts of answers, and by agents that hang up, whose
+requests then end in the engine.
 
 Invariants
 1. A key identifies one session and cannot be guessed: 256 random bits. Requests without a valid key are refused.

@@ -318,7 +318,7 @@ class _Pairs:
         return head, end, start
 
     def found(self, call: tuple[str, str] | None, last: int, end: int) -> Found | None:
-        """Wraps a call with pairs up to `last` that ends at `end`. If `call` is None, its values are unreadable."""
+        """Returns the call with its end. If `call` is None, records the pairs up to `last` as unreadable."""
         if call is None:
             self.unreadable.add(last)
             return None

@@ -8,10 +8,10 @@ process of the sandbox ends.
 If this machine cannot confine commands and the caller allows unconfined commands (`unheld`), the supervisor itself
 starts them, in a folder.
 
-Consumes: requests on the control socket (JSON, with a command's descriptors 0, 1 and 2). Produces: exit statuses of
-commands, and for `reach` a listening socket on the sandbox's loopback; `local.py` accepts and forwards its connections.
-Woken by: the control socket; a pipe that is written to when a process ends; and while commands run, every `TICK_S`, to
-measure memory.
+The control socket carries requests (JSON, with a command's descriptors 0, 1 and 2) and the exit statuses of commands.
+For `reach` it also carries a listening socket on the sandbox's loopback; `local.py` accepts and forwards connections
+there. The process is woken by the control socket, by a pipe that is written to when a process ends, and every `TICK_S`
+while commands run, to measure memory.
 
 Invariants
 1. No command runs before the confinement is complete. If a step fails, the process reports the step and ends.
