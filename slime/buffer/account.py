@@ -1,8 +1,8 @@
-"""The account of the Data Buffer: the ids that were given, the groups in flight, and how each settled group ended.
+"""The account of the Data Buffer: the next ids, the groups in flight, and how each settled group ended.
 
 Invariants
 1. `group_index` and `index` increase over the whole run and are never used twice, also after a resume.
-2. A group is settled once, and only while it is in flight; otherwise a `LedgerError` names its state.
+2. A group is settled once, and only while it is in flight. Otherwise a `LedgerError` names the group's state.
 3. Every group is trained, filtered, failed, waiting or in flight:
    `issued == trained + sum(filtered) + sum(failed) + buffered + in_flight`.
 """
@@ -20,7 +20,7 @@ from slime.core.errors import LedgerError
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A snapshot of the account: numbers of groups since the start of the run, including resumed runs."""
+    """A snapshot of the account: numbers of groups since the first start of the run, across resumes."""
 
     issued: int
     trained: int
@@ -29,20 +29,20 @@ class Ledger:
     failed: Mapping[str, int]
     """Reason -> groups that failed."""
     buffered: int
-    """Waiting to be issued again."""
+    """Groups that wait to be issued again."""
     in_flight: int
-    """Issued and not settled: in generation, or generated and not yet trained."""
+    """Groups issued and not settled: in generation, or generated and not yet trained."""
     returned: Mapping[str, int]
-    """Reason -> times that a group was put back; not part of the equation."""
+    """Reason -> how often a group was put back. Not part of invariant 3."""
 
     @property
     def accounted(self) -> int:
-        """The right-hand side of the equation."""
+        """The right-hand side of invariant 3."""
         settled = self.trained + sum(self.filtered.values()) + sum(self.failed.values())
         return settled + self.buffered + self.in_flight
 
     def check(self) -> None:
-        """Raises `LedgerError` if the equation does not hold."""
+        """Raises `LedgerError` if invariant 3 does not hold."""
         if self.issued != self.accounted:
             raise LedgerError(
                 f"got {self.issued} groups issued and {self.accounted} accounted for ({self}), because one was lost or "
@@ -63,10 +63,10 @@ class Ledger:
 
 
 class Account:
-    """Counts of groups since the start of the run, without those in the buffer."""
+    """Counts groups since the first start of the run, except those in the buffer, which the buffer counts."""
 
     def __init__(self, is_buffered: Callable[[int], bool]) -> None:
-        """`is_buffered`: whether the buffer has a group; only for error messages."""
+        """`is_buffered`: whether the buffer has a group. Only error messages use it."""
         self._is_buffered = is_buffered
         self.next_group_index = 0
         self.next_index = 0
@@ -89,7 +89,7 @@ class Account:
         return ids
 
     def add_foreign_group(self, group_index: int, last_index: int) -> None:
-        """Counts a new group that brings its own ids, which are above all known ones."""
+        """Counts a new group with its own ids, which must be above all earlier ids."""
         self.next_group_index, self.next_index = group_index + 1, last_index + 1
         self.num_issued += 1
 
@@ -100,7 +100,7 @@ class Account:
             self.filtered[reason] += 1
 
     def settle(self, group_indices: Iterable[int], verb: str) -> int:
-        """Removes groups from `in_flight`. Returns their number. Raises `LedgerError` for one not in flight."""
+        """Removes groups from `in_flight`. Returns their number. Raises `LedgerError` if a group is not in flight."""
         indices = list(group_indices)
         self.require_in_flight(indices, verb)
         for index in indices:
@@ -138,7 +138,7 @@ class Account:
         )
 
     def figures(self) -> dict[str, Any]:
-        """The account for a checkpoint, JSON-serialisable, without the groups in flight."""
+        """The account for a checkpoint, JSON-serialisable. Excludes the groups in flight."""
         return {
             "next_group_index": self.next_group_index,
             "next_index": self.next_index,

@@ -3,18 +3,18 @@
 The rollout gets groups to work on (`get_groups`), returns them (`put_back`), drops them (`mark_filtered`,
 `mark_failed`) or finishes them ahead of a step (`put_finished`, `take_finished`). The driver confirms after the
 optimizer step (`mark_trained`), then saves. One lock, held briefly, guards the state, so that a user's rollout function
-may call from its own thread; calls wait only for this lock.
+may call the buffer from its own thread. Calls wait only for this lock.
 
 Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (unfinished, or finished and waiting
 to be trained) -> in flight again.
 
 Invariants
-1. Each group is in exactly one of those states: `ledger().check()` holds after every call.
+1. Each group is in exactly one of these states: `ledger().check()` passes after every call.
 2. `group_index` and `index` increase over the whole run and are never used twice, also after a resume.
 3. Returned groups are served before new prompts, first in, first out.
-4. A resumed run continues as if it had never stopped. Groups in flight at the save are issued again first, in their
-   state when last issued or noted. No prompt is skipped, and none is trained twice, because training is confirmed
-   before saving.
+4. A resumed run continues as if it had never stopped. Groups in flight at the save are issued again first, in the
+   state in which they were last issued or noted. No prompt is skipped, and none is trained twice, because training is
+   confirmed before saving.
 5. With `max_staleness`, no group that leaves the buffer has a token from weights more than that many versions before
    `weight_version`; an older group starts over from its prompt and counts as returned for the reason "stale".
 """
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataBuffer:
-    """`prompts=None` issues blank samples."""
+    """Issues groups of samples of `prompts`, or of blank samples if `prompts` is None."""
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class DataBuffer:
         self._buffer_filter = buffer_filter
         self.max_staleness: int | None = None
         self.weight_version = 1
-        """The version that the next batch is trained on; each trained step makes the next one."""
+        """The weight version on which the next batch is trained. Each trained step makes the next version."""
         self._lock = threading.RLock()
         self._queue: list[GroupRecord] = []
         self._finished: list[GroupRecord] = []
         self._shown: dict[int, Group] = {}
-        """Queued groups that the user's filter has seen: it may have changed them, so their records are stale."""
+        """Queued groups that the user's filter has seen and may have changed, so their records are stale."""
         self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def get_groups(self, n: int) -> list[Group]:
-        """Issues exactly `n` groups: returned ones first, in the order of their return, then new prompts."""
+        """Issues exactly `n` groups: first returned groups in the order of their return, then new prompts."""
         if n < 0:
             raise DataError(f"got a request for {n} groups; it must not be negative")
         with self._lock:
@@ -206,7 +206,7 @@ class DataBuffer:
             del self._account.in_flight[group.group_index]
 
     def take_finished(self, n: int) -> list[GroupRecord]:
-        """Records of `n` finished groups, now in flight, oldest weights first; [] if there are fewer than `n`.
+        """Issues `n` finished groups, oldest weights first, and returns their records; [] if fewer are finished.
 
         Stale finished groups are queued again and start over from their prompt.
         """
@@ -253,7 +253,7 @@ class DataBuffer:
         self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:
-        """Settles groups that an optimizer step used. Raises `LedgerError` for one not in flight (trained twice)."""
+        """Settles groups that an optimizer step used. Raises `LedgerError` if one is not in flight (trained twice)."""
         with self._lock:
             self._account.num_trained += self._account.settle(group_indices, "trained")
 
@@ -354,7 +354,7 @@ class DataBuffer:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes the current state. Returns a function for any thread that writes it durably to `path` and beside it."""
+        """Takes the current state. Returns a function that writes it durably to `path` and beside it, in any thread."""
         snapshot = self._snapshot()
         return lambda: snapshot.write(path)
 

@@ -1,7 +1,7 @@
 """The Data Buffer over a source that serves samples (`sources.SampleSource`, or a class at `--data-source-path`).
 
-The source's `add_samples` decides when returned work is served again; ids, ledger and groups in flight stay with the
-buffer. The source's methods are called under the buffer's lock, so a call waits for them.
+The source's `add_samples` decides when returned work is served again. The buffer keeps the ids, the ledger and the
+groups in flight. It calls the source's methods under its lock, so other calls wait for them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group
 
 METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
-"""The methods of `SampleSource` that a user's class must have; it need not derive from that."""
+"""The methods that a user's class must have. The class need not derive from `SampleSource`."""
 
 
 class DataSourceBuffer(DataBuffer):
     """A `DataBuffer` whose new prompts and returned groups live in a user's source.
 
-    A group that the source serves is either new (its ids are None, or above all known ones) or was returned to the
-    source earlier; anything else raises a `LedgerError`.
+    A group that the source serves is either new (its ids are None, or above all known ids) or was returned to the
+    source earlier. Any other group raises a `LedgerError`.
     """
 
     def __init__(self, source: SampleSource) -> None:

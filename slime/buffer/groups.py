@@ -27,15 +27,16 @@ from slime.core.sample import PER_TOKEN, TURN_COUNTS, Group, PromptRow, Sample, 
 logger = logging.getLogger(__name__)
 
 MAX_SAVED_TEXT = 2**24
-"""The most characters of a response's text in a checkpoint; a million tokens rarely have more."""
+"""Maximum number of characters of a response's text in a checkpoint. A million tokens rarely have more."""
 BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
 """`(buffered groups, n) -> at most n groups to issue`; removes the groups that it takes or drops from the list."""
 
 
 def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) -> tuple[list[Group], list[Group]]:
-    """Runs a user's buffer filter. Returns the groups that it chose and those that it left; it dropped the others.
+    """Runs a user's buffer filter. Returns (chosen groups, groups left in the list). The filter dropped all others.
 
-    Raises `LedgerError` if it takes more than `n`, invents a group, or leaves a taken group in the list.
+    Raises `LedgerError` if the filter chooses more than `n` groups, makes up a group, or leaves a chosen group in the
+    list.
     """
     by_index = {group.group_index: group for group in queue}
     left = [list(group.samples) for group in queue]
@@ -64,7 +65,7 @@ def group_index_of(samples: Sequence[Sample]) -> int:
 
 
 def reset(sample: Sample) -> Sample:
-    """The sample before any generation."""
+    """Returns the sample as it was before generation."""
     metadata = {k: v for k, v in sample.metadata.items() if k != TURN_COUNTS}
     return dataclasses.replace(
         sample,
@@ -88,7 +89,7 @@ def reset(sample: Sample) -> Sample:
 
 
 def reset_group(group: Group) -> Group:
-    """The group before any generation: the first sample of each execution, reset."""
+    """Returns the group as it was before generation: the first sample of each execution, reset."""
     first = {s.index: s for s in reversed(group.samples)}
     return group.with_samples([reset(s) for s in reversed(first.values())])
 
@@ -115,7 +116,7 @@ def with_bounded_text(sample: Sample, finished: bool) -> Sample:
 # ---- group records -----------------------------------------------------------------------------------------------
 
 LEVEL = 1
-"""zlib level: halves the text of answers, at 60 MB/s."""
+"""zlib level. It halves the size of answers, at 60 MB/s."""
 EXPERTS = "rollout_routed_experts"
 
 
@@ -145,7 +146,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A waiting group as text and arrays, packed once; checkpoints write it unchanged.
+    """A waiting group as text and arrays. It is packed once, and checkpoints write it unchanged.
 
     A record from a checkpoint reads its part of the file when the group is needed.
     """

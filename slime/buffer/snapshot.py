@@ -3,9 +3,9 @@
     data_buffer.json                     the account, and which groups wait, are finished or in flight
     data_buffer.<save>.1.safetensors     their records: texts and arrays, named after group and place; more such files
 
-Taking the snapshot is quick, because groups are kept as records; any thread may write it. The records are on disk
-before the JSON that names their files; then the files of earlier saves are removed. A record is read when its group is
-needed.
+Taking the snapshot is quick, because groups are kept as records. Any thread may write the snapshot. The records are on
+disk before the JSON that names their files; after that the files of earlier saves are removed. A record is read when
+its group is needed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from slime.core.files import sync_to_disk, write_json
 from slime.core.sample import Group
 
 FORMAT = 2
-"""Version of the saved state. Format 1 had the groups in the JSON; it can still be read."""
+"""Version of the saved state. Format 1, which can still be read, has the groups in the JSON."""
 MOST_BYTES = 256 * 2**20
-"""The most bytes of records per file, unless a single record is larger: writing needs this much memory."""
+"""Maximum bytes of records per file, unless a single record is larger. Writing needs this much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state at one moment; shares no mutable state with the live buffer."""
+    """The buffer's state at one moment. Shares no mutable state with the live buffer."""
 
     figures: Mapping[str, Any]
     """The walk, the account and the weight version."""

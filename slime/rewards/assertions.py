@@ -8,15 +8,16 @@ from JSON and compares them itself, so an `__eq__` that the program defines has 
 Any other object stays on its side, and the other side gets a `Remote` for it. This applies to instances of the
 program's classes, on which a test calls methods, and to functions or objects that the test passes to the program. A
 `Remote` cannot be compared or combined with plain data, because that would ask the program whether its answer is right,
-and reveal the right one. Two objects of the program may be compared with each other, which asks the program.
+and reveal the right answer. Two objects of the program may be compared with each other; the program does so.
 
 Invariants
 1. The checker sends the arguments of calls, and no other value of the test.
-2. The checker lets the program call only functions that it received, and read only public attributes of objects of
-   classes that the test defines.
+2. The checker lets the program call only functions that the program received, and read only public attributes of
+   objects of classes that the test defines.
 3. The checker writes the verdict after the last statement, and only if no message was missing or malformed.
 
-Standard library only, and nothing of slime, because the sandbox's supervisor imports it and its forks have no packages.
+Uses only the standard library, and nothing of slime, because the sandbox's supervisor imports this module, and the
+supervisor's forks have no packages.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ARRAY_KINDS = "biufcU"
 MAX_ITEMS = 1_000_000
 """Longest iterator that is sent to a program, as a list."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
-"""Usual alias -> module."""
+"""Common alias -> module."""
 TESTS = "tests"
 """Name of the module in which a test's definitions live."""
 
@@ -102,8 +103,8 @@ PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], A
     "namedtuple": ((), lambda value: [type(value).__name__, [*value._fields], [*value]], lambda p: _named(*p)),
     "ndarray": ((), lambda value: [value.dtype.str, [*value.shape], value.ravel().tolist()], lambda p: _array(*p)),
 }
-"""Name on the wire -> (type, function to take it apart, function to rebuild it). The type is () if `_plain_name`
-recognises it in another way."""
+"""Name on the wire -> (type, function that takes a value apart, function that rebuilds it). The type is () if
+`_plain_name` recognises values differently."""
 
 
 class Remote:
@@ -208,7 +209,7 @@ class Peer:
         return failure
 
     def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of `operation` on an object of the other side. Errors there are raised here, matched by name."""
+        """The result of `operation` on an object of the other side. An error there is raised here, by its name."""
         try:
             call = {"do": operation, "target": self.encode(target), "args": [self.encode(a) for a in args]}
             call["kwargs"] = {name: self.encode(value) for name, value in kwargs.items()}
@@ -312,7 +313,7 @@ class Peer:
         return shown
 
     def encode(self, value: Any) -> Any:
-        """The value as JSON; an object that is not plain data becomes its key. Raises `NotPlain`."""
+        """The value as JSON. An object that is not plain data becomes its key. Raises `NotPlain`."""
         if value is None or isinstance(value, bool | float | str):
             return value if type(value) in (type(None), bool, float, str) else _bare(value)
         if isinstance(value, int):
@@ -343,7 +344,7 @@ class Peer:
             if not callable(value) and type(value).__module__ != TESTS:
                 raise NotPlain(f"the test hands a {type(value).__name__} to the program, which takes only plain data")
         key = self._keys.setdefault(id(value), len(self._keys))
-        self._kept[key] = value  # so that its id is not reused
+        self._kept[key] = value  # keeps its id from being reused
         return {"mine": key}
 
     def decode(self, data: Any) -> Any:
@@ -441,8 +442,8 @@ def serve(channel: int, space: dict[str, Any]) -> None:
 
 
 def check(channel: int, test: dict[str, Any]) -> Any:
-    """The checker's side: returns True if all of `test["statements"]` hold, False if not, or the reason why that cannot
-    be decided.
+    """The checker's side: returns True if all of `test["statements"]` hold, False if one does not, or the reason why
+    this cannot be decided.
 
     `test["names"]`: the program's names that the statements use. `test["modules"]`: name -> module.
     """
@@ -470,7 +471,7 @@ class Names:
     """Name -> module of the standard library (or `ALIASES`) that the checker imports, because the test uses its
     attributes without importing it."""
     free: frozenset[str]
-    """Names that the test uses but neither defines nor imports (as in `count = count(2)`). If there are none, the
+    """Names that the test uses but neither defines nor imports (as in `count = count(2)`). Without such names, the
     statements do not test the program."""
     bound: frozenset[str]
     """Names that the test defines, imports or assigns."""

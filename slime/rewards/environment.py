@@ -27,7 +27,7 @@ FEW_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     # glibc reserves 64 MiB of addresses per arena and makes up to eight arenas per core. On a machine with many cores,
-    # threads that hold nothing would use up the memory limit.
+    # the arenas of idle threads would use up the memory limit.
     "MALLOC_ARENA_MAX": "2",
 }
 """Limits libraries that would otherwise use the whole machine."""

@@ -3,17 +3,17 @@ time.
 
 Consumes: frames from `process.GraderProcess`, which starts it and owns both pipes. The first frame configures it; each
 later frame is a request. Produces, for each request: a frame with the time limit when work begins; from a grader that
-computes, a frame when it begins to look at the answer; then one reply. Waits for: the next frame, and the graders that
-it runs (async ones within their limit, others until the parent kills it). Woken by: a frame. It trusts the parent,
-which sends pickled args for users' functions in the first frame. Output of graders and models is never unpickled:
-replies are JSON.
+computes, a frame when the grader begins to look at the answer; then one reply. Waits for: the next frame, and the
+graders that it runs (async graders within their limit, others until the parent kills this process). Woken by: a frame.
+The worker trusts the parent, which sends pickled args for users' functions in the first frame. Output of graders and
+models is never unpickled: replies are JSON.
 
 Invariants
-1. It dies with its parent: the kernel sends SIGKILL when the parent thread ends, or stdin reaches its end.
-2. A grader's prints go to stderr; graders do not know the descriptor of the reply pipe.
-3. Every request gets a reply unless the process dies. Any exception becomes a reply, even `SystemExit`. It is blamed on
-   the answer (`ungradable`) only if the grader was looking at the answer, and neither the machine, the installation nor
-   the row is the cause.
+1. The process ends with its parent: the kernel sends SIGKILL when the parent thread ends, or stdin reaches its end.
+2. A grader's prints go to stderr. Graders do not know the descriptor of the reply pipe.
+3. Every request gets a reply unless the process dies. Any exception becomes a reply, even `SystemExit`. The exception
+   is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and neither the machine, the
+   installation nor the row is the cause.
 4. A process of kind `held` gives up everything but libraries (`held`) before it sees an answer, and never runs an
    answer as a program.
 5. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each waits in a thread (`to_thread`).
@@ -47,18 +47,18 @@ from slime.rewards.held import Gate, shut_in
 from slime.rewards.scores import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 ONLINE, OFFLINE, HELD = "online", "offline", "held"
-"""Kinds of processes. `ONLINE` has the network and the run's settings, `OFFLINE` has neither, and `HELD` has only
-libraries."""
+"""Kinds of processes. `ONLINE` has the network and the run's settings, `OFFLINE` has neither, and `HELD` can access
+only libraries."""
 HEADER = struct.Struct("<I")
 """Length in bytes of the JSON that follows."""
 CONCURRENT_PER_PROCESS = 64
-"""Limit of async graders that run concurrently in one process, and of threads for their blocking calls."""
+"""Maximum number of async graders that run concurrently in one process, and of threads for their blocking calls."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Size limit of files that a grader writes."""
 
 
 def limit_resources(memory_limit_bytes: int | None) -> None:
-    """Limits memory and file sizes, and disables core dumps. A grader above the memory limit gets `MemoryError`."""
+    """Limits memory and file sizes, and disables core dumps. Beyond the memory limit, a grader gets `MemoryError`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     if memory_limit_bytes is not None:
@@ -73,7 +73,7 @@ def load_custom(path: str) -> Callable[..., Any]:
 
 
 class Server:
-    """Answers requests; synchronous graders one at a time, asynchronous ones concurrently."""
+    """Answers requests. Runs synchronous graders one at a time, and asynchronous graders concurrently."""
 
     def __init__(self, replies: BinaryIO, *, parent: int, kind: str) -> None:
         self.replies, self.parent, self.kind = replies, parent, kind
@@ -103,7 +103,7 @@ class Server:
             with contextlib.suppress(Exception):  # as above; its files are unreadable after `shut_in`
                 self.grader(name, settings)
         missing = shut_in()
-        die_with_parent(self.parent)  # a change of user cancels the first call
+        die_with_parent(self.parent)  # again, because a change of user cancels the first call
         self.gate = Gate()
         return missing
 
@@ -188,7 +188,7 @@ def _is_ended() -> bool:
 
 
 def encode(value: Any, failure: str) -> dict[str, Any]:
-    """The JSON for a valid reward; for any other value, the key `failure` with the reason."""
+    """A valid reward as JSON; for any other value, an object with the key `failure` and the reason."""
     score = check_reward(value)
     if isinstance(score, Unscored):
         return {failure: score.reason}
@@ -203,7 +203,7 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
 
 
 async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
-    """Reads frames until the end of input. Requests marked `concurrent` run as tasks; others block the reading."""
+    """Reads frames until the end of input. Requests marked `concurrent` run as tasks. Others block the reading."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)
@@ -234,7 +234,7 @@ def main() -> None:
     parent, kind = int(sys.argv[1]), sys.argv[2]
     if kind == OFFLINE:
         confine.leave(confine.NEW_NETWORK)
-        confine.Calls(namespaces=True).give_up()  # no Unix sockets either; the code sandbox needs namespaces
+        confine.Calls(namespaces=True).give_up()  # also forbids Unix sockets; the code sandbox needs namespaces
     die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")

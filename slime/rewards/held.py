@@ -1,11 +1,11 @@
-"""Confinement of a process that grades texts: answers do not run in it, and if one did, it could do no harm.
+"""Confinement of a process that grades texts: answers do not run in it, and an answer that did could do no harm.
 
 Graders' libraries evaluate answers as Python: verifiers of reasoning-gym use `eval`, and pass formulas to sympy's
-`parse_expr`, which does so too. Such an answer could read the label, write its own reward and all later ones, and use
-the machine. Two barriers prevent that in a process that many gradings share (`grader_worker`):
+`parse_expr`, which uses `eval` too. A hostile answer could read the label, write its own reward and all later rewards,
+and use the machine. Two barriers prevent that in a process that many gradings share (`grader_worker`):
 
 - The gate (`Gate`) inspects all code before Python runs it. While a grader looks at an answer, the gate admits only
-  modules that are being imported, and formulas: numbers, strings, lists, sympy's classes, a few functions.
+  modules that are being imported, and formulas: numbers, strings, lists, sympy's classes and a few functions.
 - The process gives up everything except libraries (`shut_in`, through `slime.core.confine`). It has no network, sees no
   other process, can start no program, and has its own root with only libraries, a small writable memory disk, and an
   otherwise unused user id.
@@ -34,7 +34,7 @@ from slime.core.confine import view
 
 NAMESPACES = "namespaces"
 ROOT = "/tmp"
-"""The folder in which the view is built. It exists on every system, and is hidden afterwards."""
+"""The folder in which the view is built. Every system has this folder, and the view hides its content."""
 TMP_BYTES, TMP_FILES = 1 << 24, 1000
 MAX_THREADS, MAX_FILES = 32, 64
 DEVICES = ("/dev/null", "/dev/urandom")
@@ -60,7 +60,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Closes the gate for the block, in which a grader looks at an answer."""
+        """Closes the gate while the block runs, in which a grader looks at an answer."""
         self._closed = True
         try:
             yield
@@ -136,7 +136,7 @@ def shut_in() -> tuple[str, ...]:
 
 
 def libraries() -> list[str]:
-    """Files and folders of the imported modules, and of everything that may be imported later."""
+    """Files and folders of all imported modules, and of all modules that may be imported later."""
     places = [sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     places += [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     for name, module in list(sys.modules.items()):

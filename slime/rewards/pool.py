@@ -1,22 +1,22 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
 Consumes: samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
-reason why there is none. Waits for: a slot of a lane, then one of the lane's processes, then the reply, which must come
-within the grader's limit (`process`). Woken by: a freed slot, the end of a process's start, the reply or death of the
-process, and the clock. It polls a full lane for a free process every `START_POLL_S`.
+reason why there is none. Waits for: a slot of a lane, then one of the lane's processes, then the reply, which must
+arrive within the grader's limit (`process`). Woken by: a freed slot, a process that has started, the reply or death of
+the process, and the clock. It polls a full lane for a free process every `START_POLL_S`.
 
 The `held` lane runs graders that need only texts and can be confined (`held`). The `offline` lane runs the other
-registered graders that only compute. Both have at most as many processes as there are cores. The `serial` lane runs
-users' functions and graders that need the network, one request per process. The `concurrent` lane runs async graders,
-which wait for the network, many per process.
+registered graders that only compute. The number of processes of each is limited by the number of cores. The `serial`
+lane runs users' functions and graders that need the network, one request per process. The `concurrent` lane runs async
+graders, which wait for the network, many per process.
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only for a configuration mistake or after `close`. Unless
    the settings say otherwise, an answer that a computing grader cannot handle scores like a wrong one.
 2. If a request exceeds its limit, its process is killed and replaced. Requests that shared the process are repeated,
    each in its own process, because it is unknown which one blocked it.
-3. Processes start on first use; after `close` all are gone.
-4. Grading has its own threads, because users' code may occupy those of the event loop.
+3. Processes start on first use. After `close` all have ended.
+4. Grading has its own threads, because users' code may occupy the event loop's threads.
 5. No process gets a secret of the run in its settings or environment (`environment`).
 """
 
@@ -47,11 +47,11 @@ from slime.settings.eval_config import eval_datasets
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-"""Tries of a request if its process dies, or lacks memory because of earlier gradings."""
+"""Number of tries for a request whose process dies, or lacks memory because of earlier gradings."""
 ASYNC_GRACE_S = 5.0
 """Extra time after the worker's own limit, before the pool kills the process of an async grader."""
 ENCODING_THREADS = 2
-"""More would not be faster, because encoding holds the GIL."""
+"""More threads would not be faster, because encoding holds the GIL."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
 """Samples with more text (prompt, response, label, metadata) are not sent, because encoding would block the GIL."""
@@ -72,7 +72,7 @@ class _Lane:
     processes: list[GraderProcess] = field(default_factory=list)
     starting: set[asyncio.Task[None]] = field(default_factory=set)
     num_slow: int = 0
-    """Number of running requests that released their slots; each allows one process beyond `max_processes`."""
+    """Number of running requests that have released their slots. Each allows one process beyond `max_processes`."""
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_s: float) -> AsyncIterator[None]:
@@ -138,9 +138,11 @@ class GraderPool:
         args: object = None,
         ungradable_is_wrong: bool = True,
     ) -> None:
-        """`eval_rm_types`: graders of evaluation datasets. `args`: all settings, from which graders get their fields;
-        users' functions get it without secrets. `ungradable_is_wrong`: whether an answer that a grader cannot handle
-        scores like a wrong one; if not, it is unscored. Raises `ConfigError` for an unknown `rm_type`.
+        """`eval_rm_types`: graders of evaluation datasets. `args`: all settings. Graders get their fields from them,
+        and users' functions get all of them without secrets. `ungradable_is_wrong`: whether an answer that a grader
+        cannot handle scores like a wrong answer; if not, it is unscored.
+
+        Raises `ConfigError` for an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
         self._graders = {name: GRADERS.get(name) for name in named if name}
@@ -166,8 +168,9 @@ class GraderPool:
         return (await self._grade([sample], group=False))[0]
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores a prompt's samples, in order: with one call of the user's function, or separately by a built-in
-        grader."""
+        """Scores a prompt's samples, in order: with one call of the user's function, or each separately with a
+        registered grader.
+        """
         if self._custom_rm_path is None:
             return list(await asyncio.gather(*(self.score(s) for s in samples)))
         return await self._grade(list(samples), group=True)
@@ -247,7 +250,7 @@ class GraderPool:
                 return self._scores(choice, reply, len(samples))
             failed = reply
             if failed.reason.startswith("timeout") and lane.per_process == 1:
-                break  # it had the process for itself, so it used the time itself
+                break  # no other request shared the process, so this one used the time
             lane = self._serial if lane is self._concurrent else lane
         return [self._failed(choice, failed.reason, by_answer=failed.by_answer)] * len(samples)
 
@@ -270,7 +273,7 @@ class GraderPool:
         ]
 
     async def _ask(self, lane: _Lane, message: dict[str, Any]) -> dict[str, Any] | _Failed:
-        """Makes one try; returns the reply, or why it failed."""
+        """Tries the request once. Returns the reply, or why the try failed."""
         try:
             process = await self._process(lane, message)
         except (GraderDied, OSError) as problem:
@@ -292,14 +295,14 @@ class GraderPool:
             told = f"{death}: it {process.end}" if death.by_itself else str(death)
             return _Failed(told, death.looked and process.crashed)
         except asyncio.CancelledError:
-            if lane.per_process == 1:  # it is still busy, but nobody needs the result
+            if lane.per_process == 1:  # the process is still busy, but the result is no longer needed
                 await asyncio.shield(self._drop(lane, process))
             raise
         finally:
             process.num_reserved -= 1
 
     async def _process(self, lane: _Lane, message: dict[str, Any]) -> GraderProcess:
-        """Reserves an idle process, or else starts one, or else shares the least busy one, if the lane allows it."""
+        """Reserves an idle process; else starts one; else shares the least busy one, if the lane allows it."""
         while True:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
@@ -359,7 +362,7 @@ def _num_chars(value: Any) -> int:
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
     """The sample as JSON, without routed experts, which no grader needs.
 
-    Unless `whole`, also without the per-token lists, which are most of the bytes and not used by built-in graders.
+    Unless `whole`, per-token lists are left out, too. They are most of the bytes, and built-in graders do not use them.
     """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
@@ -374,7 +377,7 @@ ALLOW = "allow_unconfined_code"
 def code_problems(args: Args) -> list[str]:
     """Why this machine cannot confine the code that the configured graders run; empty if it can.
 
-    A grader that only data rows name is refused on first use: its samples stay unscored, with the same reason.
+    A grader that is named only in data rows is refused on first use: its samples stay unscored for the same reason.
     """
     named = {args.rm_type, *(one.rm_type for one in eval_datasets(args))}
     kinds = [GRADERS.get(name) for name in sorted(name for name in named if name)]

@@ -2,17 +2,17 @@
 
 Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that encodes
 the request; the frame that announces the start of work (`TAKE_LIMIT_S`); and the reply, within the limit in that frame.
-Woken by: the clock, and the reader task, which resolves the futures of a request, or fails all futures when the process
-ends. All methods run on one event loop.
+Woken by: the clock, and the reader task. The reader task resolves the futures of a request, and fails all futures when
+the process ends. All methods run on one event loop.
 
 Invariants
 1. After `kill` the process is reaped and both pipes are closed, even if data is unread or other processes hold the
    pipes.
-2. The time of a grading starts when the grader does; queue, encoding and pipe do not count. A grader that computes is
+2. The time of a grading starts when the grader starts; queue, encoding and pipe do not count. A grader that computes is
    limited in processor time, which does not depend on the load of the machine, and to `WALL_FACTOR` times as much
    wall-clock time.
-3. A failure is blamed on the answer only if the grader was looking at it, and either used up its processor time or died
-   from a signal that its own computation raised.
+3. A failure is blamed on the answer only if the grader was looking at the answer, and either used up its processor time
+   or died from a signal that its own computation raised.
 4. Threads of the pool encode requests, so users' threads cannot delay them.
 """
 
@@ -40,13 +40,13 @@ from slime.rewards.grader_worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
-"""Time limit for starting and configuring the process, and for beginning a request. Gradings have their own limits."""
+"""Time limit for starting and configuring the process, and for beginning a request. Each grading has its own limit."""
 MAX_LIMIT_S = 7 * 86400.0
 """The longest limit that a grader may request."""
 WALL_FACTOR = 5.0
-"""A grader that computes may take this many times its limit in wall-clock time, because the machine may be busy."""
+"""Factor from the processor-time limit of a grader to its wall-clock limit, because the machine may be busy."""
 MIN_WAIT_S = 0.02
-"""Shortest time between looks at the processor time."""
+"""Shortest interval for polling the processor time."""
 OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 """Signals that a process's own computation raises, for example when a library runs out of stack or memory."""
 
@@ -76,7 +76,7 @@ class ProcessSettings:
     limit_s: float
     """`--reward-timeout-s`."""
     memory_limit_bytes: int | None
-    """Limit of the address space; None: no limit."""
+    """Maximum size of the address space; None: no limit."""
     args: object
     """The settings for users' functions; must be picklable."""
     threads: ThreadPoolExecutor
@@ -86,10 +86,11 @@ class ProcessSettings:
 @dataclass(slots=True)
 class _Waiting:
     taken: asyncio.Future[float]
-    """Resolves when the grading begins, to its limit in seconds."""
+    """Resolves to the grading's limit in seconds when the grading begins."""
     reply: asyncio.Future[dict[str, Any]]
     since_s: float = 0.0
-    """Processor time of the process when work on the request began; later, when the grader began to look at the answer.
+    """The processor time that the process had used when work on the request began; then, when the grader began to look
+    at the answer.
     """
     looks: bool = False
     """Whether the grader is looking at the answer."""
@@ -98,7 +99,7 @@ class _Waiting:
         for future in (self.taken, self.reply):
             if not future.done():
                 future.set_exception(death)
-                future.exception()  # only one of them is awaited
+                future.exception()  # marks it as retrieved, because only one of the two is awaited
 
 
 class GraderProcess:
@@ -241,7 +242,7 @@ class GraderProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose its exit status
         # The wait below lasts until both pipes are closed. A pipe with unread data, or one that a child of the grader
-        # holds, would stay open, until the garbage collector closes it, perhaps after the event loop.
+        # holds, would stay open until the garbage collector closes it, perhaps after the event loop has closed.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
         for pipe in (transport.get_pipe_transport(0), transport.get_pipe_transport(1)):
             if pipe is not None and not pipe.is_closing():
@@ -252,7 +253,7 @@ class GraderProcess:
         transport.close()
 
     async def _read(self) -> None:
-        """Reads replies and resolves waiting requests, until the pipe ends or carries garbage."""
+        """Reads replies and resolves waiting requests, until the pipe ends or delivers an invalid reply."""
         assert self._process.stdout is not None, "the worker is started with a stdout pipe"
         try:
             while True:
@@ -275,7 +276,7 @@ class GraderProcess:
                 if "limit_s" not in reply and not waiting.reply.done():
                     waiting.reply.set_result(reply)
         except (asyncio.IncompleteReadError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # the process ended, or a grader wrote into the pipe: either ends this worker
+            pass  # the process ended, or a grader wrote into the pipe; both end this worker
         finally:
             self.dead = True
             for waiting in self._waiting.values():

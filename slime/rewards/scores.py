@@ -3,8 +3,8 @@
 Invariants
 1. A failure that the answer did not cause is never a number. It gives `Unscored`, and the rollout decides whether to
    try again.
-2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle the answer, it scores
-   like a wrong one, and `Scored.ungradable` says why.
+2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle an answer, the answer
+   scores like a wrong one, and `Scored.ungradable` says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Scored:
     value: float | dict[str, Any]
     """A finite number, or a dict of numbers from which `--reward-key` picks one."""
     ungradable: str = ""
-    """Why the grader could not handle the answer, which then gets the reward of a wrong one; else empty."""
+    """Why the grader could not handle the answer, which then gets the reward of a wrong answer; else empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@
         "Its help text; the flag is --some-setting."
         def get_samples(self, num_samples): ...
 
-`--data-source` names one, or gives the import path of a user's source. This module defines `prompt_data` (the file of
-`--prompt-data`) and `user_class` (any class at `--data-source-path`); others are modules of this package. A run opens
-its source once, as a `DataBuffer`, which gives ids, keeps the ledger and remembers the groups in flight. Most sources
-need only `SampleSource`, with the methods of a class at `--data-source-path` and their own settings. The settings
-import this package, so code that reads data is imported only inside functions.
+`--data-source` names a source, or gives the import path of a user's source. This module defines `prompt_data` (the file
+of `--prompt-data`) and `user_class` (any class at `--data-source-path`); other sources are modules of this package. A
+run opens its source once, as a `DataBuffer`, which assigns ids, keeps the ledger and records the groups in flight. Most
+sources need only `SampleSource`, with the methods of a class at `--data-source-path` and their own settings. The
+settings import this package, so code that reads data is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class SampleSource(DataSource):
 
     @abstractmethod
     def save(self, rollout_id: int) -> None:
-        """Saves its state for this step."""
+        """Saves the source's state for this step."""
 
     @abstractmethod
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores the state of this step."""
+        """Restores the source's state for this step."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ SOURCES: Registry[DataSource] = Registry(
 
 @SOURCES.register("prompt_data")
 class PromptData(DataSource):
-    """A file of prompts, epoch after epoch; without one, prompts are blank and the rollout function makes its own."""
+    """Prompts from a file, epoch after epoch. Without a file they are blank, and the rollout function makes its own."""
 
     reads_prompt_data = True
 
@@ -125,7 +125,7 @@ class PromptData(DataSource):
 
 @SOURCES.register("user_class")
 class UserClass(DataSource):
-    """A class with the methods of `SampleSource`, built as `cls(args)`; it need not derive from anything in slime."""
+    """A class with the methods of `SampleSource`, built as `cls(args)`. It need not derive from any class of slime."""
 
     def check(self, args: Args) -> str | None:
         if args.data_source_path is not None:

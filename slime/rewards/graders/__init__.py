@@ -5,8 +5,8 @@
         "What it expects and what it returns."
         def grade(self, sample, limit_s): ...
 
-Built-in graders are in the modules of this package. A user's own is selected by its import path (`--rm-type
-my_pkg.my_grader`). If a grader is a dataclass, its fields are settings with the same names; it sees nothing else of the
+Built-in graders are in the modules of this package. A user's grader is selected by its import path (`--rm-type
+my_pkg.my_grader`). If a grader is a dataclass, its fields are settings with the same names. It gets nothing else of the
 run. Graders run in separate processes (`slime.rewards.grader_worker`), so modules here import libraries only inside
 methods.
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 BUILT_IN_LIMIT_S = 10.0
-"""Time limit of graders that only compute a formula. They need milliseconds unless they hang."""
+"""Time limit of graders that only compute a formula, which takes milliseconds unless they hang."""
 
 Reward = float | dict[str, Any]
 """A finite number, or a dict of numbers from which `--reward-key` picks one."""
@@ -44,11 +44,12 @@ class Grader(ABC):
 
     name: ClassVar[str]
     waits: ClassVar[bool] = False
-    """Whether `grade` is async and mostly waits. Many such gradings share one process, with the network."""
+    """Whether `grade` is async and mostly waits. Many such gradings share one process, which has the network."""
     is_slow: ClassVar[bool] = False
     """Whether it computes more than a formula and may use the whole `limit_s`."""
     needs_network: ClassVar[bool] = False
-    """Whether its process keeps the network. Graders with `waits` always do; others lose it if the kernel permits."""
+    """Whether its process keeps the network. A grader with `waits` always keeps it; any other loses it if the kernel
+    permits."""
     held: ClassVar[bool] = False
     """Whether it needs only the sample and libraries. Its process then gives up everything else (`slime.rewards.held`)
     and never runs an answer as a program."""
@@ -61,8 +62,8 @@ class Grader(ABC):
     score_keys: ClassVar[tuple[str, ...]] = ()
     """The keys that `--reward-key` may pick, if it returns several numbers."""
     wrong: ClassVar[Reward | None] = None
-    """For graders that only compute: the reward of a wrong answer, and of one that the grader cannot handle.
-    None: a failure may be the fault of a service, so the sample stays unscored."""
+    """For graders that only compute: the reward of a wrong answer, and of an answer that the grader cannot handle.
+    None: a service may be the cause of a failure, so the sample stays unscored."""
 
     @abstractmethod
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
@@ -75,7 +76,7 @@ class Grader(ABC):
     def prepare(self, sample: Sample) -> None:
         """Reads the label and loads what the row's task needs, without looking at the answer.
 
-        If it raises or takes too long, the sample stays unscored, whatever its answer.
+        If this raises or takes too long, the sample stays unscored, whatever its answer.
         """
         return
 
@@ -86,7 +87,7 @@ class Grader(ABC):
         return limit_s if self.waits or self.is_slow else min(limit_s, BUILT_IN_LIMIT_S)
 
     def warm_up(self) -> None:
-        """Imports slow libraries, so that this does not count towards the first sample's limit."""
+        """Imports slow libraries, so that their import does not count towards the first sample's limit."""
         return
 
     def check(self, args: Args) -> str | None:

@@ -26,7 +26,7 @@ def after_thinking(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{...}` (or `\\fbox{...}`) with balanced braces; None if there is none.
+    """The content of the last complete `\\boxed{...}` (or `\\fbox{...}`) with balanced braces; None without one.
 
     Only the last box counts, so boxing every candidate does not help. Takes linear time per unclosed box.
     """
@@ -71,7 +71,7 @@ TAIL_CHARS = 4_000
 def reference(label: str) -> list[Any]:
     """The label, parsed by math-verify. Raises `DataError` if it contains no expression.
 
-    Compares the label with a number once, so that a label that takes too long is not blamed on an answer.
+    Compares the label with a number once, so that no answer is blamed for a label that takes too long.
     """
     import math_verify
 
@@ -84,7 +84,10 @@ def reference(label: str) -> list[Any]:
 
 
 def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
-    """Whether math-verify finds both equal. `boxed`: `answer` came from a box. Raises `DataError` for a bad label."""
+    """Whether math-verify finds answer and label equal. `boxed`: whether the answer came from a box.
+
+    Raises `DataError` if the label contains no expression.
+    """
     if answer.strip() == label.strip():
         return True
     import math_verify
@@ -127,8 +130,8 @@ class MathAnswer(WithMathLabel):
     """1.0 if math-verify finds the final answer equal to the label, else 0.0.
 
     The answer is the last `\\boxed{}`, or else what math-verify extracts from the response. math-verify's own time
-    limit is off, because it relies on SIGALRM, which a long big-integer power ignores. The pool kills the process
-    instead.
+    limit is off, because it uses SIGALRM, which cannot interrupt a long power of big integers. The pool kills the
+    process instead.
     """
 
     def grade(self, sample: Sample, limit_s: float) -> float:
@@ -174,7 +177,7 @@ class TokenF1(WithLabel):
 
 @GRADERS.register("random")
 class Chance(Grader):
-    """For tests: 0.0 or 1.0 at random, but always the same for the same execution and response."""
+    """For tests: 0.0 or 1.0 at random, but always the same value for the same execution and response."""
 
     held = True
     wrong = 0.0

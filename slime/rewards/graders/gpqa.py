@@ -1,7 +1,7 @@
 """Multiple choice (GPQA; Rein et al., 2023, arXiv:2311.12022): 1.0 if the answer commits to the right letter, else 0.0.
 
 The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, a number from 0.
-`metadata["choices"]` lists the texts in order; without it the letters are A to D, or as many as the label needs. After
+`metadata["choices"]` lists the texts in order. Without it the letters are A to D, or up to the label's letter. After
 the last `</think>`, the answer is the first of these that exists: the `<answer>` element, the last box, the last
 "answer is C", or a last line that is a letter. Several letters in one place, or a letter within prose, are not an
 answer.
@@ -53,7 +53,7 @@ def folded(text: str) -> str:
 
 
 def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
-    """The letter with which `text` begins; None if it is a word of prose or the first of several letters."""
+    """The letter with which `text` begins; None if the letter is a word of prose or the first of several letters."""
     found = _LETTER.match(text)
     if found is None or found[1].upper() not in letters:
         return None
@@ -81,7 +81,7 @@ def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
 
 
 def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> str | None:
-    """The letter to which the response commits; None if there is none. `choices`: folded texts, in letter order."""
+    """The letter to which the response commits; None if it commits to none. `choices`: folded texts in letter order."""
     answer = after_thinking(response)
     for marked in (last_answer_element(answer), last_boxed(answer)):
         if marked is not None:

@@ -1,7 +1,7 @@
-"""Verifiable instructions, in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911): one check for each id.
+"""Verifiable instructions, in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911), with one check per id.
 
-A check gets the response and its arguments, and returns whether the response follows the instruction. Checks do not
-depend on the language: a word is a run of letters and digits, and a sentence ends with a punctuation mark.
+A check gets the response and the instruction's arguments, and returns whether the response follows the instruction.
+Checks work for any language: a word is a run of letters and digits, and a sentence ends with a punctuation mark.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(id, arguments) of each instruction. Raises `DataError` if there are none, or one is unknown."""
+    """(id, arguments) of each instruction. Raises `DataError` if the row has none, or if one is unknown."""
     ids = metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
         raise DataError("the row has no metadata['instruction_id_list']; the ifbench grader needs at least one id")
@@ -205,7 +205,7 @@ def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
 
 
 def variants(text: str) -> list[str]:
-    """The variants of the text for the loose score."""
+    """The variants of the text for the loose score (`InstructionFollowing`)."""
     lines = text.split("\n")
     shortened = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return list(dict.fromkeys([*shortened, *(part.replace("*", "") for part in shortened)]))
@@ -233,7 +233,7 @@ class InstructionFollowing(Grader):
                 raise DataError(f"the arguments {arguments} do not fit {name}: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """`score` and `loose` (1.0 if all instructions are followed, else 0.0), and the shares of followed ones.
+        """`score` and `loose` (1.0 if all instructions are followed, else 0.0), and the share of instructions followed.
 
         Raises as `prepare` does.
         """

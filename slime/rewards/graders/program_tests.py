@@ -2,16 +2,17 @@
 
 The tests are in `metadata["tests"]`, or else in the label (as JSON text or not), in one of these forms:
 - `[{"input": text, "output": text}, ...]` or `{"inputs": [...], "outputs": [...]}`: standard input and output;
-- the latter with `"fn_name"`: each input is a list of arguments, each output is the function's return value;
+- `inputs` and `outputs` with `"fn_name"`: each input is a list of arguments, each output is the function's return
+  value;
 - a list of Python statements, or a single text of statements: assertions. With `metadata["entry_point"]`, the text or
-  one of the list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). Statements in a
+  an entry of the list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). Entries of a
   list that use no name of the program are not tests; they run before each test.
 
 The score is the share of passed tests. With `metadata["code_reward"] = "all"` it is 1.0 if all pass, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) limit each test. A program that is too slow
-fails its test and all later ones. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` per test, on
-the program's own clock (`sandbox`); after that, later tests fail. A test's expected values are never in the same
-process as the program.
+fails its test and all later tests. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` per test,
+measured on the program's own clock (`sandbox`); after that, the remaining tests fail. A test's expected values are
+never in the same process as the program.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def last_program(response: str) -> str | None:
 
 
 def cases_of(sample: Sample) -> list[Case]:
-    """The tests of a row. Raises `DataError` if there are none, or their form is unknown."""
+    """The tests of a row. Raises `DataError` if the row has none, or if their form is unknown."""
     tests = sample.metadata.get("tests", sample.label)
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
@@ -82,7 +83,7 @@ def cases_of(sample: Sample) -> list[Case]:
 
 
 def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
-    """Test cases from assertions. Raises `DataError` if they are not Python, or use no name of the program."""
+    """Makes test cases from assertions. Raises `DataError` if they are not Python, or use no name of the program."""
     entry = str(entry_point) if entry_point else None
     try:
         found = [names_in([statement], entry) for statement in statements]
@@ -174,7 +175,7 @@ class ProgramTests(Grader):
         cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """The share of passed tests, or 0.0 / 1.0 with `code_reward` "all"; 0.0 without a complete code block.
+        """The share of passed tests, or 0.0 or 1.0 with `code_reward` "all"; 0.0 without a complete code block.
 
         Raises `DataError` for a row without tests, or with a test that cannot be checked from outside the program;
         `Unconfined` if this machine cannot confine programs and `--allow-unconfined-code` is not given; `OSError` if

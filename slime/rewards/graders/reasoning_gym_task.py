@@ -1,10 +1,10 @@
 """reasoning-gym: the score of the task's own verifier (0.0 to 1.0) for the row's entry.
 
 Rows of `--prompt-data rg:TASK` name the task and its entry as `metadata["reasoning_gym"] = {"dataset": ..., "entry":
-...}`, with `settings` if they are not the task's defaults. Other rows name the task in `metadata["source_dataset"]` and
-have the entry (question, answer, metadata) in `metadata["entry"]`, directly in the metadata, or only its answer in the
-label. Verifiers expect the bare answer, which `bare_answer` extracts from the response.
-Source: `score_answer` of the tasks of reasoning_gym.
+...}`, with `settings` if they differ from the task's defaults. Other rows name the task in
+`metadata["source_dataset"]`. Their entry (question, answer, metadata) is in `metadata["entry"]` or directly in the
+metadata, or only its answer is in the label. Verifiers expect the bare answer, which `bare_answer` extracts from the
+response. Source: `score_answer` of the tasks of reasoning_gym.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBER = re.compile(r"[-+]?\d+(?:[.,/]\d+)*")
 TAIL_CHARS = 2_000
 """Without a marked answer, only the end of the response is searched."""
 BOARDS = ("arc_agi", "rearc")
-"""Tasks with a verifier that compares boards as tuples. JSON has turned the tuples into lists."""
+"""Tasks whose verifier compares boards as tuples. JSON has turned the tuples into lists."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -50,7 +50,7 @@ def _with_boards(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
-    """(name of the task, its entry). Raises `DataError` if the metadata lack them."""
+    """(name of the task, its entry). Raises `DataError` if the metadata lack either."""
     metadata = sample.metadata
     task = metadata.get("reasoning_gym")
     if isinstance(task, dict) and task.get("dataset") and isinstance(task.get("entry"), dict):

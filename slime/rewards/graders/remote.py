@@ -1,12 +1,12 @@
-"""Remote reward: POSTs prompt, response, label and metadata as JSON to `--rm-url`; the answer is the reward.
+"""Remote reward: POSTs prompt, response, label and metadata as JSON to `--rm-url`; the response is the reward.
 
-The service answers with a number or an object. If the object has only the key `reward` or `score`, that number is the
-reward; else the whole object is. With `--rm-batch-size` N > 1, concurrent samples are sent together as a list of at
-most N objects, and the answer is a list with one reward per sample.
+The service responds with a number or an object. If the object has only the key `reward` or `score`, its value is the
+reward; otherwise the whole object is. With `--rm-batch-size` N > 1, concurrent samples are sent together as a list of
+at most N objects, and the response is a list with one reward per sample.
 
 Broken connections, 429 and 5xx are retried with a growing pause (or the service's `Retry-After`), until the pool's
-limit for each sample; other statuses are not retried. If a batch is refused with a 4xx, its samples are sent once more
-one by one, so that one bad sample does not cost the others their rewards.
+limit for each sample. Other statuses are not retried. If a batch is refused with a 4xx, its samples are sent again one
+by one, so that a bad sample affects only its own reward.
 
 Who wakes whom: `grade` adds a sample to the batcher's open list. The first sample of a list starts a task that sends
 the list after `GATHER_S` and wakes all its waiters. Everything runs on the worker's event loop.
@@ -27,7 +27,7 @@ from slime.rewards.graders import GRADERS, Grader
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 GATHER_S = 0.02
-"""How long the first sample of a batch waits for others."""
+"""Seconds for which the first sample of a batch waits for others."""
 Batch = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
@@ -40,9 +40,10 @@ def reward_of(answer: Any) -> Any:
 
 
 async def post(session: Any, url: str, payload: Any) -> Any:
-    """The JSON answer. Retries transient failures without end, so the caller must set a time limit.
+    """POSTs `payload` and returns the JSON of the response. Retries transient failures without end, so the caller must
+    set a time limit.
 
-    Raises `RequestRejected` for a 4xx other than 429, and `EngineError` for any other invalid answer.
+    Raises `RequestRejected` for a 4xx other than 429, and `EngineError` for any other invalid response.
     """
     import aiohttp
 
@@ -80,7 +81,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
-        """The service's answer for one sample. Raises as `post` does, and `DataError` for a list of another length."""
+        """The service's response for one sample. Raises as `post` does, and `DataError` for a list of wrong length."""
         if self._batch_size <= 1:
             return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -95,7 +96,7 @@ class Batcher:
     async def _send(self, batch: Batch) -> None:
         await asyncio.sleep(GATHER_S)
         if self._open is batch:
-            self._open = []  # later samples begin another batch
+            self._open = []  # later samples begin a new batch
         waiting = [(payload, future) for payload, future in batch if not future.done()]
         try:
             async with asyncio.timeout(self._limit_s):

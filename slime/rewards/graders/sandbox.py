@@ -1,29 +1,31 @@
 """Runs programs that a model wrote. Each run is a separate, limited process tree, which is gone before the next begins.
 
-A `Sandbox` has one program and runs it once per test. Its supervisor (`main`) is started only once, because starting is
-most of the cost. Each test takes three processes, for which the supervisor waits with a deadline: a keeper, which the
-supervisor forks and which makes new namespaces; the first process of the PID namespace, so that everything dies with
-it; and its child, the program. The supervisor runs no code of the program: it only forks, kills and reports. Assertions
-run in a checker, which is confined like the program, has its own three processes, and is connected by a socket.
+A `Sandbox` has one program and runs it once per test. Its supervisor (`main`) is started only once, because starting it
+is most of the cost. Each test takes three processes, for which the supervisor waits with a deadline: a keeper, which
+the supervisor forks and which makes new namespaces; the first process of the PID namespace, at whose end the kernel
+kills all others; and the child of that process, the program. The supervisor runs no code of the program: it only forks,
+kills and reports. Assertions run in a checker, which is confined like the program, has its own three processes, and is
+connected to the program by a socket.
 
 A program is confined (`slime.core.confine`) by
 - namespaces: no network, no other processes to see or signal, a view with only Python's and the system's libraries, and
   a scratch disk of `SCRATCH_BYTES`;
-- Landlock: access to the same files only, and no signals to other processes;
+- Landlock: access to these files only, and no signals to other processes;
 - seccomp: no sockets except connected pairs, no shared memory outside the limits, no namespaces, no tracing;
 - limits on CPU seconds, address space, file size (including printed output) and processes, which every kernel has. The
-  supervisor also watches the memory and number of all processes together.
+  supervisor also polls the total memory and number of all processes.
 
 The first three need Linux of 2021 or newer with user namespaces. If one is missing, no program runs unless the caller
 permits it (`--allow-unconfined-code`).
 
 A program's time is its processor time plus the time in which it sleeps. Its clock stops while it waits for a busy
-processor (`_Clock`), so a busy machine does not make programs fail. After `PATIENCE` times its limit, the run ends.
+processor (`_Clock`), so that programs do not fail on a busy machine. A run ends after `PATIENCE` times its limit of
+wall-clock time.
 
 Invariants
 0. A program that is not fully confined runs only if that was permitted.
 1. After `run` no process of the program is left, because the supervisor kills all its descendants. Nothing else remains
-   either, except files that an unconfined program wrote elsewhere, so no run sees an earlier one.
+   either, except files that an unconfined program wrote elsewhere, so no run sees traces of an earlier run.
 2. The program's memory never contains a test's expected output, an assertion, or a way to claim that it passed. The
    supervisor opens no file of a test, because every program inherits its memory.
 3. A test that did not run has no verdict: if a run's processes cannot start, `run` raises `OSError`.
@@ -62,19 +64,19 @@ MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 SCRATCH_BYTES = 64 * 1024 * 1024
 MAX_PROCESSES = 32
 MAX_FILES = 64
-"""Limit of open files."""
+"""Maximum number of open files."""
 WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
 """Limit on the program's clock: the CPU limit times the factor, plus the extra seconds. Ends programs that sleep."""
 PATIENCE = 5.0
-"""A busy machine may lengthen a run to this many times the limit."""
+"""On a busy machine, a run may take this many times its limit."""
 LOOK_S, CROWD_LOOK_S = 0.1, 0.02
-"""Seconds between looks at a program with one process, and with several, whose memory must be summed up."""
+"""Polling interval for a program with one process, and for one with several, whose memory must be summed up."""
 BEGIN_S = 30.0
 """Time limit for starting a program's processes."""
 PROBE_S = 20.0
 """Time limit for an empty program. Generous, because the machine may be busy."""
 SUPERVISOR_S = 10.0
-"""Extra time after the program's deadline, in which the supervisor must answer."""
+"""Extra time after the program's deadline, within which the supervisor must respond."""
 MAX_SCRATCH_FILES = 10_000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ROOT, SCRATCH = "root", "/scratch"
@@ -82,7 +84,7 @@ ROOT, SCRATCH = "root", "/scratch"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 PROGRAM, CHECKER = "program", "checker"
 Limits = tuple[float, int]
-"""(CPU seconds, bytes of memory)."""
+"""(CPU seconds, bytes of memory) of one run."""
 NAMESPACES = "namespaces"
 WHAT_FOR = {
     NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
@@ -104,8 +106,8 @@ class Ended:
     output: str
     """The program's standard output, at most `MAX_OUTPUT_BYTES`."""
     result: list[Any] | None
-    """[the function's return value, as JSON]; for assertions [True] if all hold, [False] if not, [reason] if that
-    cannot be decided; None if there is no result."""
+    """[the function's return value, as JSON]; for assertions [True] if all hold, [False] if one does not, [reason] if
+    that cannot be decided; None if there is no result."""
     missing: tuple[str, ...] = ()
     """Parts of `WHAT_FOR` that the machine lacks."""
 
@@ -132,7 +134,7 @@ class Sandbox:
     """A context manager for one program; `run` runs it once per test."""
 
     def __init__(self, program: str, *, time_limit_s: float, memory_bytes: int, allow_unconfined: bool = False) -> None:
-        """The limits apply to each run. `allow_unconfined`: run even if the machine lacks parts of the confinement."""
+        """The limits apply to each run. `allow_unconfined`: run even if the program cannot be fully confined."""
         self._program, self._allow_unconfined = program, allow_unconfined
         self._reply_limit_s = PATIENCE * (time_limit_s * WALL_FACTOR + WALL_EXTRA_S) + BEGIN_S + SUPERVISOR_S
         self._limits = [str(time_limit_s), str(memory_bytes)]
@@ -161,7 +163,7 @@ class Sandbox:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the supervisor. Descendants, which exist only if a run was abandoned, end with it."""
+        """Ends the supervisor and its descendants, which exist only if a run was abandoned."""
         stdin, stdout = self._pipes()
         stdin.close()
         try:
@@ -206,7 +208,7 @@ class Sandbox:
         return Ended(verdict["code"], verdict["timed_out"], verdict["own_s"], output, result, missing)
 
     def _give(self, path: Path) -> None:
-        """If this process is root and may, changes the owner of a file to the user that the supervisor switches to."""
+        """Changes the owner of a file to the user that the supervisor switches to, if this process is root and may."""
         if self._user != os.getuid():
             try:
                 os.chown(path, self._user, self._user)
@@ -239,7 +241,7 @@ def readable() -> list[str]:
     """Folders of Python and its packages, in addition to the system's folders in a view."""
     places = [sys.prefix, sys.base_prefix, sys.argv[5]]
     environment = Path(sys.executable).parents[1]
-    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # `-S` keeps it out of the prefix
+    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # `sys.prefix` lacks it with `-S`
     return view.outermost(places)
 
 
@@ -350,7 +352,9 @@ def close(*descriptors: int) -> None:
 
 
 def first_process(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """The first process of the namespace: starts the program and returns its exit status. All others end with it."""
+    """The first process of the PID namespace: starts the program and returns the program's exit status. When this
+    process ends, the kernel kills all others in the namespace.
+    """
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
     program = forked(lambda: become(role, scratch, limits, alone=alone, report=report, channel=channel))
     close(report, channel)
@@ -387,8 +391,8 @@ def status_of(status: int) -> int:
 class _Clock:
     """Measures the time of a program and its checker, without the time in which they waited for a processor.
 
-    The waiting time is known only for a process with one thread. For a program with more threads, the machine's clock
-    counts; otherwise it could slow itself down and blame the machine.
+    The waiting time is known only for a process with one thread. A program with more threads is measured in wall-clock
+    time; otherwise it could slow itself down and blame the machine.
     """
 
     def __init__(self, keepers: Sequence[int]) -> None:
@@ -398,7 +402,7 @@ class _Clock:
         """Whether the program or its checker has had more than one process."""
 
     def look(self) -> None:
-        """Updates the clock. Must be called often enough to see short-lived processes."""
+        """Updates the clock. Call it often enough to see short-lived processes."""
         mains = []
         for keeper in self._keepers:
             for first in view.children_of(keeper):
@@ -417,7 +421,7 @@ class _Clock:
 
 
 def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
-    """Whether the program or the checker has too many processes, or too much memory in all of them."""
+    """Whether the program or the checker has too many processes, or uses too much memory in all of them together."""
     held = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
     return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in held)
 
@@ -439,7 +443,7 @@ def start(roles: Sequence[str], scratch: Path, limits: Limits, *, held: bool) ->
 
         def begin(role: str = role, channel: int = channel) -> int:
             for other in set(ends) - {channel}:
-                with contextlib.suppress(OSError):  # the earlier role closed it
+                with contextlib.suppress(OSError):  # the process of the earlier role has closed it
                     os.close(other)
             return keep(role, scratch, limits, held=held, report=report, channel=channel)
 
@@ -464,7 +468,7 @@ def read_reports(told: int) -> list[list[str]]:
 def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool) -> dict[str, Any]:
     """The supervisor's part of one run; returns its verdict.
 
-    It opens no file of the run, because programs would inherit what it read, even in freed memory.
+    The supervisor opens no file of the run, because programs would inherit what it read, even in freed memory.
     """
     time_limit_s, memory_bytes = limits
     used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # all reaped children
@@ -501,11 +505,11 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
 def main() -> None:
     """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
 
-    Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, does the run and prints its
+    Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, this does the run and prints the
     verdict.
     """
     from slime.core.processes import die_with_parent
-    from slime.rewards import assertions  # noqa: F401  (now, because its forks cannot see the package's folder)
+    from slime.rewards import assertions  # noqa: F401  (forks of this process cannot see the package's folder)
 
     scratch, limits = Path(sys.argv[1]), (float(sys.argv[2]), int(sys.argv[3]))
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
