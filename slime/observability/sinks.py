@@ -285,7 +285,7 @@ class ConsoleSink:
         self._console.print(line, soft_wrap=True, markup=False, emoji=False, style=style)
 
     def line(self, record: StepRecord) -> str:
-        """The line of a record; called once per record, since it counts steps."""
+        """The line of a record. Called once per record, because each call counts a step."""
         head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
             head += f" ({record.step + 1}/{self._num_rollout})"

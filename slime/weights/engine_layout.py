@@ -1,8 +1,8 @@
 """Builds the part of the full HF tensors that an SGLang rank holds (fused, sharded, padded), and computes its digests.
 
-The trainer computes these digests from its own tensors before it sends them. So if the engine reports the same digests,
-names, fusing, sharding, padding, dtype and every transferred bit are correct. `holding` determines which part a rank
-holds; this module determines its content.
+The trainer computes these digests from its own tensors before it sends them. If the engine reports the same digests,
+then names, fusing, sharding, padding, dtype and every transferred bit are correct. `holding` determines which part a
+rank holds; this module determines its content.
 
 The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
 - q, k, v are stacked within each rank's shard, as are gate and up; a tied output layer is not resident;
@@ -10,8 +10,8 @@ The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding
   divide it evenly;
 - the experts of a layer are stacked, with [gate; up] of each within its shard; the down projections are stacked too;
 - on a GPU, fewer KV heads than ranks are replicated;
-- on a CPU, KV heads are padded with zero heads to a multiple of the ranks (and query heads with them), the MLP with
-  zero features to a multiple of 32 times the ranks.
+- on a CPU, KV heads are padded with zero heads to a multiple of the number of ranks (and query heads with them), the
+  MLP with zero features to a multiple of 32 times the number of ranks.
 
 Invariants
 1. Ranks that hold the same bytes share one digest, even across engines. It is computed once.

@@ -38,7 +38,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _mtp_rows(hf_config: HfConfig) -> Rows:
-    """The draft has the layer as `mtp_block`; norms and projection are outside of it."""
+    """The draft holds the layer as `mtp_block`; norms and projection are outside of that block."""
     s = ModelSizes.from_hf(hf_config)
     names = (f"{_HF}token_layernorm", f"{_HF}hidden_layernorm", f"{_HF}input_proj", f"{_HF}final_layernorm")
     *before, last = as_draft(head_rows(s.hidden_size, names), lambda name: name.replace(_HF, "model."))

@@ -123,7 +123,7 @@ def _stacked(row: Row) -> Row:
 
 
 def _as_served(row: Row) -> Row:
-    """SGLang has the language model at the top level, and the parts of full attention in the layer itself."""
+    """SGLang holds the language model at the top level, and the parts of full attention directly in the layer."""
 
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
