@@ -1,8 +1,8 @@
 """`TrainBatch`: the samples of one training step.
 
-The driver passes it by reference. Every training rank reads the same batch (shared memory on one host) and computes the
-same schedule from it, so all ranks agree on the split of the data. Routed experts, which are most of the bytes, may
-stay elsewhere (`Elsewhere`): each rank fetches them only for the samples that it computes.
+The driver passes the batch by reference. Every training rank reads the same batch (in shared memory on one host) and
+computes the same schedule from it, so all ranks agree on the split of the data. Routed experts, which are most of the
+bytes, may stay elsewhere (`Elsewhere`): each rank fetches only those of the samples that it computes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.sample import NOT_SAMPLED, Sample
 
 
 class Elsewhere(Protocol):
-    """An array stored elsewhere; `numpy.asarray` fetches it."""
+    """An array that is stored elsewhere, which `numpy.asarray` fetches."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,18 +45,18 @@ class TrainSample:
     loss_mask: npt.NDArray[np.float32]
     """[R] 1.0 where trained; all later masks derive from it. All zero in an unscored sample."""
     rollout_log_probs: npt.NDArray[np.float32] | None
-    """[R] nats; None for data that no engine sampled (SFT)."""
+    """[R] in nats; None for data that no engine sampled (SFT)."""
     token_versions: npt.NDArray[np.int32]
     """[R] weight version per token, `NOT_SAMPLED` elsewhere."""
     reward: float
     """The reward before normalisation; NaN for an unscored sample, which is not trained."""
     group_index: int
-    """Prompt id; advantages are normalised over samples that share it."""
+    """Prompt id. Advantages are normalised over the samples with the same id."""
     index: int
-    """Execution id; fan-out siblings share it and count once."""
+    """Execution id. Fan-out siblings share one id and count as one."""
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
-    """[R] nats, for on-policy distillation."""
+    """[R] in nats, for on-policy distillation."""
     routed_experts: Ids | Elsewhere | None = None
     """[at most T - 1, layers, topk] experts that the engine chose, from the first token on; None: not recorded."""
     images: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class TrainSample:
 
     @classmethod
     def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
-        """Freezes a finished sample. Raises `DataError` without a prompt or where a trained token lacks a log-prob."""
+        """Freezes a finished sample. Raises `DataError` if it has no prompt, or a trained token without a log-prob."""
         sample.validate()
         num_response = sample.response_length
         if sample.prompt_length < 1 and num_response > 0:
@@ -121,14 +121,14 @@ def _as(column: Numbers | None, dtype: npt.DTypeLike) -> npt.NDArray[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """All samples of one step, sorted by (group_index, index), however they are scheduled."""
+    """All samples of one step, sorted by (group_index, index) regardless of the schedule."""
 
     rollout_id: int
     samples: tuple[TrainSample, ...]
 
     @property
     def executions(self) -> tuple[int, ...]:
-        """[S] execution number of each sample, in order of appearance; fan-out siblings share it.
+        """[S] the number of each sample's execution, in order of appearance. Fan-out siblings share one number.
 
         An execution is identified by group and index, because a user's rollout may count from 0 in every group.
         """
@@ -137,5 +137,5 @@ class TrainBatch:
 
     @property
     def num_executions(self) -> int:
-        """Denominator of the default loss aggregation."""
+        """The denominator of the default loss aggregation."""
         return len(set(self.executions))

@@ -1,4 +1,4 @@
-"""Finds the cause of an error: the user's line in a long traceback, and how a process ended, each in one sentence."""
+"""Finds the cause of an error: the user's line in a long traceback, or how a process ended. Each is one sentence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slime.core.files import tail_of
 from slime.core.ports import ASK_AGAIN
 from slime.core.text import visible
 
-# A user's function runs deep inside Ray, threads and event loops. Its author wants to see one line of the traceback:
-# the last one in their own code.
+# A user's function runs deep inside Ray, threads and event loops. The user wants to see one line of the traceback: the
+# last line in the user's own code.
 
 RAISED_AT = ", raised at "
-"""Separates a reason from its place, which is ignored when failures are grouped by reason."""
+"""Separates a reason from its place. Places are ignored when failures are grouped by reason."""
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def is_library(self) -> bool:
-        """Code of Python or of an installed package."""
+        """Whether the code belongs to Python or an installed package."""
         return self.file.startswith(("<", *_PYTHON)) or any(part in self.file for part in _PACKAGES)
 
     @property
@@ -47,7 +47,7 @@ class Place:
 
 
 def blamed(places: Iterable[Place]) -> Place | None:
-    """The last frame in the user's code, else the last one in slime; None without either. `places`: outermost first."""
+    """The last frame in the user's code, else the last in slime's; None without either. `places`: outermost first."""
     own = [place for place in places if not place.is_library]
     users = [place for place in own if not place.is_ours]
     return next(reversed(users or own), None)
@@ -60,7 +60,7 @@ def place_of(error: BaseException) -> Place | None:
 
 
 def place_in(trace: str) -> Place | None:
-    """`place_of` for a printed traceback, including chained errors."""
+    """Like `place_of`, for a printed traceback, including chained errors."""
     found = (Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
     return blamed(found)
 
@@ -84,7 +84,7 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def asks_again(error: BaseException) -> bool:
-    """Whether an HTTP 503 caused the error, which is an engine's answer when a weight sync ended the request.
+    """Whether an HTTP 503 caused the error. An engine responds with 503 when a weight sync has ended the request.
 
     Recognises errors of aiohttp, httpx, requests and the OpenAI and Anthropic clients; in a stream, the error text.
     """
@@ -107,7 +107,7 @@ def first_line(text: str, limit: int = 400) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-# How a process ended, in one sentence. It leaves out the pid, which is useless once the process is gone.
+# How a process ended, in one sentence. The sentence leaves out the pid, which is useless after the process has ended.
 
 TAIL_BYTES, MOST_LINES = 16_000, 12
 """How many bytes of a log are searched, and how many lines are shown."""
@@ -132,10 +132,10 @@ class Process:
     """A process of the run, for messages."""
 
     name: str
-    """For example `training rank 3`."""
+    """The name for messages, such as `training rank 3`."""
     host: str
     log: Path | None = None
-    """Must be in a folder that all hosts share, because the reader may be on another host."""
+    """The log file. It must be in a folder that all hosts share, because the reader may be on a different host."""
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"

@@ -1,12 +1,12 @@
 """`Column`: a list of numbers stored as a compact array.
 
-A Python list takes 32 bytes per float and 36 per token id; an array takes 2 to 8, and runs of equal numbers take almost
-nothing. With `UnpackedList` a record's field may hold either. Reading the field converts it to a list for good; code
-that knows columns asks for the array.
+A Python list takes 32 bytes per float and 36 per token id. An array takes 2 to 8 bytes per number, and runs of equal
+numbers take almost nothing. With `UnpackedList` a record's field may contain a list or a column. Reading the field
+permanently converts a column to a list. Code that can use arrays reads the array instead (`packed`).
 
 Invariants
-1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. Booleans, and numbers that
-   no array holds exactly, stay a list.
+1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. A list stays a list if it
+   has booleans, or numbers that no array represents exactly.
 2. Arrays are never written to, because records, their copies and checkpoints share them.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST = 32
-"""Shorter lists stay lists."""
+"""Lists with fewer numbers stay lists."""
 LEAST_RUN = 8
 """Numbers are stored as runs if the mean run length is at least this."""
 Numbers = npt.NDArray[Any]
@@ -37,7 +37,7 @@ class Column:
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """None for booleans, and if no array equals the list (NaN, integers beyond 64 bits, other types)."""
+        """Returns None for booleans, and if no array equals the list (NaN, integers beyond 64 bits, other types)."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
@@ -72,7 +72,7 @@ class Column:
 
 
 class UnpackedList:
-    """A descriptor over a slot that holds a list or a `Column`. Reading converts a column to a list, for good."""
+    """A descriptor over a slot with a list or a `Column`. Reading the field permanently converts a column to a list."""
 
     def __init__(self, slot: Any) -> None:
         """`slot`: the field's original slot descriptor."""

@@ -1,11 +1,11 @@
 """The number of cores that this process may use, and the thread settings of processes that compute on CPUs.
 
 A container's CPU quota limits time: threads run on all cores of the host until the quota is used up, then stop until
-the next period. With more threads than the quota has cores, they only stop earlier.
+the next period. If there are more threads than cores in the quota, the threads only stop earlier.
 
-OpenMP threads wait for each other in busy loops, many times per layer. That is fastest while each thread has a core to
-itself. If other work takes one core, the threads on the other cores burn time waiting: an engine with two threads on
-two busy cores generates a quarter of the tokens (`benchmarks/results/few_cores.json`).
+OpenMP threads wait for each other in busy loops, many times per layer. Busy loops are fastest while each thread has a
+core to itself. If other work takes one core, the threads on the other cores waste time in their loops: an engine with
+two threads on two busy cores generates a quarter of the tokens (`benchmarks/results/few_cores.json`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables that choose how idle threads wait. A value that the user has set stays."""
+"""Variables that choose how idle threads wait. Values that the user has set are kept."""
 
 
 def usable_cores() -> int:
@@ -30,7 +30,7 @@ def usable_cores() -> int:
 def stalled_share() -> float:
     """Share of the last minute in which all runnable threads of this control group waited for a core.
 
-    Reads the kernel's pressure stall information; 0 without it (cgroup v1).
+    Reads the kernel's pressure stall information. Returns 0 if the kernel provides none (cgroup v1).
     """
     for group in _control_groups():
         for line in _lines(group / "cpu.pressure"):
@@ -40,9 +40,9 @@ def stalled_share() -> float:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Folders of this process's control group and then its ancestors; some may not exist.
+    """Folders of this process's control group and then its ancestors. Some may not exist.
 
-    A container often sees its own group as the root, under another name than on the host.
+    A container often sees its own group as the root, with a different name from the host's.
     """
     for line in _lines(OWN_CGROUPS):
         number, controllers, name = line.split(":", 2)
@@ -54,7 +54,7 @@ def _control_groups() -> Iterator[Path]:
 
 def _quota(group: Path) -> float:
     """Seconds of processor time per second that a group may use; infinity without a limit."""
-    files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # cgroup v2 has the first, v1 the other two
+    files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # cgroup v2 has the first file, v1 has the other two
     words = [word for file in files for line in _lines(group / file) for word in line.split()]
     return math.inf if len(words) != 2 or words[0] in ("max", "-1") else int(words[0]) / int(words[1])
 
@@ -70,7 +70,8 @@ def _lines(file: Path) -> list[str]:
 def thread_variables(num_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables for a process that computes in `num_threads` threads; OpenMP and MKL read them at start.
 
-    Trainer and engine may each have `num_threads`. If there are not enough cores for both, waiting threads sleep.
+    Trainer and engine may each have `num_threads`. If there are not enough cores for both, waiting threads sleep
+    instead of running busy loops.
     """
     number = str(num_threads)
     sleeps = 2 * num_threads > usable_cores() and not any(name in environment for name in WAITING)

@@ -7,7 +7,7 @@ matching standard exception, so that ordinary handlers catch it. All of them pic
 from __future__ import annotations
 
 START_FLAG, SAVE_FLAG = "--engine-start-timeout-s", "--save-timeout-s"
-"""Flags for the time limits of engine start, and of saving and loading."""
+"""The flags for two time limits: engine start, and saving and loading."""
 
 
 class Terminated(SystemExit):
@@ -52,11 +52,11 @@ class DeadlyRequest(EngineError):
 
 
 class TakenBack(SlimeError, RuntimeError):
-    """The run cancelled a request, because its step is over or a checkpoint is due. The execution is tried again."""
+    """The run cancelled a request, because the step is over or a checkpoint is due. The execution is tried again."""
 
 
 class GroupsFailed(EngineError):
-    """Too many groups of a step failed to be chance: an engine, a user's function or a grader is broken."""
+    """More groups of a step failed than chance explains: an engine, a user's function or a grader is broken."""
 
 
 class Unconfined(SlimeError, RuntimeError):
@@ -88,7 +88,7 @@ class CheckpointError(SlimeError, RuntimeError):
 
 
 class DiskFull(SlimeError, OSError):
-    """A disk or a quota is full. Names the folder and what is free there."""
+    """A disk or a quota is full. Names the folder and its free space."""
 
 
 class NumericsError(SlimeError, ArithmeticError):
@@ -106,6 +106,6 @@ class DeadlineExceeded(SlimeError, TimeoutError):
     def waiting(
         cls, *, owner: str, for_what: str, limit_s: float, last_progress: str = "none", flag: str = ""
     ) -> DeadlineExceeded:
-        """Builds the error, with the common message of all waits. `flag`: the setting that raises the limit."""
+        """Builds the error with the message that all waits share. `flag`: the setting that raises the limit."""
         said = f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}"
         return cls(said + (f"; {flag} raises the limit" if flag else ""))

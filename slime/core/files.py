@@ -25,7 +25,8 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
 def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Writes a file atomically: a reader sees the old content or the new, even after a crash.
 
-    `durable`: the content is on disk when this returns. The name is durable only after `sync_to_disk` of the folder.
+    `durable`: whether the content is on disk when this returns. The name is on disk only after `sync_to_disk` of the
+    folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -40,7 +41,7 @@ def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def full_disk_named(folder: Path) -> Iterator[None]:
-    """Around writes below `folder`: the error of a full disk becomes `DiskFull`, which names it and its free space."""
+    """Turns the error of a full disk in the block into `DiskFull`, which names `folder` and its free space."""
     try:
         yield
     except DiskFull:
@@ -59,7 +60,7 @@ def full_disk_named(folder: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, indent: int | None = None) -> None:
-    """Writes JSON atomically. `durable`: content and name are on disk when this returns."""
+    """Writes JSON atomically. `durable`: whether content and name are on disk when this returns."""
     replace_text(path, json.dumps(value, indent=indent), durable=durable)
     if durable:
         sync_to_disk(path.parent)
@@ -99,7 +100,7 @@ def open_to_readers(path: Path) -> None:
 
 
 CONFIG, FAST = "tokenizer_config.json", "tokenizer.json"
-"""Files of a tokenizer: its settings, and the fast tokenizer itself."""
+"""The files of a tokenizer: its settings, and the fast tokenizer."""
 
 
 def is_code(folder: Path) -> bool:

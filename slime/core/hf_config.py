@@ -33,9 +33,9 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
 def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
     """Whether files store all experts of a layer in one tensor: (in the model's layers, in multi-token prediction).
 
-    config.json does not say which. Released multimodal models use one tensor, unless they are quantised; transformers
-    stores experts one by one. If the weights are missing or damaged, this assumes a released model; the code that loads
-    the weights reports the damage.
+    config.json does not say so. Released multimodal models use one tensor, unless they are quantised. transformers
+    stores experts one by one. If the weights are missing or damaged, this function assumes a released model; the code
+    that loads the weights reports the damage.
     """
     names = tensor_names(directory)
     if not names:
@@ -47,7 +47,7 @@ def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:
-    """Tensor names from the checkpoint's index, or else from its first file; empty if that is missing or damaged."""
+    """Tensor names from the checkpoint's index, or else from its first file; empty if neither can be read."""
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:
         if index.is_file():
@@ -78,7 +78,7 @@ def text_config(config: HfConfig) -> dict[str, Any]:
 
 
 def num_experts_of(config: HfConfig) -> int:
-    """Number of routed experts per layer, under any family's name for it; 0 for a dense model."""
+    """Number of routed experts per layer, whatever the family calls it; 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -87,7 +87,7 @@ _CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_
 
 
 def context_length_of(config: HfConfig) -> int | None:
-    """Maximum length of prompt plus response, derived as SGLang does it; None if the config does not say.
+    """Maximum length of prompt plus response, derived as in SGLang; None if the config does not give one.
 
     Scaled rotary embeddings multiply the length, unless the config also gives the original length.
     """

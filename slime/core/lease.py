@@ -1,10 +1,10 @@
 """`Lease`: only one run at a time, across all hosts, writes into a folder.
 
-A file in the folder names the owner, and a thread of the owner renews it. A newcomer takes the folder at once if the
-owner's process is gone, which it can only see on the same host. Otherwise it watches the file. If the owner renews it,
-the newcomer is refused. If the owner is silent for `SILENCE_S` (and, on the same host, shows no other sign of life, see
-`silence`), the newcomer takes the folder. The old owner notices at its next `check`, which precedes each write that
-could destroy another run's files.
+A file in the folder names the owner, and a thread of the owner renews the file. A newcomer takes the folder at once if
+the owner's process is gone, which can be seen only on the same host. Otherwise the newcomer polls the file. If the
+owner renews the file, the newcomer is refused. If the owner is silent for `SILENCE_S` (and, on the same host, shows no
+other sign of life, see `silence`), the newcomer takes the folder. The old owner notices at its next `check`, which
+precedes each write that could destroy the newcomer's files.
 
 Consumes and produces: one small file. Waits for: an owner that may be dead, up to `SILENCE_S` of silence, by polling.
 
@@ -40,9 +40,9 @@ FILE_NAME = ".owner.json"
 BEAT_S = 5.0
 """Seconds between renewals."""
 SILENCE_S = 60.0
-"""An owner that is silent for this long loses its folder. Longer than a brief outage of a file server."""
+"""An owner that is silent for this long loses its folder. A brief outage of a file server is shorter."""
 MOST_BYTES = 65_536
-"""The largest owner file that is read."""
+"""Larger owner files are not read."""
 _LOOK_S = 0.5
 
 _held: dict[Path, Lease] = {}
@@ -63,7 +63,7 @@ class Lease:
     """Context manager that holds the folder for this run."""
 
     def __init__(self, folder: Path, run_id: str, *, flag: str, file: Path | None = None) -> None:
-        """`flag`: the setting that names the folder. `file`: the owner file; by default it is in the folder."""
+        """`flag`: the setting that names the folder. `file`: the owner file, which is in the folder by default."""
         self.folder, self._flag = folder.resolve(), flag
         self._file = file or self.folder / FILE_NAME
         self._own: dict[str, Any] = {"token": uuid.uuid4().hex, "run_id": run_id, **_this_process(), "beat": 0}
@@ -71,7 +71,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="slime-lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Takes the folder. Raises `ConfigError` if it is not writable, or another run writes there."""
+        """Takes the folder. Raises `ConfigError` if the folder is not writable, or another run writes there."""
         self._made = not self._file.parent.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class Lease:
         replace_text(self._file, json.dumps(self._own), durable=False)
 
     def _read(self) -> dict[str, Any] | None:
-        """The owner; None if there is no file; empty if the file is damaged, for example by a power failure."""
+        """The owner; None without a file; empty if the file is damaged, for example by a power failure."""
         try:
             owner = json.loads(read_small(self._file, MOST_BYTES))
         except FileNotFoundError:

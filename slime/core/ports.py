@@ -1,4 +1,4 @@
-"""Ports: interfaces between packages that may not import each other. Tests implement them with small fakes.
+"""Ports: interfaces between packages that must not import each other. Tests implement them with small fakes.
 
 `EngineControl` is the control plane of one SGLang server. `serving/control.py` implements it over HTTP, and `weights/`
 uses nothing else to reach engines.
@@ -16,22 +16,22 @@ WeightVersion = int
 """Number of a weight sync. The first sync of a run is version 1; a resumed run continues the count."""
 
 TOKEN_VERSIONS_KEY = "token_weight_version"
-"""Key in an answer's `meta_info` with the weight version of each token, if the engine reports it."""
+"""The key in a response's `meta_info` that has the weight version of each token, if the engine reports it."""
 
 OWN_REQUESTS = "slime-"
 """Prefix of the ids of the run's own requests. If a weight sync ends such a request, the run's client continues it."""
 ASK_AGAIN = "this request was ended because the engine's weights change; ask again"
-"""Answer to other clients when a weight sync ends their request."""
+"""The response to other clients when a weight sync ends their request."""
 ROUTED_EXPERTS_MARK = "-experts-"
-"""Precedes a number N in a request's id: return the routed experts from token N on. It is part of the id because
-sglang-router 0.3.2 passes ids on but drops unknown fields."""
+"""The mark before a number N in a request's id, which requests the routed experts from token N on. It is part of the id
+because sglang-router 0.3.2 forwards ids but drops unknown fields."""
 
 
 class Hasher(Protocol):
     """Computes the digest of one tensor that arrives in parts."""
 
     def add(self, parts: Sequence[Any]) -> None:
-        """Adds tensors of one device, as if concatenated along dim 0. May keep them until `flush`."""
+        """Adds tensors of one device, as if concatenated along dim 0. May keep references until `flush`."""
         ...
 
     def flush(self) -> None:
@@ -39,7 +39,7 @@ class Hasher(Protocol):
         ...
 
     def finish(self) -> str:
-        """Hex digest."""
+        """Returns the hex digest."""
         ...
 
 
@@ -47,11 +47,11 @@ class Digest(Protocol):
     """The digest function that an engine applies to its tensors, on their device."""
 
     def __call__(self, parts: Any) -> str:
-        """Hex digest of a tensor, or of several as if concatenated along dim 0."""
+        """Returns the hex digest of a tensor, or of several tensors as if concatenated along dim 0."""
         ...
 
     def begin(self) -> Hasher:
-        """Starts the digest of a tensor that arrives in parts."""
+        """Starts the digest of one tensor that arrives in parts."""
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
@@ -73,7 +73,7 @@ class RankChecksums:
 class EngineControl(Protocol):
     """Control plane of one inference server.
 
-    Every method raises `EngineError` if the server refuses and `DeadlineExceeded` if it does not answer.
+    Every method raises `EngineError` if the server refuses, and `DeadlineExceeded` if it does not respond.
     """
 
     @property
@@ -85,7 +85,7 @@ class EngineControl(Protocol):
         ...
 
     def pause(self, mode: str = "abort") -> None:
-        """Stops serving. `abort` ends running requests; `retract` and `in_place` keep them."""
+        """Pauses the engine. `abort` ends running requests; `retract` and `in_place` keep them."""
         ...
 
     def resume(self) -> None: ...

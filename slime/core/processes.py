@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from slime.core.errors import ConfigError
 
 RUN_ID_ENV = "SLIME_RUN_ID"
-"""Environment variable of every process of a run, by which the guardian finds processes that a dead driver left."""
+"""Environment variable of every process of a run. It lets the guardian find processes that a dead driver left."""
 
 
 def new_run_id() -> str:
@@ -26,14 +26,14 @@ def new_run_id() -> str:
 
 
 def scratch_prefix(kind: str = "") -> str:
-    """Prefix of every temporary folder, by which the run's guardian finds and removes folders of killed processes."""
+    """Prefix of every temporary folder. It lets the run's guardian find and remove folders of killed processes."""
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
 
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket: Linux's `sun_path` without its last byte."""
 SHORT_ROOM = "/tmp"
-"""Folder for sockets if the path of the temporary folder is too long."""
+"""The folder for sockets if the path of the temporary folder is too long."""
 OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"
 """The longest socket path that torch, multiprocessing or SGLang use below their temporary folder."""
 OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
@@ -47,8 +47,8 @@ def longest_room(below: str) -> int:
 def socket_room(below: str, *, given: str | None = None) -> str:
     """A parent for temporary folders with sockets: TMPDIR, or /tmp if the path of TMPDIR is too long.
 
-    `below`: the longest socket path inside. `given`: the value of RAY_TMPDIR; if set, it is the only candidate. Raises
-    `ConfigError` if no folder fits.
+    `below`: the longest socket path inside. `given`: the value of RAY_TMPDIR, which is the only candidate if it is set.
+    Raises `ConfigError` if the paths of all candidates are too long.
     """
     most = longest_room(below)
     room = os.path.abspath(given) if given else tempfile.gettempdir()
@@ -89,9 +89,9 @@ def die_with_parent(expected_parent: int | None) -> None:
 
 
 LOOPBACK = "127.0.0.1"
-"""Where the processes of a run on one host listen."""
+"""The address at which the processes of a run on one host listen."""
 INTERFACE_ENVS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the network interface of gloo and NCCL."""
+"""Environment variables that name the network interface of gloo and NCCL."""
 
 
 def is_loopback(address: str) -> bool:
@@ -122,8 +122,9 @@ def interface_of(address: str) -> str | None:
 def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that make gloo and NCCL use the network interface of `address` on this host.
 
-    Without them both guess: gloo resolves the host's own name, often to an address that other hosts cannot reach. On
-    loopback only gloo needs an interface, because NCCL moves data by other means there. Variables in `given` stay.
+    Without them, both guess: gloo resolves the host's own name, often to an address that other hosts cannot reach. On
+    loopback only gloo needs an interface, because NCCL moves data by other means there. Variables in `given` are left
+    out.
     """
     if is_loopback(address):
         wanted = {"GLOO_SOCKET_IFNAME": "lo"}

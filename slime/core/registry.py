@@ -1,7 +1,7 @@
 """Extension points: names on the command line that select classes, one file per entry.
 
 A registry belongs to a package. Every module of that package may register entries under public names. A user's own file
-does the same, and the command line refers to it by its path:
+may do so too, and the command line names the file by its path:
 
     ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages",
@@ -11,19 +11,20 @@ does the same, and the command line refers to it by its path:
     @ESTIMATORS.register("rloo")
     @dataclass(frozen=True, kw_only=True)
     class LeaveOneOut(AdvantageEstimator):
-        "What it is, with its source."
+        "A description, with its source."
         some_setting: float = 1.0
         "Its help text; the flag is --some-setting."
 
 An entry is a class. If it is a frozen dataclass, its fields are settings: the command line gets their flags as soon as
-the entry is registered, and `build` fills them. Listing the names imports the package's modules, so these import torch
-and the engines only inside functions.
+the entry is registered, and `build` fills them. Listing the names imports the package's modules, so the modules import
+torch and the engines only inside functions.
 
-An entry may refuse settings with `check(self, args: Args) -> str | None`, which is called before anything starts, on
-the entries that a run has chosen. It returns one message (what is wrong, why, what to do) or None; it does not raise.
+An entry may refuse settings with `check(self, args: Args) -> str | None`, which is called before anything starts, for
+the entries that a run has chosen. `check` returns one message (what is wrong, why, what to do) or None. It does not
+raise.
 
 Invariants
-1. A name has one entry; registering another one is an error.
+1. A name has one entry; registering a second one is an error.
 2. A name that is not registered must be an import path. Anything else is refused, and the error lists the known names.
 3. If a built-in module cannot be imported, every lookup raises; its names are never silently missing.
 4. A lookup waits while another thread imports the package.
@@ -116,15 +117,15 @@ class Registry(Generic[T]):
     """The entries of one extension point in this process."""
 
     def __init__(self, what: str, *, flag: str, package: str, contract: type[Any]) -> None:
-        """`what`: the noun for messages; `flag`: the setting that names an entry; `package`: holds the built-in
-        entries; `contract`: their base class."""
+        """`what`: the noun for messages. `flag`: the setting that names an entry. `package`: the package with the
+        built-in entries. `contract`: the base class of all entries."""
         self.what, self.flag, self.package, self.contract = what, flag, package, contract
         self._entries: dict[str, type[T]] = {}
         self._complete = False
         self._importing = threading.RLock()
 
     def register(self, *names: str) -> Callable[[C], C]:
-        """Class decorator that registers the class under `names`; the first one is its `name`."""
+        """Class decorator that registers the class under `names`. The first of them becomes its `name`."""
         assert names, f"an entry of the registry of {self.what} needs a name"
 
         def add(entry: C) -> C:
@@ -150,7 +151,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def get(self, name: str) -> type[T]:
-        """The class registered as `name`, or a user's class at that import path. Raises `ConfigError` without one."""
+        """The class registered as `name`, or the user's class at that import path. Raises `ConfigError`."""
         self._import_all()
         if name in self._entries:
             return self._entries[name]
@@ -222,5 +223,5 @@ def _is_module(path: str) -> bool:
     """Whether `path` names a module that exists. Imports its parent packages."""
     try:
         return ":" not in path and importlib.util.find_spec(path) is not None
-    except Exception:  # a user's package raised it; the caller reports the first error
+    except Exception:  # a user's package raised this; the caller reports the first error
         return False

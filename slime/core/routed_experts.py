@@ -1,9 +1,9 @@
 """`RoutedExperts`: the experts that the engine chose for each token of a sequence, layer by layer.
 
 An engine chooses experts when it reads a token, so the last sampled token has no row. A sample has rows from its first
-token on, appended part by part (turns, interrupted requests). Existing rows are never replaced: the row of a token
-must come from the weight version that sampled the next token. If newer weights read the same tokens again, they choose
-other experts, which belong to no trained log-prob. Such a row is dropped, and the trainer routes that token itself.
+token on, appended part by part (turns, interrupted requests). Existing rows are never replaced: the row of a token must
+come from the weight version that sampled the next token. If newer weights read the same tokens again, they choose
+different experts, which belong to no trained log-prob. Such a row is dropped, and the trainer routes that token itself.
 
 Invariants
 1. Row i belongs to token `start + i` and has one entry per layer; entries of dense layers have no meaning.
@@ -32,7 +32,7 @@ _WORD, _ROWS_AT_ONCE = 8, 256
 _MIXES = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 """Shifts and factors of splitmix64 (Steele et al., 2014), for `digests_of`."""
 _ON_THE_WIRE = np.dtype("<i4")
-"""SGLang 0.5.16 sends base64 of int32, one number per token, layer and choice."""
+"""SGLang 0.5.16 sends base64 of int32, with one number per token, layer and choice."""
 
 
 def dtype_for(num_experts: int) -> npt.DTypeLike:
@@ -59,7 +59,7 @@ class ExpertFormat:
     def decode(self, text: str, *, start: int, num_rows: int) -> RoutedExperts:
         """Decodes `num_rows` rows from an engine's base64; the first belongs to token `start`.
 
-        Raises `DataError` for another number of rows, an unknown expert, or a row that the engine never wrote.
+        Raises `DataError` for a wrong number of rows, an unknown expert, or a row that the engine never wrote.
         """
         try:
             flat = np.frombuffer(base64.b64decode(text, validate=True), _ON_THE_WIRE)
@@ -94,8 +94,9 @@ class RoutedExperts:
     start: int = 0
     """Index of the first row's token in the sequence."""
     read: tuple[int, int] | None = None
-    """For an engine's answer: (number of tokens in the request, weight version that read them). Other versions may have
-    sampled some of these tokens. None: every row comes from the version that sampled from it."""
+    """For an engine's response: (number of tokens in the request, weight version that read them). Other versions may
+    have sampled some of these tokens. None: every row comes from the version that sampled the next token.
+    """
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
@@ -106,7 +107,7 @@ class RoutedExperts:
 
     @property
     def end(self) -> int:
-        """Index of the token after the last row's."""
+        """Index of the token after the token of the last row."""
         return self.start + len(self.ids)
 
     @property
@@ -148,7 +149,8 @@ class RoutedExperts:
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
     """[rows] a 64-bit digest per row, to compare rows of one dtype. NumPy releases the GIL while it computes.
 
-    Mixes each word of a row with an invertible function, multiplies it by an odd number for its position, and sums up.
+    Mixes each word of a row with an invertible function, multiplies the word by an odd number for its position, and
+    sums up the products.
     """
     flat = np.ascontiguousarray(ids).reshape(len(ids), math.prod(ids.shape[1:])).view(np.uint8)
     out = np.empty(len(flat), np.uint64)
@@ -171,7 +173,7 @@ def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
 def without_newer(
     more: RoutedExperts, versions: Sequence[int], first: int, num_read: int, read_under: int
 ) -> RoutedExperts:
-    """`more`, with rows marked as unrecorded where other weights than `read_under` sampled the next token.
+    """Returns `more`, with a row marked as unrecorded if a version other than `read_under` sampled the next token.
 
     `versions`: weight versions of the tokens from index `first` on, negative where not sampled. `read_under`: the
     version that read the first `num_read` tokens of the sequence.
@@ -195,9 +197,9 @@ def join(
 ) -> RoutedExperts | None:
     """The rows of a sequence from its first token on: `known`, then the new rows of `more`; None if there are none.
 
-    `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If other weights than
-    those that read `more` sampled a token, the experts behind its log-prob are unknown, and the row is marked as
-    unrecorded. So are rows between `known` and `more`.
+    `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If the weights that
+    sampled a token are not those that read `more`, the experts behind its log-prob are unknown, and the row is marked
+    as unrecorded. Missing rows between `known` and `more` are marked as well.
 
     Raises `DataError` if layers or topk differ, or if there is a row for the last of `num_tokens` tokens, which no
     engine has read yet.

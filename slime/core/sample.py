@@ -1,16 +1,16 @@
 """`Sample`: one training sequence, from prompt to reward; `Group`: all work for one prompt.
 
-Life of a sample: the Data Buffer issues it as PENDING, with its prompt; a generate function appends tokens and sets the
-status; a grader sets the reward; the conversion freezes it into a `TrainSample`.
+Life of a sample: the Data Buffer issues the sample as PENDING, with its prompt; a generate function appends tokens and
+sets the status; a grader sets the reward; the conversion freezes the sample into a `TrainSample`.
 
 Invariants
 1. `loss_mask`, `rollout_log_probs`, `token_versions` and `teacher_log_probs` have `response_length` entries when set.
 2. The last `response_length` entries of `tokens` are the response; the ids before them are the prompt.
 3. A position with `loss_mask == 1` was sampled by an engine and has that engine's log-prob and weight version.
-4. `reward is None` means "not scored"; a failure never becomes a number.
+4. `reward is None` means "not scored". A failure never becomes a number.
 5. `rollout_routed_experts` has rows from the first token on, at most one for each token but the last.
 
-Finished and waiting samples store their lists of numbers as arrays (`pack`); reading a field converts it to a list.
+Finished and waiting samples store their lists of numbers as arrays (`pack`). Reading a field converts it to a list.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teac
 
 class Status(str, Enum):
     PENDING = "pending"
-    """Not generated yet, or only partly."""
+    """The response is not generated yet, or only in part."""
     COMPLETED = "completed"
     """The model ended the response (end-of-sequence token or stop string)."""
     TRUNCATED = "truncated"
     """A length limit ended the response."""
     ABORTED = "aborted"
-    """Interrupted; the tokens so far are kept and can be continued."""
+    """The generation was interrupted. The tokens so far are kept and can be continued."""
     FAILED = "failed"
     """The infrastructure failed; `failure` says why. Never trained, and never scored zero."""
 
@@ -62,10 +62,10 @@ class Sample:
     """One training sequence. `_T` is `len(tokens)`, `_R` is `response_length`."""
 
     group_index: int | None = None
-    """Identifies the prompt; equal for all samples of one prompt and unique over the whole run, resume included."""
+    """The prompt's id. All samples of a prompt share it. It is unique over the whole run, across resumes."""
     index: int | None = None
-    """Identifies the execution within its group: one of `n_samples_per_prompt` runs of the prompt. Fan-out siblings
-    share it."""
+    """The execution's id within its group. An execution is one of `n_samples_per_prompt` runs of the prompt. Fan-out
+    siblings share the id."""
     prompt: str | list[dict[str, Any]] = ""
     """The prompt as text (chat template already applied) or as messages."""
     tokens: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Sample:
     loss_mask: list[int] | None = None
     """[R] 1 where the token is trained; None means all ones."""
     rollout_log_probs: list[float] | None = None
-    """[R] log-prob (nats) as reported by the engine: at the sampling temperature, over the whole vocabulary, regardless
+    """[R] log-prob (nats) that the engine reported: at the sampling temperature, over the whole vocabulary, regardless
     of top-p and top-k; 0.0 where not sampled."""
     token_versions: list[int] | None = None
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
@@ -90,7 +90,7 @@ class Sample:
     label: Any = None
     """The reference answer from the dataset, unchanged."""
     reward: float | dict[str, Any] | None = None
-    """The score, or a dict from which `--reward-key` picks; None while unscored."""
+    """The score, or a dict from which `--reward-key` picks one; None while unscored."""
     status: Status = Status.PENDING
     """How the generation ended."""
     failure: str = ""
@@ -100,15 +100,15 @@ class Sample:
     ungradable: str = ""
     """Why the grader could not handle the answer, which then counts as wrong."""
     num_quarantined: int = 0
-    """How often its group was set aside until the next step, because a request got no answer in time."""
+    """How often the sample's group was set aside until the next step, because a request got no response in time."""
     started_version: int | None = None
-    """Weight version at which work on its group began; None before that, and after a fresh start."""
+    """Weight version when work on the sample's group began; None before that, and when the group starts over."""
     remove_sample: bool = False
-    """If True, the sample is not trained (its mask is zeroed at conversion), but counts in its group's statistics."""
+    """If True, the sample is not trained (the conversion zeroes its mask), but counts in its group's statistics."""
     session_id: str | None = None
-    """Requests with one session id go to one engine."""
+    """All requests with the same session id go to the same engine."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Free for users; must be JSON-serialisable. slime reads the keys `rm_type`, `tools` and `turn_counts`
+    """For users' own data, which must be JSON-serialisable. slime reads the keys `rm_type`, `tools` and `turn_counts`
     (`slime.rollout.sample_metrics`)."""
     generate_function_path: str | None = None
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
@@ -117,7 +117,7 @@ class Sample:
     attributes: dict[str, Any] = field(default_factory=dict)
     """Values that user code set under other names (`sample.name = value`); must be JSON-serialisable."""
 
-    if not TYPE_CHECKING:  # type checkers see the fields only; users' functions may use other names
+    if not TYPE_CHECKING:  # type checkers see only the fields, but users' functions may use other names
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in _OWN_NAMES:
@@ -126,7 +126,7 @@ class Sample:
                 self.attributes[name] = value
 
         def __getattr__(self, name: str) -> Any:
-            # Called only for names that are not fields. Pickle and copy look up dunders before fields exist.
+            # Called only for names that are not fields. pickle and copy look up dunder methods before fields exist.
             if not name.startswith("__"):
                 with contextlib.suppress(KeyError):
                     return object.__getattribute__(self, "attributes")[name]
@@ -153,9 +153,9 @@ class Sample:
         """Appends tokens that an engine sampled (`log_probs`: one per token) or a tool returned (None: masked).
 
         `first`: the tokens; or the settings, followed by `tokens`, as in the public slime. `weight_version`: one for
-        all tokens, or one per token. `meta_info`: the engine's; provides version, finish reason and routed experts.
-        `trainable`: must agree with whether there are log-probs. `update_terminal_info`: False if more of this answer
-        follows. `routed_experts`: rows of the answer; tokens that already have a row keep it.
+        all tokens, or one per token. `meta_info`: that of the engine's response, with version, finish reason and routed
+        experts. `trainable`: if set, must be True with log-probs and False without. `update_terminal_info`: False if
+        more of this response follows. `routed_experts`: rows of the response; tokens that already have a row keep it.
 
         Raises `DataError` if lengths differ, a sampled token has no weight version, or the experts do not fit.
         """
@@ -208,13 +208,13 @@ class Sample:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Distinct versions that sampled this response, in order of first use."""
+        """The distinct weight versions that sampled this response, in order of first use."""
         versions = self.held("token_versions")
         known = versions.distinct.tolist() if isinstance(versions, Column) else versions or ()
         return [v for v in dict.fromkeys(known) if v != NOT_SAMPLED]
 
     def pack(self) -> None:
-        """Stores the lists of numbers as equal arrays, until they are read."""
+        """Stores the lists of numbers as equal arrays. Reading a field converts its array to a list again."""
         for name in PER_TOKEN:
             _FIELDS[name].pack(self)
 
@@ -281,7 +281,7 @@ class Sample:
         return values | own
 
     def to_json(self, *, allow_nan: bool = True) -> bytes:
-        """`to_dict` as JSON. Takes a microsecond per eight tokens, seven times as fast as `json`.
+        """`to_dict` as JSON. Takes a microsecond for eight tokens, and is seven times as fast as `json`.
 
         Raises `TypeError` or `ValueError` for values that are not JSON; without `allow_nan`, also for NaN and infinity.
         """
@@ -303,7 +303,7 @@ def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> byte
 
     def part(name: str, value: Any) -> orjson.Fragment:
         if name in PER_TOKEN and isinstance(value, list | tuple):
-            with contextlib.suppress(TypeError):  # not numbers, or beyond 64 bits: left to json
+            with contextlib.suppress(TypeError):  # `json` handles other values, and integers beyond 64 bits
                 text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
                 if b"n" not in text:  # orjson writes null for NaN
                     return orjson.Fragment(text)
@@ -327,7 +327,7 @@ class Group:
 
     group_index: int
     samples: tuple[Sample, ...]
-    """At least one sample per execution; fan-out siblings are adjacent."""
+    """All samples, at least one per execution. Fan-out siblings are adjacent."""
     attempts: int = 0
     """How often the group was issued before."""
 
@@ -378,7 +378,7 @@ class PromptRow:
     label: Any
     """The reference answer from the file, unchanged; None without a label key."""
     metadata: Mapping[str, Any]
-    """JSON-serialisable; `tools` holds the row's tool definitions."""
+    """JSON-serialisable. The key `tools` has the row's tool definitions."""
     source: str
     """The row's position, for messages: `train.jsonl:17` (line of a text file or row of a parquet file, from 1)."""
     images: tuple[str, ...] = ()
@@ -387,10 +387,10 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identity of a dataset's rows; a data cursor in a checkpoint is valid for one fingerprint."""
+    """Identifies a dataset's rows. A data cursor in a checkpoint is valid for one fingerprint."""
 
     source: str
-    """Path and slice as given, for messages only, because moving the file does not change the data."""
+    """Path and slice as given. Used only in messages, because moving the file does not change the data."""
     num_rows: int
     """Number of usable rows."""
     digest: str

@@ -1,21 +1,21 @@
-"""`Silence`: decides whether a process or task that does not answer is still alive.
+"""`Silence`: decides whether a process or task that does not respond is still alive.
 
     silence = Silence(partial(processor_s, pids))
     ...
-    silence.heard()                # at each answer, token or renewal
-    if silence.exceeds(limit_s):   # asked repeatedly; True: it counts as dead
+    silence.heard()                # at each response, token or renewal
+    if silence.exceeds(limit_s):   # polled; True: the process counts as dead
 
-This is for processes that run without answering; a process that has ended is noticed by its exit. Consumes: answers,
-and at each look the used processor time and the size of the written file. Produces: the time without a sign of life.
-Waits for nothing and is woken by nothing.
+This is for processes that run without responding; the end of a process is noticed by its exit. Consumes: responses, and
+at each poll the used processor time and the size of the written file. Produces: the time without a sign of life. Waits
+for nothing and is woken by nothing.
 
 Invariants
-1. A process that computes or writes is alive. It counts as hung in a loop after `WORKING` times the limit without an
-   answer. A process that does neither counts as hung after the limit.
+1. A process that computes or writes is alive, until it has not responded for `WORKING` times the limit. Then it counts
+   as caught in an endless loop. A process that neither computes nor writes counts as hung after the limit.
 2. Limits are in seconds of a machine with a core for each runnable thread. On a loaded machine, or under an exhausted
    CPU quota, a second counts less (`load`).
-3. The time between two looks counts as at most `LONGEST_LOOK_S`, because an observer that did not run itself knows
-   nothing about others.
+3. The time between two polls counts as at most `LONGEST_LOOK_S`, because an observer that did not run itself cannot
+   tell whether the process ran.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from slime.core.cores import stalled_share
 T = TypeVar("T")
 
 WORKING = 5.0
-"""Factor on the limit for a process that computes without answering."""
+"""Factor on the limit for a process that computes without responding."""
 LEAST_SHARE = 0.1
-"""Share of a core from which a process counts as computing. Idle or deadlocked processes that poll use less."""
+"""A process that uses at least this share of a core is computing. Idle or deadlocked processes that poll use less."""
 MOST_LOAD = 20.0
 """Higher loads, such as during an outage of a file server, do not extend limits further."""
 LONGEST_LOOK_S = 5.0
-"""Must be shorter than every limit that is checked by polling."""
+"""The most that the time between two polls counts. Must be shorter than every limit that is checked by polling."""
 LOOK_EVERY_S = 1.0
 
 
 def load() -> float:
-    """How much longer work takes than on an idle machine, judged by the last minute; at least 1.
+    """The factor by which work takes longer than on an idle machine, judged by the last minute; at least 1.
 
     Uses the host's runnable threads per core, also in a container, and the share of time in which a CPU quota stopped
     all threads.
@@ -59,7 +59,7 @@ def processor_s(pids: Iterable[int]) -> float:
     used_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
-            used_s += time.clock_gettime((~pid << 3) | 2)  # the kernel's clock id of another process
+            used_s += time.clock_gettime((~pid << 3) | 2)  # the kernel's clock id of that process
     return used_s
 
 
@@ -84,14 +84,14 @@ class Silence:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds from the last answer to the last look."""
+        """Seconds from the last response to the last poll."""
         return self._at - self._since
 
     def heard(self) -> None:
         self._heard = True
 
     def exceeds(self, limit_s: float) -> bool:
-        """Looks once. True after `limit_s` without a sign of life, or `WORKING` times `limit_s` without an answer."""
+        """Polls once. True after `limit_s` without a sign of life, or `WORKING` times `limit_s` without a response."""
         passed_s = self._clock() - self._at
         if passed_s > 0:
             self._at += passed_s
@@ -120,7 +120,7 @@ def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
 
 
 async def within(work: Awaitable[T], limit_s: float, silence: Silence | None = None) -> T:
-    """The result of `work`. Raises `TimeoutError` if `silence` exceeds `limit_s` before."""
+    """Awaits `work` and returns its result. Raises `TimeoutError` if `silence` exceeds `limit_s` first."""
     silence, task = silence or Silence(), asyncio.ensure_future(work)
     try:
         while not silence.exceeds(limit_s):

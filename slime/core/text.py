@@ -1,7 +1,7 @@
-"""Text for people: makes control characters visible, shortens long text, lists names. Also the keys of engines.
+"""Text for people: makes control characters visible, shortens long text, lists names. Also defines the engines' keys.
 
-Text from models, tools and datasets also gets into exceptions. Any text that may contain it goes through `visible`
-before it reaches a terminal.
+Text from models, tools and datasets may also be in exceptions. Any text that may contain such text goes through
+`visible` before it reaches a terminal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
-"""Unicode marks that change the direction of text, so that a line displays as something else."""
+"""Unicode marks that change the direction of text, so that a line can look like a different one."""
 
 
 def visible(text: str) -> str:
-    """Escapes control characters, except newline and tab, because a terminal would execute them."""
+    """Escapes control characters, except newline and tab, because a terminal would act on them."""
     return "".join(c if c in "\n\t" or not _is_control(c) else _escape(c) for c in text)
 
 
@@ -51,7 +51,7 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
 
 
 def ends_whole(path: Path) -> bool:
-    """Whether the file ends with a line break, which it lacks if its writer was killed. Raises `OSError`."""
+    """Whether the file ends with a line break, which is missing if its writer was killed. Raises `OSError`."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -74,10 +74,10 @@ class EngineKeys:
     """API keys of the engines. There are two, so that users who may generate cannot replace weights."""
 
     use: str | None = field(default=None, repr=False)
-    """For requests by the run's own code, the router and users. None: requests need no key."""
+    """The key for requests by the run's own code, the router and users. None: requests need no key."""
     admin: str | None = field(default=None, repr=False)
-    """SGLang's `admin_api_key`, for weights, memory, pauses and aborts; users do not have it. None: `use` also serves
-    for these."""
+    """SGLang's `admin_api_key`, for weights, memory, pauses and aborts. Users do not have this key. None: `use` is also
+    the key for these requests."""
 
     @property
     def control(self) -> str | None:

@@ -3,8 +3,9 @@
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
     group    engines of one kind and size         with its own SGLang arguments
 
-The engines of a model either answer whole requests or work in pairs: one reads the prompt and passes keys and values to
-another, which samples. Without `--sglang-config` there is one model, the policy, with one group, or one group per kind.
+The engines of a model either serve whole requests or work in pairs: one engine reads the prompt and passes keys and
+values to a second engine, which samples. Without `--sglang-config` there is one model, the policy, with one group, or
+one group per kind.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Worker(str, Enum):
     ENCODER = "encoder"
     """Encodes images for the other engines of its model."""
     PLACEHOLDER = "placeholder"
-    """Not an engine; reserves GPUs that stay free."""
+    """Reserves GPUs that stay free. Has no engine."""
 
 
 PAIRED = (Worker.PREFILL, Worker.DECODE)
-"""Kinds of workers that answer a request together."""
+"""Kinds of workers that serve a request together."""
 BOOTSTRAP_OFFSET = 1
-"""A prefill engine's second port minus its first. Decode engines fetch keys and values at the second port."""
+"""A prefill engine's second port minus its first. Decode engines fetch keys and values from the second port."""
 
 
 def bootstrap_of(url: str) -> tuple[str, int]:
@@ -52,13 +53,13 @@ class EngineGroup:
     """Identical engines."""
 
     num_gpus: int
-    """Total over all engines of the group."""
+    """Total number of GPUs of all engines in the group."""
     num_gpus_per_engine: int
     worker: Worker = Worker.REGULAR
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Field name of ServerArgs -> value that overrides the run's."""
+    """Field name of ServerArgs -> value that overrides the run's value."""
     place: str = field(default="", compare=False)
-    """The group's position in the `--sglang-config` file, for messages; empty if it comes from flags."""
+    """The group's position in the `--sglang-config` file, for messages; empty if the group comes from flags."""
 
     @property
     def runs(self) -> bool:
@@ -73,11 +74,11 @@ class ServedModel:
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether it is the policy, with engines that get the trainer's weights. Other models serve their checkpoint."""
+    """Whether this is the policy, whose engines get the trainer's weights. Other models serve their checkpoint."""
 
     @property
     def in_pairs(self) -> bool:
-        """Whether its requests are served by pairs of prefill and decode engines."""
+        """Whether pairs of prefill and decode engines serve the model's requests."""
         return any(group.worker in PAIRED for group in self.groups)
 
 
@@ -125,9 +126,9 @@ class Topology:
 
 
 # How the ranks of an engine divide a model, in SGLang's terms. Each of `pp_size` pipeline stages has some of the
-# layers, and `tp_size` ranks that share them. With DP attention, the ranks of a stage form `dp_size` groups, and only
-# the ranks of a group share the attention. For experts, the ranks of a stage form `ep_size` groups that divide the
-# experts.
+# layers, and `tp_size` ranks that split these layers. With DP attention, the ranks of a stage form `dp_size` groups,
+# and the ranks of each group split the attention. For MoE layers, the ranks of a stage form `ep_size` groups that
+# divide the experts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +141,15 @@ class EngineLayout:
     dp_size: int = 1
     """Groups of ranks per stage for DP attention; each group attends to its own requests."""
     ep_size: int = 1
-    """Groups of ranks per stage for experts; each group holds whole experts, and its ranks split each of them."""
+    """Groups of ranks per stage for experts; each group has whole experts, and its ranks split each expert."""
     dp_lm_head: bool = False
-    """With DP attention: whether the ranks of a DP group share the output layer, as they share the embedding."""
+    """With DP attention: whether the ranks of a DP group split the output layer, as they split the embedding."""
     whole_dense_mlp: bool = False
-    """In a model with experts: whether each rank holds the whole MLP of dense layers."""
+    """In an MoE model: whether each rank has the whole MLP of dense layers."""
     stage_layers: tuple[int, ...] = ()
-    """Layers per pipeline stage; empty: divided evenly, with one more layer in the last stages if needed."""
+    """Layers per pipeline stage. Empty: layers are divided evenly, with one more in the last stages if needed."""
     draft: bool = False
-    """Whether it has a multi-token prediction layer, which its ranks divide in the same way."""
+    """Whether the engine has a multi-token prediction layer, which its ranks divide in the same way."""
 
     def __post_init__(self) -> None:
         sizes = (self.tp_size, self.pp_size, self.dp_size, self.ep_size)
@@ -168,24 +169,24 @@ class EngineLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, which equals the number of GPUs."""
+        """The number of ranks, which equals the number of GPUs."""
         return self.tp_size * self.pp_size
 
     @property
     def attention_tp_size(self) -> int:
-        """Number of ranks that share the attention of a layer."""
+        """The number of ranks that split the attention of a layer."""
         return self.tp_size // self.dp_size
 
     @property
     def expert_tp_size(self) -> int:
-        """Number of ranks that share one expert."""
+        """The number of ranks that split one expert."""
         return self.tp_size // self.ep_size
 
     def ranks(self) -> tuple[EngineRank, ...]:
         return tuple(EngineRank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
 
     def layers_of(self, pp_rank: int, num_layers: int) -> range:
-        """The layers of a stage. Raises `ConfigError` if there are fewer layers than stages, or the sum is wrong."""
+        """The layers of a stage. Raises `ConfigError` if there are more stages than layers, or the sum is wrong."""
         if num_layers < self.pp_size:
             raise ConfigError(f"{self.pp_size} pipeline stages are too many for {num_layers} layers; give fewer stages")
         each, more = divmod(num_layers, self.pp_size)
@@ -206,11 +207,11 @@ class EngineLayout:
 class EngineRank:
     pp_rank: int
     tp_rank: int
-    """Number of the rank within its stage."""
+    """The rank's number within its stage."""
 
     def __str__(self) -> str:
         return f"{self.tp_rank}" if not self.pp_rank else f"{self.tp_rank} of stage {self.pp_rank}"
 
 
 ONE_RANK = EngineLayout()
-"""The layout of an engine with one rank, which holds the whole model."""
+"""The layout of an engine whose only rank has the whole model."""

@@ -1,4 +1,4 @@
-"""Reads users' settings files: YAML or JSON, each with one mapping.
+"""Reads users' settings files: YAML or JSON, with one mapping per file.
 
 Invariants
 1. Any problem with such a file becomes a single `ConfigError` that names the file; no content causes a traceback.
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_BYTES = 16 * 2**20
-"""Size limit of a settings file. A larger file is not a settings file."""
+"""Maximum size of a settings file. A larger file must be something else."""
 
 MOST_NODES = 100_000
-"""Limit of the number of values in a YAML file with expanded aliases. Nine short lines can expand to billions."""
+"""Maximum number of values in a YAML file with expanded aliases. Nine short lines can expand to billions of values."""
 
 
 class Doubled(ValueError):
@@ -116,7 +116,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Strict(yaml.SafeLoader):
-        """Refuses repeated keys, except keys that override those merged in with `<<`."""
+        """Refuses repeated keys, except a key that overrides one merged in with `<<`."""
 
         def get_single_node(self) -> yaml.Node | None:
             root = super().get_single_node()

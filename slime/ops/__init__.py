@@ -1,10 +1,10 @@
 """The kernel seam: each op of a layer, in plain PyTorch (`reference`) or as GPU kernels (`fused`).
 
-Each op is one file: its formula in plain PyTorch, which runs on a CPU and is the oracle of its tests, and the fused
-form with its gradient. `select` chooses the form of each op once, when a trainer starts.
+Each file has one op: its formula in plain PyTorch, which runs on a CPU and is the oracle of the op's tests, and the
+fused form with its gradient. `select` chooses the form of each op once, when a trainer starts.
 
 Invariants
 1. A reference computes exactly its formula, bit for bit, in value and gradient.
-2. Kernels (`kernels/`) are imported when they are first called, because Triton is not installed without a GPU.
+2. Kernels (`kernels/`) are imported when they are first called, because Triton may be missing on a machine without GPU.
 3. The reference computes every CPU tensor, even if the fused form was chosen for the GPU.
 """

@@ -1,8 +1,8 @@
-"""Packed causal attention: per sequence in plain PyTorch, or one call of a FlashAttention kernel for the whole row.
+"""Packed causal attention: one sequence at a time in plain PyTorch, or one FlashAttention call for the whole row.
 
 Queries [T, heads, d] and keys [K, groups, d] of N sequences are concatenated. In each sequence the last query is
-aligned with the last key, so there may be more keys than queries (context parallelism). Each group of heads / groups
-query heads shares a key head, as the kernel supports (FlashAttention-2, Dao 2023, arXiv:2307.08691).
+aligned with the last key, so there may be more keys than queries (context parallelism). heads / groups query heads
+share one key head, as in the kernel (FlashAttention-2, Dao 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask", "scale"),
 )
-"""Arguments that `flash` passes to torch's operator, in order; valid for torch 2.11 and 2.13."""
+"""The arguments that `flash` passes to torch's operator, in order. They fit torch 2.11 and 2.13."""
 
 
 def per_sequence(
@@ -34,10 +34,10 @@ def per_sequence(
     scale: float | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v]: the reference.
+    """The reference: query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v].
 
-    `masks`: for each sequence, the keys that a query sees, bool [n, n], or None for causal. `scale`: None means 1 /
-    sqrt(d).
+    `masks`: for each sequence, the keys that each query sees, bool [n, n], or None for causal attention. `scale`: None
+    means 1 / sqrt(d).
     """
     # Views in the layout of scaled_dot_product_attention, [1, heads, T, d].
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -72,8 +72,8 @@ def flash(
 ) -> Tensor:
     """The same as `per_sequence`, for equal head sizes in half precision on a GPU; `cu_*` [N + 1] int32 on the device.
 
-    torch's operator provides the gradient. It reads rows and heads by their strides and needs only the entries of a
-    head to be contiguous: keys and values may be views of a fused projection.
+    torch's operator provides the gradient. The operator reads rows and heads by their strides, and only the entries of
+    a head must be contiguous. So keys and values may be views of a fused projection.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -95,7 +95,7 @@ def varlen(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """The same as `flash`, through `torch.nn.attention.varlen`, for a torch with another signature of the operator."""
+    """The same as `flash`, through `torch.nn.attention.varlen`, for versions of torch whose operator differs."""
     attend, options, grouped = _varlen_call()
     if query.size(1) != key.size(1):
         if grouped:
@@ -112,10 +112,10 @@ def varlen(
 
 @functools.cache
 def _varlen_call() -> tuple[Any, dict[str, Any], bool]:
-    """The function, its argument for causality, and whether it supports fewer key heads than query heads.
+    """(the function, its argument for causal attention, whether it supports fewer key heads than query heads).
 
-    torch 2.10 calls causality `is_causal`; later versions use a window of (-1, 0), and still later ones support grouped
-    queries. Both align the last query of a sequence with its last key (FlashAttention since 2.1).
+    torch 2.10 has the argument `is_causal`; later versions have a window of (-1, 0), and still later versions support
+    grouped queries. All versions align the last query of a sequence with its last key (FlashAttention since 2.1).
     """
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     names = inspect.signature(attend).parameters

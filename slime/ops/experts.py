@@ -1,15 +1,15 @@
-"""The ops of a layer of experts: ordering token rows by expert and restoring their order, products of groups of rows,
-and SwiGLU times the router's weight.
+"""The ops of an MoE layer: permutes token rows into the order of experts and back, multiplies groups of rows, and
+computes SwiGLU times the router's weight.
 
-Each has two forms. "reference" runs on any device. "fused" is PyTorch's grouped product of bfloat16
-(`torch._grouped_mm`), one kernel for all groups, whose sizes stay on the device; the reference waits for the sizes once
-per layer, and multiplies one group at a time.
+Each op has two forms. "reference" runs on any device. It waits for the sizes of the groups once per layer, and
+multiplies one group at a time. "fused" uses PyTorch's grouped product of bfloat16 (`torch._grouped_mm`): one kernel
+multiplies all groups, and their sizes stay on the device.
 
 Invariants
 1. Rows are ordered by expert, and the rows of one expert by token. Every row belongs to one group, and is multiplied
    only by the weight of that group.
 2. The weight gradient of a group without rows is zero.
-3. "reference" computes the same bits as one linear layer per group: forward, gradient of rows, gradient of weights.
+3. "reference" is bitwise equal to one linear layer per group: forward, gradient of rows, gradient of weights.
 4. `gather_rows` and `sum_rows` are each other's gradient. A token's rows are added in the order of its experts:
    "reference" adds in the dtype of the rows, bit for bit like Megatron, and "fused" adds in float32.
 5. In both forms SwiGLU (Shazeer 2020, arXiv:2002.05202) rounds each factor to the dtype of the rows: silu(gate), its
@@ -32,24 +32,24 @@ from slime.ops.select import FUSED, name_of
 Form = Literal["reference", "fused"]
 
 _MULTIPLE = 8
-"""A bfloat16 row must begin at a multiple of 16 bytes: sizes are padded to this many numbers."""
+"""Rows are padded to a multiple of this size, because a bfloat16 row must begin at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """The division of rows into groups; the rows of a group are adjacent, group after group."""
+    """The division of rows into groups. The rows of a group are adjacent."""
 
     ends: Tensor
-    """int32 [groups], on the device of the rows: the end of each group."""
+    """int32 [groups], on the device of the rows: the index after the last row of each group."""
 
     @classmethod
     def of(cls, sizes: Tensor, device: torch.device) -> RowGroups:
-        """Builds the groups from the number of rows in each [groups], on any device."""
+        """Builds the groups from `sizes` [groups], the number of rows in each group, on any device."""
         return cls(sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Rows of each group, on the host. Waits for the device once."""
+        """The number of rows of each group, on the host. Waits for the device once."""
         ends: list[int] = self.ends.tolist()
         return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
@@ -70,7 +70,10 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
     if found:
         return found
     try:
-        if torch.cuda.get_device_capability()[0] not in (9, 10):  # on other GPUs it is a loop that waits for sizes
+        if torch.cuda.get_device_capability()[0] not in (
+            9,
+            10,
+        ):  # other GPUs have a loop that waits for sizes
             return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
@@ -97,7 +100,7 @@ def _probe() -> None:
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, form: Form) -> Tensor:
     """x [rows, in], weight [groups, out, in] -> [rows, out]: x_g @ weight_g^T for the rows of each group.
 
-    Both have the same dtype; for the fused form bfloat16 on a GPU.
+    x and weight have the same dtype, which must be bfloat16 for the fused form. The fused form needs a GPU.
     """
     match form:
         case "reference":
@@ -137,7 +140,7 @@ class _OneByOne(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """One kernel for each of the three products, in layouts that it accepts for groups of any size."""
+    """Computes each of the three products in one kernel, in layouts that the kernel accepts for groups of any size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
@@ -186,8 +189,9 @@ class RowPlan:
 def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
     """The plan for a routing map, bool [tokens, experts], in which each token has exactly `topk` experts.
 
-    All tokens have the same number of experts, so the host knows all sizes and nothing waits for the device. A map with
-    another number of choices raises an error; on a GPU the error appears at a later synchronisation.
+    All tokens have the same number of experts, so the host can compute all sizes and nothing waits for the device. A
+    map with a different number of experts per token raises an error. On a GPU the error appears at a later
+    synchronisation.
     """
     num_tokens, num_experts = routing_map.shape
     device, num_rows = routing_map.device, num_tokens * topk
@@ -208,12 +212,12 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
 
 
 def row_weights(weights: Tensor, plan: RowPlan) -> Tensor:
-    """The router's weights [tokens, experts] -> [rows]."""
+    """Converts the router's weights [tokens, experts] to [rows]."""
     return weights.reshape(-1).gather(0, plan.tokens * weights.size(1) + plan.experts)
 
 
 def gather_rows(x: Tensor, plan: RowPlan, form: Form) -> Tensor:
-    """Tokens [tokens, H] -> rows [rows, H]. The gradient sums the rows."""
+    """Copies tokens [tokens, H] to rows [rows, H]. The gradient of a token sums its rows."""
     match form:
         case "reference":
             return x.index_select(0, plan.tokens)
@@ -223,7 +227,7 @@ def gather_rows(x: Tensor, plan: RowPlan, form: Form) -> Tensor:
 
 
 def sum_rows(y: Tensor, plan: RowPlan, form: Form) -> Tensor:
-    """Rows [rows, H] -> the sum of each token's rows [tokens, H]. The gradient gathers them."""
+    """Sums each token's rows: [rows, H] -> [tokens, H]. The gradient of a row is that of its token."""
     match form:
         case "reference":
             out = y.new_zeros(plan.slots.size(0), y.size(1))

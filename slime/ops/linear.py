@@ -1,8 +1,9 @@
 """The weight gradient of a linear layer, summed over micro-batches: total [out, in] += grad [T, out].T @ inputs.
 
-`add_reference` does the same as autograd and a gradient hook: the product is rounded to the dtype of the model and then
-added to the float32 sum. `add_fused` adds inside the matrix product, so it needs no temporary as large as the weight,
-and never rounds the product to half precision. It changes only `total`, in place, and never waits for the device.
+`add_reference` does the same as autograd with a gradient hook: it rounds the product to the dtype of the model and then
+adds the product to the float32 sum. `add_fused` adds inside the matrix product, so it needs no temporary of the
+weight's size, and never rounds the product to half precision. It changes only `total`, in place, and never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b in their dtype, summed in float32 and rounded once. On a CPU, half precision is multiplied in float32,
-    which without bf16 instructions is up to 60 times faster.
+    """a @ b in their dtype, summed in float32 and rounded once.
+
+    On a CPU, half precision is multiplied in float32, which is up to 60 times faster without bf16 instructions.
     """
     if a.device.type != "cpu" or a.element_size() > 2:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -27,8 +29,8 @@ def add_reference(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """The same as `add_reference`, but adds the product in the dtype of `total`: that of the inputs, or float32. T may
-    be 0.
+    """The same as `add_reference`, but adds the product in the dtype of `total`, which is that of the inputs or
+    float32. T may be 0.
     """
     if not grad.size(0):
         return

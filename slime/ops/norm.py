@@ -2,7 +2,7 @@
 transformers.
 
 Statistics are float32. The normed value is rounded to the dtype of the input before it is multiplied by the weight. A
-zero-centered weight (Gemma, Qwen3-Next), which stores the difference from 1, multiplies in float32 before the rounding.
+zero-centered weight (Gemma, Qwen3-Next) stores the difference from 1. It is multiplied in float32 before the rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.ops.select import FUSED, name_of, num_processors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """x [..., H], weight [H] -> [..., H], by the chosen implementation. The fused one needs both in the same dtype."""
+    """x [..., H], weight [H] -> [..., H], by the chosen form. The fused form needs both in the same dtype."""
     if name_of("norm", x) == FUSED:
         out: Tensor = FusedNorm.apply(x, weight, eps, zero_centered)
         return out
@@ -33,7 +33,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fa
 
 
 class FusedNorm(torch.autograd.Function):
-    """One kernel forward and one backward, and one that sums the weight's gradient in float32 over its programs."""
+    """Uses one kernel forward, one backward, and one that sums the parts of the weight's gradient in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

@@ -1,13 +1,13 @@
-"""From the fused projection of attention to queries, keys and values: split, norm of each head, rotary embedding.
+"""Turns the fused projection of attention into queries, keys and values: split, norm of each head, rotary embedding.
 
 The projection of a token has [q ... q, k, v] for each key head (group): its query heads, its key, its value. Queries
 and keys may be normed (root mean square over a head, see `norm`). The first r entries of a head are rotated by the
 angles of the token's position (RoFormer, Su et al. 2021), in pairs (0, r / 2), (1, r / 2 + 1), ... or, interleaved, (0,
-1), (2, 3), ...; the others are unchanged. cos and sin [T, r / 2] float32 are computed once per packed row
+1), (2, 3), ...; the other entries are unchanged. cos and sin [T, r / 2] float32 are computed once per packed row
 (`models.common.rotary.cos_sin`).
 
-The reference has the bits of Megatron's own path (`SelfAttention.get_query_key_value_tensors`, `apply_rotary_pos_emb`).
-The fused kernel rounds once at its end, not after the norm.
+The reference is bitwise equal to Megatron's own path (`SelfAttention.get_query_key_value_tensors`,
+`apply_rotary_pos_emb`). The fused kernel rounds only once, at its end, and not after the norm.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def reference(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """x [T, heads, d], cos and sin [T, r / 2] -> the same, with the first r entries of each head rotated."""
+    """x [T, heads, d], cos and sin [T, r / 2] -> x with the first r entries of each head rotated."""
     rotated, passed = x.split([2 * cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
     first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     c, s = (t.unsqueeze(1).to(x.dtype) for t in (cos, sin))
@@ -72,10 +72,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 class FusedHeads(torch.autograd.Function):
-    """One kernel forward and one backward, and one that sums the gradients of the norms' weights.
+    """Uses one kernel forward, one backward, and one that sums the gradients of the norms' weights.
 
-    With norms the projection is kept for the backward pass, and the values are a view of it. Without norms it is not
-    kept, and the values are copied.
+    With norms the projection is kept for the backward pass, and the values are a view of the projection. Without norms
+    the projection is not kept, and the values are copied.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Copies of rows, and the sum of their gradients: this gives all samples with a shared prefix its keys and values.
+"""Copies rows and sums the copies' gradients. All samples with a shared prefix get its keys and values this way.
 
-A row may be copied any number of times. The reference is `index_select`, whose gradient is added in the dtype of the
-rows; on a GPU in an arbitrary order. The fused form adds in float32, in the order of the copies.
+A row may be copied any number of times. The reference is `index_select`, which adds gradients in the dtype of the rows,
+and on a GPU in an arbitrary order. The fused form adds them in float32, in the order of the copies.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Repeats:
 
     @staticmethod
     def arrays(rows: npt.NDArray[np.int64], num_rows: int) -> dict[str, npt.NDArray[Any]]:
-        """The fields as arrays on the host."""
+        """Returns the fields as arrays on the host."""
         starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))])
         order = np.argsort(rows, kind="stable")
         return {"rows": rows, "order": order.astype(np.int32), "starts": starts.astype(np.int32)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Repeats:
-        """Builds it from the tensors of `arrays`, whose names begin with `prefix`."""
+        """Builds the record from the tensors of `arrays`, whose names begin with `prefix`."""
         return cls(*(tensors[prefix + name] for name in ("rows", "order", "starts")))
 
 
@@ -54,7 +54,7 @@ def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
 
 @contextmanager
 def repeated(rows: Sequence[Tensor], repeats: Repeats) -> Iterator[tuple[Tensor, ...]]:
-    """Copies of each of `rows` for the block; the backward pass recomputes them instead of keeping them."""
+    """Yields copies of each tensor in `rows`. The backward pass recomputes the copies instead of keeping them."""
     made = tuple(repeat_rows(x, repeats) for x in rows)
     sources = [x.detach() for x in rows]
     places = [(x.data_ptr(), x.shape, x.stride()) for x in made]

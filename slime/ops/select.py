@@ -1,7 +1,7 @@
-"""The implementation of each op on a device: chosen once when a trainer starts, printed by `slime doctor`.
+"""Chooses the implementation of each op on a device once, when a trainer starts. `slime doctor` prints the choice.
 
-`--kernels auto` takes the fused form of an op if it can run, "reference" never does, and "fused" raises an error if a
-form cannot run. The choice includes its reasons, so that nothing falls back silently.
+`--kernels auto` takes the fused form of an op if that form can run, "reference" never does, and "fused" raises an error
+if an op has no fused form that can run. The choice includes its reasons, so that nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Choice:
     name: str
     """"reference", or the name of a fused form."""
     why: str
-    """The reasons for this choice, or against the fused form."""
+    """The reasons for this choice, or the reasons why the fused form cannot run."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} ({self.why})"
@@ -71,7 +71,7 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
 """Op -> its fused forms, best first."""
 
 _chosen: dict[str, Choice] = {}
-"""The choices of this process; an op without one uses the reference."""
+"""The choices of this process. An op that is not in here uses the reference."""
 
 
 def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:

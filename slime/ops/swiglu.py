@@ -12,7 +12,7 @@ from slime.ops.select import FUSED, name_of
 
 
 def swiglu(mixed: Tensor) -> Tensor:
-    """mixed [..., 2 F], gates before values -> [..., F], by the chosen implementation."""
+    """mixed [..., 2 F], gates before values -> [..., F], by the chosen form."""
     if name_of("swiglu", mixed) == FUSED:
         out: Tensor = FusedSwiGLU.apply(mixed)
         return out
@@ -25,7 +25,7 @@ def reference(mixed: Tensor) -> Tensor:
 
 
 class FusedSwiGLU(torch.autograd.Function):
-    """One kernel forward and one backward, in float32 inside."""
+    """Uses one kernel forward and one backward. Both compute in float32."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor) -> Tensor:

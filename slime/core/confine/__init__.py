@@ -1,11 +1,11 @@
 """Confines processes that handle untrusted input: programs that a model wrote, an agent's commands, graders of texts.
 
-A supervisor enters new namespaces without a network and switches to an unused user id (`leave`), builds the file system
-that its children see (`view.build`), and forks them. Each child sets its limits, drops its privileges, and gives up all
-other files, sockets and system calls with Landlock (`confine`) and seccomp (`Calls`); `give_up` does these steps. While
-the children run, the supervisor watches their memory (`view.exceeds`).
+A supervisor enters new namespaces without a network and switches to an unused user id (`leave`). It builds the file
+system that its children see (`view.build`), and forks the children. Each child sets its limits, drops its privileges,
+and gives up all other files, sockets and system calls with Landlock (`confine`) and seccomp (`Calls`); `give_up` does
+these steps. While the children run, the supervisor polls their memory (`view.exceeds`).
 
-Standard library only, Linux only: supervisors run this without any package.
+Runs on Linux only, and uses only the standard library, because supervisors run without any package.
 
 Invariants
 1. A process and its descendants never regain a right that it gave up.
@@ -34,7 +34,7 @@ READ, ALL = 0b1101, -1
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 """System files that Python needs."""
 _RIGHTS_SINCE, _OF_FILES = {1: 13, 2: 14, 3: 15, 5: 16}, 0b1100000000000111
-"""Landlock version -> number of file rights that it knows; and a mask of the rights that apply to a plain file."""
+"""Landlock version -> number of file rights in that version; and a mask of the rights that apply to a plain file."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -70,9 +70,9 @@ def confine(allowed: Mapping[str, int]) -> bool:
     return bool(_libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
 
 
-# The system call filter (seccomp(2)) is a classic BPF program. It sees a call's number and the arguments in registers,
-# but no memory. Calls with arguments in memory (`clone3`, io_uring) fail with ENOSYS, so libraries fall back to older
-# ones. Supports x86-64 and aarch64; a call through another architecture's table kills the process.
+# The system call filter (seccomp(2)) is a classic BPF program. The filter sees a call's number and the arguments in
+# registers, but no memory. Calls with arguments in memory (`clone3`, io_uring) fail with ENOSYS, so libraries fall back
+# to older calls. Supports x86-64 and aarch64; a call through the table of any other architecture kills the process.
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> (column in `_TABLE`, the kernel's audit architecture)."""
@@ -123,7 +123,7 @@ chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futime
 _ATTRIBUTES = _words("setxattr lsetxattr fsetxattr setxattrat")
 """Calls that fail with EOPNOTSUPP, because attributes of a file in memory do not count towards its size."""
 _LANDLOCK = _words("landlock_create_ruleset landlock_add_rule landlock_restrict_self")
-"""Refused calls: rules take memory without a limit, and a confined process is already restricted."""
+"""Refused calls: Landlock rules take memory without a limit, and a confined process is already restricted."""
 _OWN_PACE = _words("sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority ioprio_set")
 _WATCHES = _words("inotify_init inotify_init1")
 _KILLS = _words("kill tgkill rt_sigqueueinfo rt_tgsigqueueinfo")
@@ -132,7 +132,7 @@ _OF_MANY = _words("tkill pidfd_send_signal setpriority ioprio_set")
 """Calls on other processes. `_KILLS` and `_OF_PROCESSES` take a pid first (in the latter, 0 means the caller);
 `_OF_MANY` identify processes in other ways."""
 _MISSING = _words("io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret io_setup") + _LANDLOCK
-"""Calls that fail with ENOSYS, so that programs fall back to others."""
+"""Calls that fail with ENOSYS, so that programs fall back to other calls."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX = 1031, 8, 15
@@ -154,18 +154,18 @@ _SECCOMP, _SET_MODE_FILTER, _ALL_THREADS = (317, 277), 1, 1
 class Calls:
     """The system calls that a process may still make. Its children may make no others.
 
-    Pipes and sockets keep their default buffer sizes, because no process limit counts that memory. No process may
-    change the limits of another one, which could be the supervisor.
+    Pipes and sockets keep their default buffer sizes, because no process limit counts their memory. No process may
+    change the limits of a different process, which could be the supervisor.
     """
 
     internet: bool = False
     """TCP and UDP sockets, and netlink sockets that list network devices."""
     unix: bool = False
-    """Unix sockets with a path or a name. Without it: only connected pairs, no file watches, and no setting of CPU
+    """Unix sockets with a path or a name. If False: only connected pairs, no file watches, and no setting of CPU
     affinity or priority, with which a program could slow itself down."""
     programs: bool = True
     """Starting and signalling other processes, and changing owners, modes and times of files, which Landlock does not
-    check. Without it: only threads."""
+    check. If False: only threads."""
     namespaces: bool = False
     """Creating namespaces and mounts, for a process that will confine others."""
 
@@ -195,7 +195,7 @@ class Calls:
         return [*program, _step(_RETURN, _ALLOW)]
 
     def _answers(self) -> Iterator[tuple[str, list[bytes]]]:
-        """Pairs of a call's name and the filter steps that answer it."""
+        """Yields (call, filter steps that decide it)."""
         kept = {*_LOOKED_AT, *_KILLS, *_OF_PROCESSES, *(_NAMESPACES if self.namespaces else ())}
         kept |= {*_FILES, *_OF_MANY} if self.programs else set()
         kept |= {*_LANDLOCK} if self.namespaces else set()
@@ -221,7 +221,11 @@ class Calls:
             yield "clone", [_argument(0), *of_new, *of_all, _step(_RETURN, _ALLOW)]
         if self.programs:
             allowed = [*_one_of((0,), [_step(_RETURN, _ALLOW)]), _argument(2), _step(_EQUAL, 0, 0, 3)]
-            allowed += [_argument(2, upper=True), _step(_EQUAL, 0, 0, 1), _step(_RETURN, _ALLOW)]  # only reads limits
+            allowed += [
+                _argument(2, upper=True),
+                _step(_EQUAL, 0, 0, 1),
+                _step(_RETURN, _ALLOW),
+            ]  # only reads limits
             yield "prlimit64", [_argument(0), *allowed, _refuse(errno.EPERM)]
             return
         for name in _PROGRAMS:
@@ -297,17 +301,17 @@ def become(user: int) -> None:
 
 
 def show_own_files() -> None:
-    """Lets this process read its own files in /proc again after a change of user, which forbids that."""
+    """Lets this process read its own files in /proc again. A change of user forbids that."""
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ()) -> dict[str, int] | None:
-    """Moves this process, which must have only one thread, into new namespaces; returns None if that is not permitted.
+    """Moves this process, which must have only one thread, into new namespaces. Returns None if that is not permitted.
 
     A new user namespace makes this possible without privileges, on kernels and in containers that allow it. `user`: the
-    user that a root process switches to if possible; it keeps its capabilities in the namespaces. `keep`: files and
-    folders for a `view`. Returns a descriptor for each of them, because the new user might not reach the paths. Raises
-    `OSError` if one is missing.
+    user that a root process switches to if possible; the process keeps its capabilities in the namespaces. `keep`:
+    files and folders for a `view`. Returns a descriptor for each of them, because the new user might not reach the
+    paths. Raises `OSError` if one is missing.
     """
     uid, gid = os.getuid(), os.getgid()
     change = user is not None and uid == 0
@@ -325,15 +329,15 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
         show_own_files()
     elif left:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with contextlib.suppress(OSError):  # the process has its rights even without id maps
+            with contextlib.suppress(OSError):  # the process has its capabilities even without id maps
                 Path("/proc/self", name).write_text(text)
     return kept if whole else None
 
 
 def _start_mapper(user: int) -> tuple[int, int]:
-    """Forks a process that maps `user` into the caller's future user namespace; returns (pipe to start it, its pid).
+    """Forks a process that maps `user` into the caller's future user namespace. Returns (pipe that starts it, its pid).
 
-    The forked process stays outside, where root may assign any id.
+    The forked process stays outside that namespace, where root may assign any id.
     """
     told, tell = os.pipe()
     parent, mapper = os.getpid(), os.fork()
@@ -354,7 +358,7 @@ def _start_mapper(user: int) -> tuple[int, int]:
 def give_up(
     *, limits: Mapping[int, int], calls: Calls, user: int | None, files: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Does the last steps of confinement, in the only order that works. Returns `LANDLOCK` or `CALLS` for each failure.
+    """Does the last steps of confinement, in the only order that works. Returns the failed ones: `LANDLOCK`, `CALLS`.
 
     `limits`: RLIMIT -> value. `user`: the user that a root process switches to if possible; None: no change. `files`:
     path -> rights for `confine`; None: no Landlock.
@@ -366,7 +370,7 @@ def give_up(
         resource.setrlimit(limit, (value, value))
     missing = [] if files is None or confine(files) else [LANDLOCK]
     if user is not None and os.getuid() == 0:
-        with contextlib.suppress(OSError):  # the namespace maps only root
+        with contextlib.suppress(OSError):  # fails if the namespace maps only root
             become(user)
     _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)

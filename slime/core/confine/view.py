@@ -1,8 +1,8 @@
 """The file system of a confined process: its own root, with the system's programs and libraries read-only.
 
-A process that has left its mount namespace builds the view once (`build`). Each confined process enters it (`enter`) in
-its own mount namespace, with writable folders of limited size in memory that vanish with the namespace. Nothing else of
-the host is visible, not even sockets of other programs.
+A process that has left its mount namespace builds the view once (`build`). Each confined process enters the view
+(`enter`) in its own mount namespace. Writable folders of limited size are in memory and vanish with the namespace.
+Nothing else of the host is visible, not even sockets of other programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SHOWN_OF_PROC = frozenset(("cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "sys"))
 SHOWN_OF_PROC |= {"thread-self", "uptime", "version", "vmstat"}
-"""Entries of /proc that stay visible besides processes. All others, such as the kernel's command line, are empty."""
+"""Entries of /proc that stay visible besides processes. All others, such as the kernel's `cmdline`, are empty."""
 SMALLER = MappingProxyType(
     {
         "user/max_inotify_instances": "16",
@@ -103,7 +103,7 @@ def show_processes(target: str) -> None:
     mount("proc", target, "proc", _NOSUID | _NODEV | _NOEXEC)
     Path(target, "sys/user/max_user_namespaces").write_text("0")
     for name, value in SMALLER.items():
-        with contextlib.suppress(OSError):  # not in this kernel
+        with contextlib.suppress(OSError):  # this kernel lacks the entry
             Path(target, "sys", name).write_text(value)
     for name in os.listdir(target):
         if name.isdigit() or name in SHOWN_OF_PROC:
@@ -144,10 +144,10 @@ def _must(what: str, status: int) -> None:
 # The memory of a process tree. Without a control group the kernel limits only single processes, so the supervisor
 # measures the whole tree.
 #
-# It counts private memory (resident or swapped) and shared memory, but no files. The first check is cheap: it sums what
-# each process has mapped. Only if that exceeds the limit, the second check divides shared pages among the processes, as
-# the kernel does (PSS). The kernel does not report its memory for sockets and pipes, so their number is limited as if
-# all buffers were full.
+# The sum includes private memory (resident or swapped) and shared memory, but no files. The first check is cheap: it
+# sums what each process has mapped. Only if that sum exceeds the limit, the second check divides shared pages among the
+# processes, as the kernel does (PSS). The kernel does not report its memory for sockets and pipes, so their number is
+# limited as if all buffers were full.
 
 _OF_STATUS = ("RssAnon", "RssShmem", "HugetlbPages", "VmSwap")
 _OF_MAPS = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_Hugetlb")
@@ -155,7 +155,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def threads_of(pid: int) -> list[int]:
-    """Thread ids, the main thread first (it may have ended before the others); empty if the process is gone."""
+    """Thread ids of a process, first the main thread, which may have ended; empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:
@@ -163,7 +163,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Pids of the children of all its threads; empty if the process is gone."""
+    """Pids of the children of all threads of a process; empty if the process is gone."""
     found: list[int] = []
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
@@ -181,12 +181,12 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a thread of the process still runs. If not, the process is gone or waits to be reaped."""
+    """Whether a thread of the process still runs. If none does, the process is gone or waits to be reaped."""
     return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
 
 
 def fields_of(pid: int) -> dict[str, str]:
-    """The kernel's status of a process or a thread; empty if it is gone."""
+    """The kernel's status of a process or a thread; empty if the process is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -238,7 +238,7 @@ def _buffers(pids: Iterable[int]) -> set[str]:
 
 
 def _with_memory(pid: int) -> tuple[int, dict[str, str]]:
-    """A live thread and its status, because the kernel reports no memory for a thread that has ended."""
+    """(id of a live thread, its status). The kernel reports no memory for a thread that has ended."""
     fields: dict[str, str] = {}
     for thread in (pid, *threads_of(pid)[1:]):
         fields = fields_of(thread)
@@ -253,7 +253,7 @@ def _mapped_bytes(pid: int) -> int:
 
 
 def _share_bytes(pid: int) -> int:
-    """The process's proportional share of memory; all of its mapped memory if the kernel does not report shares."""
+    """The process's proportional share of memory, or all its mapped memory if the kernel does not report shares."""
     try:
         lines = Path(f"/proc/{_with_memory(pid)[0]}/smaps_rollup").read_text().splitlines()
     except OSError:

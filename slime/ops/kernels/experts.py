@@ -1,4 +1,4 @@
-"""Triton kernels of a layer of experts: the sum of a token's rows, and weighted SwiGLU with its gradient.
+"""Triton kernels of an MoE layer: the sum of each token's rows, and weighted SwiGLU with its gradient.
 
 Rows are contiguous. Offsets are 64 bits wide, because the rows of a layer may hold more than 2^31 numbers.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WIDEST = 1024
-"""The most numbers of a row that one pass of a program handles."""
+"""Maximum number of a row's entries that a program handles in one pass."""
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Kernels for the heads of one token: norm, rotation, copy, and the gradient. Called by `kernels.qk_rotary`.
 
-Programs handle `HEADS` heads at a time, in float32, each split into the first members of its rotated pairs, the second
-members, and the rest (`places`). The heads of a projection are in groups of WIDTH heads: head h of COUNT is head h %
-PER of group h // PER. NORM: 0 without norms, 1 with norms, 2 with zero-centered weights.
+Programs handle `HEADS` heads at a time, in float32. Each head is split into the first members of its rotated pairs, the
+second members, and the rest (`places`). The heads of a projection are in groups of WIDTH heads: head h of COUNT is head
+h % PER of group h // PER. NORM: 0 without norms, 1 with norms, 2 with zero-centered weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 HEADS = tl.constexpr(8)
-"""The number of heads that a program works on at a time."""
+"""The number of heads that a program handles at a time."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def places(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def angles(cos, sin, token, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos and sin [PAIRS] of a token."""
+    """Loads cos and sin [PAIRS] of a token."""
     pair = tl.arange(0, PAIRS)
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)
@@ -50,7 +50,7 @@ def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  
 
 @triton.jit
 def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse of `load_heads`."""
+    """Stores the parts of heads; the inverse of `load_heads`."""
     kind = start.dtype.element_ty
     head = start + place[:, None]
     kept = kept[:, None]
@@ -61,7 +61,7 @@ def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.con
 
 @triton.jit
 def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm's weights for the three parts of a head, [1, ...] each."""
+    """Loads the norm's weights for the three parts of a head, [1, ...] each."""
     a = tl.load(weight + first, mask=first < SIZE, other=0.0).to(tl.float32)
     b = tl.load(weight + second, mask=second < SIZE, other=0.0).to(tl.float32)
     c = tl.load(weight + others, mask=others < SIZE, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Kernels of the root mean square norm. A program works on a tile of whole rows, so a row must fit into registers.
+"""Kernels of the root mean square norm. A program handles a tile of whole rows, so a row must fit into registers.
 
-Each program of the backward kernel works on a share of the rows and keeps its part of the weight's gradient, which
-`column_sums` adds up: without atomics, so that the same input gives the same bits.
+Each program of the backward kernel handles a share of the rows and keeps its part of the weight's gradient.
+`column_sums` adds up these parts without atomics, so that the result is deterministic bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from slime.ops.kernels.sums import column_sums
 
 _TILE = 2048
-"""The number of entries of a tile, for rows that are shorter."""
+"""The number of entries of a tile. If rows are longer, a tile is one row."""
 _LONGEST = 32768
 """The longest supported row, in entries."""
 
@@ -60,7 +60,7 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    # The rows are divided among as many programs as can run at the same time.
+    # The number of programs is the number that can run at the same time.
     programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](

@@ -1,8 +1,9 @@
-"""Kernels that split a fused projection into heads, norm and rotate queries and keys, and their gradient.
+"""Kernels that split a fused projection into heads, and norm and rotate queries and keys; with their gradient.
 
-A program works on one token, a few heads at a time, so it reads the token's cos and sin once. The backward kernel reads
-the gradients of queries, keys and values and writes that of the whole projection. Where norms are trained, each of its
-programs works on a share of the tokens and keeps its part of the weights' gradients, which `column_sums` adds up.
+A program handles one token, a few heads at a time, so it reads the token's cos and sin once. The backward kernel reads
+the gradients of queries, keys and values and writes the gradient of the whole projection. If norms are trained, each
+program of the backward kernel handles a share of the tokens and keeps its part of the weights' gradients.
+`column_sums` adds up these parts.
 """
 
 from __future__ import annotations

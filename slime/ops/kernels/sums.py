@@ -30,7 +30,7 @@ def _column_sums(partial, out, num_rows, size, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 _WIDEST = 1024
-"""The most numbers of a row that one program handles."""
+"""Maximum number of a row's entries that one program handles."""
 
 
 @triton.jit

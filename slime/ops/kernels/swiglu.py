@@ -1,4 +1,4 @@
-"""Kernels of silu(gate) * up: a program works on a block of one row. Offsets are 64 bits wide, for many rows."""
+"""Kernels of silu(gate) * up. A program handles a block of one row. Offsets are 64 bits wide, for many rows."""
 
 from __future__ import annotations
 
