@@ -1,7 +1,7 @@
-"""The work of `slime convert`: weights from one kind of folder to another, and rollouts of the public slime to ours.
+"""Converts weights between kinds of folders, and rollouts of the public slime to ours, for `slime convert`.
 
-Weights are converted one tensor at a time (except to `torch_dist`), without model, ranks or engines. The target gets
-its name when it is complete.
+Weights are converted one tensor at a time (except to `torch_dist`), without model, ranks or engines. The target folder
+gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ def convert(
     *,
     trust_pickle: bool = False,
 ) -> None:
-    """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep types.
+    """Converts `source` and writes `target`.
 
-    `hf_checkpoint`: for a checkpoint its initial model, which provides the tensors that training does not hold; for a
-    `torch_dist` folder the model with config and tokenizer; for adapters the base model to name. `model_family`: as the
-    flag of training. `trust_pickle`: open a `torch_dist` folder. Raises `CheckpointError` if `target` is not empty or
-    `source` is damaged, `ConfigError` for an unknown model, a missing tensor, or pickles without trust.
+    `to` is a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep types. For a checkpoint,
+    `hf_checkpoint` is its initial model, which provides the tensors that training does not hold; for a `torch_dist`
+    folder, the model with config and tokenizer; for adapters, the base model to name. `model_family` is the value of
+    `--model-family`. `trust_pickle` allows a `torch_dist` folder as source. Raises `CheckpointError` if `target` is not
+    empty or `source` is damaged, `ConfigError` for an unknown model, a missing tensor, or pickles without trust.
     """
     check_folders(source, target, to, hf_checkpoint, trusted=trust_pickle)
     if not logging.getLogger().handlers:
@@ -112,7 +113,7 @@ def _write_adapters(source: Path, target: Path, base: Path | None) -> None:
 
 
 def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
-    """Leaves out tensors that training does not hold: Megatron has no name for them."""
+    """Writes a `torch_dist` folder, without tensors that training does not hold: Megatron has no names for them."""
     from slime.training.foreign.write_torch_dist import write_torch_dist
 
     progress = stack.enter_context(Progress("convert", total=len(found.table.entries), unit="parameters"))
@@ -124,7 +125,7 @@ def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
 
 
 def described(folder: Path) -> str:
-    """Files, tensors, types and sizes of a folder of weights, as text."""
+    """Returns the files, tensors, types and sizes of a folder of weights, as text."""
     if (megatron := checkpoint_in(folder)) is not None:
         parts = sorted(file for file in megatron.glob("*.distcp"))
         num_bytes = sum(file.stat().st_size for file in parts)
@@ -163,7 +164,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
                 "name the folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
-    # Training updates the master weights; the model in fewer bits is their rounding, which engines served.
+    # Training updates the master weights. The model in fewer bits is their rounding, which engines served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
     found = _Source(opened.assets, opened.table, opened.table.hf_names, tensors)
     return _with_carried(found, to, hf_checkpoint, stack)
@@ -197,14 +198,14 @@ def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, st
 
 
 def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """`exact`: dequantise to float32, because the tensors are rounded again later."""
+    """Yields name and tensor. `exact` dequantises to float32, because the caller rounds the tensors again."""
     for name in names:
         yield name, read(name) if exact else read.plain(name)
         read.release()
 
 
 def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Wide rows stay wide, also in layers that training does not hold."""
+    """Yields the tensors in the types of `to`. Wide rows stay wide, also in layers that training does not hold."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
         for part, weight in formats.apart(name, tensor) if to == FP8 else [(name, tensor)]:
@@ -220,12 +221,12 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
 
 
 def _anywhere(name: str) -> str:
-    """A name without its layer number."""
+    """Replaces numbers in a name, so that all layers have one name."""
     return re.sub(r"\d+", "N", name)
 
 
 def _kept(names: Iterable[str]) -> list[str]:
-    """Modules with a matrix that `--to fp8` does not quantise, as engines expect them in the config."""
+    """Returns the modules with a matrix that `--to fp8` does not quantise, as engines expect them in the config."""
     kept = [name for name in names if not formats.quantises(name)]
     return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]
 
@@ -233,8 +234,8 @@ def _kept(names: Iterable[str]) -> list[str]:
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     """Writes a rollout of the public slime in the format of `--load-debug-rollout-data`; returns a description.
 
-    Raises like `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, `DataError` for samples
-    that cannot be replayed.
+    Raises the errors of `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, and `DataError`
+    for samples that cannot be replayed.
     """
     check_rollout(source, target, trusted=trusted)
     rollout = Rollout(source)

@@ -1,5 +1,7 @@
-"""`slime convert IN OUT`: converts weights to a Hugging Face folder, to another type, or to Megatron's `torch_dist`; or
-a rollout of the public slime to ours. Arguments are checked before torch is imported.
+"""`slime convert IN OUT`: converts weights or a rollout of the public slime.
+
+Weights become a Hugging Face folder, optionally in a different type, or Megatron's `torch_dist`. A rollout becomes one
+in our format. Arguments are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Converts (`slime/cli/conversion.py`), and prints a description of the result."""
+    """Checks the arguments, converts (`slime/cli/conversion.py`), and prints a description of the result."""
     if options.source.suffix == ".pt":
         if options.to is not None:
             raise ConfigError(f"got --to {options.to} for {options.source}, a rollout, which holds no weights; drop it")

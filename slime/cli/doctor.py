@@ -87,7 +87,7 @@ def check_device(device: str) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Free main memory for the demo, which runs an engine and a trainer at the same time."""
+    """Checks for enough free memory for the demo, which runs an engine and a trainer at the same time."""
     available = {
         key: int(value.split()[0]) << 10
         for key, _, value in (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -100,7 +100,7 @@ def check_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """/dev/shm holds Ray's objects and the tensors that trainer and engine exchange."""
+    """Checks the free space in /dev/shm, which holds Ray's objects and tensors that trainer and engine exchange."""
     free = shutil.disk_usage("/dev/shm").free
     text = f"{free / 2**30:.1f} GiB free in /dev/shm"
     if free < MIN_SHM_BYTES:
@@ -116,7 +116,7 @@ def check_disk() -> Finding:
 
 
 def check_temporary_folder() -> Finding:
-    """The folder's path must be short enough for Unix sockets of Ray, torch and engines."""
+    """Checks that the folder's path is short enough for Unix sockets of Ray, torch and engines."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         problem = too_long("TMPDIR", folder, OF_LIBRARIES)
@@ -129,7 +129,7 @@ def check_temporary_folder() -> Finding:
 
 
 def check_loopback() -> Finding:
-    """A run's servers listen on loopback."""
+    """Checks that a server on loopback can be reached, because a run's servers listen there."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(1)
@@ -143,7 +143,7 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """The confinement of model-written programs in code graders."""
+    """Checks that code graders can confine model-written programs."""
     from slime.rewards.graders.sandbox import WHAT_FOR, missing_here
 
     missing = missing_here()
@@ -159,7 +159,7 @@ def check_sandbox() -> Finding:
 
 
 def check_pairs(device: str) -> Finding:
-    """The requirements of prefill and decode engines for passing keys and values."""
+    """Checks that prefill and decode engines can pass keys and values."""
     from slime.serving.server import DEFAULT, missing_here
 
     missing = missing_here(DEFAULT, device)
@@ -169,7 +169,7 @@ def check_pairs(device: str) -> Finding:
 
 
 def check_import(name: str, code: str) -> Finding:
-    """Runs `code` in a fresh interpreter; its output becomes the detail."""
+    """Runs `code` in a fresh interpreter; the last line of output becomes the detail."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
@@ -188,7 +188,7 @@ CHECKS = (check_memory, check_shared_memory, check_disk, check_temporary_folder,
 
 
 def find_all(device: str, *, engines: bool) -> list[Finding]:
-    """Every check, in order; a check that raises counts as failed."""
+    """Runs every check in order; a check that raises counts as failed."""
     chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
     out = _guarded("versions", check_versions)
     out += _guarded("device", lambda: [check_device(device)])

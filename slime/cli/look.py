@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _require_run(folder: Path) -> None:
-    """Raises `DataError` for a folder that is not a run's."""
+    """Raises `DataError` if the folder is not a run folder."""
     if not folder.is_dir():
         raise DataError(f"got {folder}, which is not a folder; give the folder of a run")
     if any((folder / name).exists() for name in _FILES_OF_RUN):
@@ -94,7 +94,7 @@ def run_samples(options: argparse.Namespace) -> int:
 
 
 def choose(samples: Sequence[ShownSample], options: argparse.Namespace) -> list[ShownSample]:
-    """The samples that the flags ask for, in file order; within a step the best, then the worst, then others."""
+    """Returns the samples that the flags select, by step; within a step the best, then the worst, then others."""
     evaluations = options.eval or options.dataset is not None or all(s.kind == "eval" for s in samples)
     picks = [name for name in PICKS if getattr(options, name, False)] or PICKS
     chosen = [

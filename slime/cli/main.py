@@ -27,7 +27,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     """Returns the exit code (0 done, 1 something is wrong, 2 wrong usage)."""
     words: Literal["own", "more", "all"] = "own"
-    """Which words are accepted. own: those that `add_flags` declares. more: others, too, which arrive in
+    """The accepted words. own: the flags that `add_flags` declares. more: any other words too, which arrive in
     `options.words`. all: every word after the name goes to `options.words`, including `--help`.
     """
 
@@ -71,7 +71,7 @@ COMMANDS = (
 
 
 class _Once(argparse._StoreAction):
-    """Refuses a second value of a flag, because argparse would silently drop the first."""
+    """Refuses a second value of a flag, because argparse would silently drop the first value."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((c for c in COMMANDS if words[:1] == [c.name]), None)
     if command is None:

@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the differences and starts the run. Raises `DataError` without a run, `ConfigError` like the loop."""
+    """Prints the differences and starts the run. Raises `DataError` without a run, and the loop's `ConfigError`."""
     again = prepare(options.run.resolve(), options.start, list(options.words))
     print(again.heading)
     print("\n".join(f"  {line}" for line in again.told or ("nothing that was recorded has changed",)))
@@ -106,12 +106,12 @@ def _become(again: Again) -> None:
 
 
 def num_starts(folder: Path) -> int:
-    """Raises `DataError` for a folder that is not a run's."""
+    """Returns the number of starts of a run. Raises `DataError` if the folder is not a run folder."""
     return len(_starts(folder))
 
 
 def recorded_start(folder: Path, number: int) -> dict[str, Any]:
-    """The record of a start. Raises `DataError` if there is none, or if an earlier release recorded less."""
+    """Returns the record of a start. Raises `DataError` without a record, or if an earlier release recorded less."""
     starts = _starts(folder)
     if not 0 <= number < len(starts):
         raise DataError(f"got --start {number} for {folder}, which has the starts 0 to {len(starts) - 1}")
@@ -152,7 +152,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def new_folder(folder: Path) -> Path:
-    """A free name beside the run: RUN-rerun, RUN-rerun-2, ..."""
+    """Returns an unused folder name next to the run: RUN-rerun, RUN-rerun-2, ..."""
     numbers = iter(range(2, 1 << 20))
     target = folder.with_name(f"{folder.name}-rerun")
     while target.exists():
@@ -161,7 +161,7 @@ def new_folder(folder: Path) -> Path:
 
 
 def without_hidden(words: list[str]) -> tuple[list[str], list[str]]:
-    """(words without the flags whose values were secrets, those flags)."""
+    """Returns (words without the flags whose values were secrets, names of the removed flags)."""
     hidden = [group for group in groups(words) if any(HIDDEN in word for word in group)]
     kept = [word for group in groups(words) if group not in hidden for word in group]
     return kept, [group[0].partition("=")[0] for group in hidden]
@@ -174,9 +174,9 @@ def resumes_itself(words: list[str]) -> bool:
 
 
 def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
-    """The flags that load the same checkpoint of the run as this start did; empty if it began at step 0.
+    """Returns the flags that load the checkpoint that this start loaded; empty if the start began at step 0.
 
-    Raises `DataError` if neither the record nor the words say which one.
+    Raises `DataError` if neither the record nor the words name the checkpoint.
     """
     load = ["--load", str(Path(str(flag_value(words, "load"))).absolute())]
     if flag_value([*words, *given], "ckpt_step") is not None:
@@ -191,7 +191,7 @@ def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) 
 
 
 def _first_step(folder: Path, number: int) -> int | None:
-    """The first step that a start logged; None if it logged none."""
+    """Returns the first step that a start logged, or None."""
     from slime.observability.report.record import read_run
 
     try:
@@ -201,10 +201,10 @@ def _first_step(folder: Path, number: int) -> int | None:
 
 
 def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
-    """The recorded words, with outputs in the run's folder moved to the new one.
+    """Returns the recorded words, with outputs in the run's folder moved to the new folder.
 
-    Leaves out outputs that are `given` now. A `--load` of the run's own `--save` moves with it. Raises `ConfigError`
-    for an output elsewhere that already exists.
+    Leaves out outputs that are `given` now. A `--load` of the run's own `--save` moves with `--save`. Raises
+    `ConfigError` for an output in a different place that already exists.
     """
     again = {name for name in OUTPUTS if flag_value(given, name) is not None}
     out: list[str] = []
@@ -223,7 +223,7 @@ def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]
 
 
 def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
-    """The place of an output that only this run may write; None if each start uses a new place."""
+    """Returns the place of an output that only this run may write; None if each start uses a new place."""
     if name not in SHARED_OUTPUTS:
         return place
     experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
@@ -231,7 +231,7 @@ def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
 
 
 def moved_path(value: str, old: Path, new: Path) -> str:
-    """The same place in the new folder, if it is in the old one."""
+    """Returns the path, moved from the old folder to the new folder if the path lies in the old folder."""
     path = Path(value).absolute()
     return str(new / path.relative_to(old)) if path.is_relative_to(old) else value
 
@@ -255,10 +255,10 @@ OF_THE_START = OUTPUTS | {"run_id", "origins", "idle", "load"}
 def differences(
     start: Mapping[str, Any], settings: Mapping[str, Any], words: Sequence[str], *, synchronous: bool
 ) -> list[str]:
-    """One line per difference, most important first.
+    """Returns one line per difference, most important first.
 
-    `start`: a record of `run.json`; `settings`: its `args.json`; `words`: the current flags. Raises `ConfigError` like
-    the loop.
+    `start` is a record of `run.json`, `settings` the `args.json` of this start, `words` the current flags. Raises the
+    loop's `ConfigError`.
     """
     from slime.settings import check_hooks, parse_args
 
@@ -278,7 +278,7 @@ def differences(
 
 
 def _in_place_of(value: Any, old: Path, new: Path) -> Any:
-    """Settings moved to the new run folder; a value without a slash is not a path."""
+    """Returns the settings with paths moved to the new run folder. A value without a slash is not a path."""
     if isinstance(value, Mapping):
         return {key: _in_place_of(inner, old, new) for key, inner in value.items()}
     return moved_path(value, old, new) if isinstance(value, str) and "/" in value else value
@@ -328,7 +328,7 @@ def _files(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) 
 
 
 def _variables(found: Mapping[str, str], start: Mapping[str, Any]) -> dict[str, str]:
-    """Omits the parts of PYTHONPATH that the commands add."""
+    """Returns the variables, without the parts of PYTHONPATH that the commands add."""
     own = {start["cwd"], str(Path(__file__).parents[2])}
     path = [part for part in found.get("PYTHONPATH", "").split(os.pathsep) if part and part not in own]
     return {**found, "PYTHONPATH": os.pathsep.join(path)}

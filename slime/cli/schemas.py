@@ -28,7 +28,7 @@ from slime.settings.schema import SCHEMA_DIR
 
 
 def build_all() -> dict[str, dict[str, Any]]:
-    """Owner -> schema of the installed package. Slow, because it imports all of them."""
+    """Returns owner -> schema of the installed package. Slow, because all packages are imported."""
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         from slime.compat.sglang_cpu import activate
 
@@ -37,14 +37,14 @@ def build_all() -> dict[str, dict[str, Any]]:
 
 
 def dump(schema: dict[str, Any]) -> str:
-    """The text of a schema file, with one flag per line for readable diffs."""
+    """Returns the text of a schema file, with one flag per line for readable diffs."""
     head = {k: v for k, v in schema.items() if k != "flags"}
     flags = ",\n".join(json.dumps(f, sort_keys=True) for f in schema["flags"])
     return json.dumps(head)[:-1] + ', "flags": [\n' + flags + "\n]}\n"
 
 
 def differences(installed: dict[str, dict[str, Any]]) -> list[str]:
-    """Settings that differ between the files and the installed packages."""
+    """Returns the settings that differ between the files and the installed packages."""
     out = []
     for owner, schema in installed.items():
         path = SCHEMA_DIR / f"{owner}.json"
@@ -96,7 +96,7 @@ ALIASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "use_mamba_mem_eff_path": ((), ("disable-mamba-mem-eff-path",)),
     "use_te_rng_tracker": (("te-rng-tracker",), ()),
 }
-"""Field -> Megatron-LM's other spellings that set it, and that switch it off."""
+"""Field -> Megatron-LM's other spellings that set the field, and spellings that switch it off."""
 
 
 def _launch(dest: str, kind: str, doc: str, *, default: Any = None, choices: list[str] | None = None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ LAUNCH = (
 
 
 def _annotation(hint: Any) -> dict[str, Any] | None:
-    """Kind, nargs and choices of a type; None for one that a command line cannot express."""
+    """Returns kind, nargs and choices of a type; None if a command line cannot express the type."""
     import torch
 
     members = [a for a in typing.get_args(hint) if a is not type(None)]
@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """Field -> the string literal below it, including base classes."""
+    """Returns field -> the string literal below the field, including base classes."""
     out: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -221,7 +221,7 @@ def _entry(field: dataclasses.Field[Any], shape: dict[str, Any], doc: str) -> di
 
 
 def config_classes() -> dict[str, type]:
-    """The config classes with flags; if several have a field, the first describes it."""
+    """Returns the config classes with flags. A field of several classes is described by the first class."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -231,7 +231,7 @@ def config_classes() -> dict[str, type]:
 
 
 def build() -> dict[str, Any]:
-    """Schema of the installed Megatron-core. Imports it, which takes seconds."""
+    """Returns the schema of the installed Megatron-core. The import takes seconds."""
     from importlib.metadata import version
 
     entries: dict[str, dict[str, Any]] = {}
@@ -260,7 +260,7 @@ _KINDS = {"int": "int", "float": "float", "str": "str", "nullable_str": "str", "
 
 
 def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
-    """Schema entry of one parser action; None if it is not a setting."""
+    """Returns the schema entry of one parser action; None if the action is not a setting."""
     if not action.option_strings or action.dest in ("help", "version") or type(action).__name__ == "DeprecatedAction":
         return None
     names = [n.removeprefix("--") for n in action.option_strings if n.startswith("--")]
@@ -288,7 +288,7 @@ def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
 
 
 def _choices(action: argparse.Action) -> list[Any] | None:
-    """The choices in the parser's order; a set is sorted, so that every host writes the same file."""
+    """Returns the choices in the parser's order; sorts a set, so that every host writes the same file."""
     if not action.choices:
         return None
     words = list(action.choices)
@@ -301,7 +301,7 @@ def _entries(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
 
 
 def build_sglang() -> dict[str, Any]:
-    """Schema of the installed SGLang. Imports it, which takes seconds; on a CPU its stand-ins must be active."""
+    """Returns the schema of the installed SGLang. The import takes seconds; on a CPU the stand-ins must be active."""
     from importlib.metadata import version
 
     from sglang.srt.server_args import ServerArgs

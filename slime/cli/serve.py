@@ -35,7 +35,7 @@ def _port(text: str) -> int:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The flags of the loop. Flags that turn training off come last, so they override those of a training run."""
+    """Returns the flags of the loop. Flags that turn training off come last, to override flags of a training run."""
     words: list[str] = options.words
     if words and not words[0].startswith("-"):
         words = [*_of_topology(words[0], words[1:]), *words[1:]]
@@ -46,7 +46,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def _of_topology(file: str, words: list[str]) -> list[str]:
-    """The flags for a topology file. Without --hf-checkpoint, its first model is the policy."""
+    """Returns the flags for a topology file. Without --hf-checkpoint, the file's first model is the policy."""
     from slime.settings.topology_yaml import first_path
 
     given = any(word == CHECKPOINT or word.startswith(f"{CHECKPOINT}=") for word in words)
@@ -54,7 +54,7 @@ def _of_topology(file: str, words: list[str]) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exits like `run_or_exit`, by `SystemExit`."""
+    """Serves until a signal ends the process. Exits by `SystemExit`, like `run_or_exit`."""
     from slime.cli.loops.train import train
     from slime.cli.train import import_from_here
     from slime.settings import run_or_exit

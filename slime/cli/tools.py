@@ -21,10 +21,10 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recipe(options: argparse.Namespace) -> int:
-    """Replaces this process by the recipe's script, which prepares model and data in the working folder and starts
-    `slime train`.
+    """Replaces this process by the recipe's script.
 
-    Raises `ConfigError` for an unknown recipe and for wrong flags, before anything is prepared.
+    The script prepares model and data in the working folder and starts `slime train`. Raises `ConfigError` for an
+    unknown recipe and for wrong flags, before anything is prepared.
     """
     from slime.settings.parse import parse_words
 

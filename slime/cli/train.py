@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sync(options: argparse.Namespace) -> int:
-    """Alternates generation and training. Exits like `run_or_exit`, by `SystemExit`."""
+    """Alternates generation and training. Exits by `SystemExit`, like `run_or_exit`."""
     from slime.cli.loops.train import train
 
     import_from_here()
@@ -28,7 +28,7 @@ def run_sync(options: argparse.Namespace) -> int:
 
 
 def run_async(options: argparse.Namespace) -> int:
-    """Generates while it trains. Exits like `run_or_exit`, by `SystemExit`."""
+    """Generates while it trains. Exits by `SystemExit`, like `run_or_exit`."""
     from slime.cli.loops.train_async import train_async
 
     import_from_here()

@@ -4,7 +4,7 @@ Invariants
 1. Everything is resolved: a setting that the user left out is a default or derived; `origins` says which, and why.
 2. `getattr(args, name)` finds slime's own fields first, then entries' settings, then Megatron's, then the user's
 `custom` ones.
-3. Written as JSON and read back it is equal, except for secrets.
+3. `Args` that are written as JSON and read back equal the original, except for secrets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Passthrough(Mapping[str, Any]):
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Like `dict.get`. Every step calls it, so it does not search for the nearest name."""
+        """Like `dict.get`. Every step calls this method, so it does not search for the nearest name."""
         return self._values.get(name, default)
 
     def __contains__(self, name: object) -> bool:
@@ -169,8 +169,8 @@ class Args(
     def without_secrets(self) -> Args:
         """Returns a copy without secrets, for code that must not see keys.
 
-        slime's secret settings become None; those of engines and the router are removed. The command line and the
-        environment variables of training processes may hold secrets, so they are removed too.
+        slime's secret settings become None; secrets of engines and the router are removed. The command line and the
+        environment variables of training processes may hold secrets, so both are removed too.
         """
         from slime.settings.flag_table import components_of, secret_settings
 

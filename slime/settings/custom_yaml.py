@@ -2,7 +2,7 @@
 
 Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. Keys under
 `custom` belong to the user. Any other unknown key is accepted only if the run has a user function that may read it
-(`free_keys_have_a_reader`). It may be a misspelling, so it is listed when the run starts.
+(`free_keys_have_a_reader`). Such a key may be a misspelling, so it is listed when the run starts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def merge_config(
 ) -> tuple[Given, dict[str, Any]]:
     """Returns `given` merged with the file's settings, and the user's own keys. Adds to `origins`.
 
-    Raises `ConfigError` for invalid settings, also if the command line gives a setting another value.
+    Raises `ConfigError` for invalid settings, also if the command line gives a setting a different value.
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
@@ -71,7 +71,7 @@ def merge_config(
 
 
 def is_free(table: FlagTable, key: str) -> bool:
-    """Whether a key is neither a setting nor another program's name for one."""
+    """Whether a key is neither a setting nor a setting's name in another program."""
     name = "--" + key.replace("_", "-")
     return name not in table.by_name and name not in owned_spellings() and name[2:] not in FOREIGN_NAMES
 
@@ -84,7 +84,7 @@ def _near(table: FlagTable, key: str) -> str:
 def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
     """Returns ((owner, dest), value) for one key of a file.
 
-    Raises `ConfigError` for an invalid setting, or if `given` has another value for it.
+    Raises `ConfigError` for an invalid setting, or if `given` has a different value for the setting.
     """
     name, owned = "--" + key.replace("_", "-"), owned_spellings()
     if name in owned:

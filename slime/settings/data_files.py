@@ -32,10 +32,9 @@ ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
 
 _SCHEME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*):(?P<rest>.+)$", re.DOTALL)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
-"""Word in a file's name -> the split it names."""
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _SPLITS |= dict.fromkeys(("eval", "heldout"), "eval")
-"""Word of a file's name -> the split that it says."""
+"""Word in a file's name -> the split that the word names."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 

@@ -48,7 +48,7 @@ class EvalDatasetConfig:
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any] | None
     max_prompt_len: int | None
-    """In tokens; longer prompts are left out. If the file gives `max_context_len`, the limit is at most one less."""
+    """In tokens; longer prompts are left out. If the file gives `max_context_len`, at most `max_context_len - 1`."""
     n_samples_per_eval_prompt: int
     """Executions per prompt. pass@k is reported for each power of two up to this number."""
     temperature: float
@@ -104,7 +104,7 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
 
 
 def _grader_of(path: str, args: Args) -> str | None:
-    """Returns the grader of the scheme; None if the prompts have the same one, so that the run's grader applies."""
+    """Returns the scheme's grader; None if the prompt data have the same grader, so that the run's grader applies."""
     grader = grader_of_data(path)
     return None if grader == grader_of_data(args.prompt_data) else grader
 

@@ -49,7 +49,7 @@ def is_not_zero(value: Any) -> bool:
 
 
 def always(value: Any) -> bool:
-    """`asks` for a switch: switching it off is a request too."""
+    """`asks` for a switch: switching a feature off is a request too."""
     return True
 
 
@@ -84,7 +84,7 @@ class ChosenBy:
     name: Callable[[Any], str | None]
     """(settings) -> the entry's name; None chooses no entry."""
     what: str
-    """What the name stands for; messages put it before the name."""
+    """What the name stands for, such as "a checkpoint of model_type". Messages put this text before the name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Declared:
     required: str = ""
     """If not empty, the setting must be given or derived. The text is the error message for a missing value."""
     internal: bool = False
-    """The run fills it in; it has no flag."""
+    """The run fills in the value; there is no flag."""
 
     @property
     def range(self) -> Range:
@@ -184,7 +184,7 @@ returns None, `default` is used. --explain shows `why`. The keyword arguments ar
 
 
 def internal(compute: Compute | None = None, why: str = "") -> Any:
-    """Declares a field that the run fills in; it has no flag."""
+    """Declares a field that the run fills in, without a flag."""
     return _field(Declared(internal=True, compute=compute, why=why))
 
 
@@ -215,7 +215,7 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
 
 
 def _holds_strings(hint: Any) -> bool:
-    """Whether the type is a mapping from strings to strings, or that or None."""
+    """Whether the type is a mapping from strings to strings, optional or not."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(typing.get_args(member) == (str, str) for member in members)
 

@@ -2,8 +2,8 @@
 
 A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
 or by the import path of a user's class. An entry's fields are settings like any other. If several entries inherit a
-field from one base, it is one setting. An entry may declare the field again to change its default or derivation; that
-applies when the entry is chosen.
+field from one base, the field is one setting. An entry may declare the field again to change its default or derivation;
+the new declaration applies when the entry is chosen.
 
 Invariants
 1. Each name is one setting, declared by one group or by one base class of entries. Two declaring bases are an error.
@@ -46,7 +46,7 @@ class Chooser:
 
     @property
     def what(self) -> str:
-        """What messages call the names."""
+        """Returns what the names stand for, in messages."""
         return self.setting if self.chosen_by is None else self.chosen_by.what
 
 
@@ -261,7 +261,7 @@ def engine_flags(owner: str) -> tuple[Flag, ...]:
 
 @cache
 def flag_table(known: Components | None = None) -> FlagTable:
-    """Returns all flags. If slime and an engine share a spelling, it means slime's flag."""
+    """Returns all flags. A spelling that slime and an engine share means slime's flag."""
     engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
     return FlagTable([*own_flags(known), *engines])
 

@@ -84,7 +84,7 @@ PORT = Range(ge=1, le=65_535)
 SEED = Range(ge=0, le=2**32 - 1)
 """The seeds that numpy accepts."""
 WHOLE = Range(ge=0, le=2**31 - 1)
-"""The default range of an engine's whole number."""
+"""The default range of an engine's integer."""
 WHOLE_OR_OFF = Range(ge=-1, le=2**31 - 1)
 """Like `WHOLE`, but -1 is allowed too and has a special meaning, such as off."""
 REAL = Range(ge=0, le=1e12)
@@ -531,9 +531,9 @@ def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
 def _keep(
     out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
 ) -> None:
-    """Stores the value of one occurrence. `said` is how the user wrote it.
+    """Stores the value of one occurrence. `said` is the occurrence as the user wrote it.
 
-    Raises `ConfigError` if an earlier occurrence has another value.
+    Raises `ConfigError` if an earlier occurrence has a different value.
     """
     key = (flag.owner, flag.dest)
     if flag.append:

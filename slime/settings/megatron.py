@@ -3,7 +3,7 @@
 The trainer builds Megatron's configuration objects from all settings, but uses only some of Megatron's modules. slime
 has its own norm, core attention, latent attention, expert routing, log-probs and outer loop, and uses nothing of
 Transformer Engine. So `need_of` applies one rule: a flag acts only if it is in `ACTING`, or if it is in `CONDITIONS`
-and its condition holds. Any other given flag is listed at start. A flag that asks for another model, optimizer or
+and its condition holds. Any other given flag is listed at start. A flag that asks for a different model, optimizer or
 layout is refused instead (`FIXED`, `UNSUPPORTED`).
 """
 
@@ -270,7 +270,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "preserve_fp32_weights": (True, "a setting of FSDP"),
     "suggested_communication_unit_size": (None, "a setting of FSDP"),
 }
-"""Settings that the trainer fixes; it reads the values here. A flag with another value is refused."""
+"""Settings that the trainer fixes; the trainer reads the values here. A flag with a different value is refused."""
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "main_grads_dtype": ("float32", "sums of many micro-batches lose bits in bf16"),

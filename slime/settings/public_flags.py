@@ -1,4 +1,4 @@
-"""Flags of the public slime that have another meaning here, and advice for flags of other programs.
+"""Flags of the public slime that have a different meaning here, and advice for flags of other programs.
 
 `slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them. A
 flag that is in no table should mean the same in both.
@@ -331,13 +331,13 @@ REFUSED: Mapping[str, str] = _by_name(_INSTEAD_OF_REFUSED)
 FOREIGN_NAMES: Mapping[str, str] = {**REFUSED, **_by_name(_INSTEAD_OF_FOREIGN)}
 """Flag of another program -> advice, for messages about unknown flags.
 
-No name is accepted as an alias. Many have only almost the same meaning (a batch counted per device, a penalty inside
-the reward), and the difference would go unnoticed. The advice states such a difference.
+No name is accepted as an alias. Many names have almost the same meaning (a batch counted per device, a penalty inside
+the reward), and the difference would go unnoticed. The advice states the difference.
 """
 
 
 def tables() -> str:
-    """Returns three Markdown tables: flags with another meaning, flags without effect, refused flags."""
+    """Returns three Markdown tables: flags with a different meaning, flags without effect, refused flags."""
     parts = [
         "These are accepted, but mean something else or more:",
         _table(("in a script", "here"), list(DIFFERENT.items())),

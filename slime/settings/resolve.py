@@ -211,7 +211,7 @@ def _first_missing(needs: tuple[Need, ...], settings: Any) -> str | None:
 def _choices_with(name: str, components: Components) -> Iterator[str]:
     """Yields `SETTING a or b` for each setting that can choose entries with the field `name`.
 
-    If an entry has a switch of its own, it follows the entry's name in parentheses.
+    An entry's switch, if there is one, follows the entry's name in parentheses.
     """
     by_chooser: dict[str, dict[str, None]] = {}
     for reader in components.readers(name):
@@ -426,8 +426,8 @@ def _without_idle(
 ) -> tuple[Args, dict[str, str], list[str]]:
     """Returns (settings, setting -> why it has no effect, contradictions with the checkpoint).
 
-    Drops the settings without effect and resolves again, until all remaining settings act: one setting may need
-    another that was dropped (a reference needs a KL).
+    Drops the settings without effect and resolves again, until all remaining settings act, because a setting may need
+    a dropped setting (a reference needs a KL).
     """
     idle: dict[str, str] = {}
     while True:

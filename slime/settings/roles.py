@@ -8,8 +8,8 @@ The file has a list under `megatron`, with at most one entry per role:
         overrides: {lr: 1.0e-5, lr_warmup_iters: 10}
 
 For its role, an override replaces the command line's value. Values are parsed like flags. Each role is resolved and
-checked like a whole run; the critic's learning rate becomes its `lr`. Both roles share ranks, batches and model. The
-file may repeat settings of these, but with the run's values.
+checked like a whole run; the critic's learning rate becomes its `lr`. Both roles share ranks, batches and model, so the
+file may repeat settings of these only with the run's values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Shared:
     """(owner, dest)"""
     value: Any
     otherwise: str
-    """The error message if the run has another value."""
+    """The error message if the run has a different value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,12 +130,12 @@ def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict
 
 
 def layout_problem_of(hf_checkpoint: str, layout: EngineLayout) -> str | None:
-    """Returns why an engine cannot hold the checkpoint in this layout, as half a sentence; None if it can."""
+    """Returns why an engine cannot hold the checkpoint in this layout, as a clause for a message; None if it can."""
     return _ask_models("layout_problem", hf_checkpoint, layout)
 
 
 def mtp_problem_of(hf_checkpoint: str) -> str | None:
-    """Returns why the checkpoint has no trainable multi-token-prediction layer, as half a sentence, or None."""
+    """Returns why the checkpoint has no trainable multi-token-prediction layer, as a clause for a message, or None."""
     return _ask_models("mtp_problem", hf_checkpoint)
 
 
@@ -145,12 +145,12 @@ def has_output_norms(hf_checkpoint: str) -> bool:
 
 
 def prefix_problem_of(hf_checkpoint: str) -> str | None:
-    """Returns why samples cannot share a prefix in this model, as half a sentence; None if they can."""
+    """Returns why samples cannot share a prefix in this model, as a clause for a message; None if they can."""
     return _ask_models("prefix_problem", hf_checkpoint)
 
 
 def images_problem_of(hf_checkpoint: str) -> str | None:
-    """Returns why this model cannot be trained on images, as half a sentence; None if it can."""
+    """Returns why this model cannot be trained on images, as a clause for a message; None if it can."""
     return _ask_models("images_problem", hf_checkpoint)
 
 

@@ -4,7 +4,7 @@
       - name: policy                      # the trained model: its path is --hf-checkpoint
         server_groups:
           - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2, overrides: {mem_fraction_static: 0.8}}
-      - name: judge                       # frozen: it has another path
+      - name: judge                       # frozen: its path differs
         model_path: /models/judge
         server_groups: [{worker_type: prefill, num_gpus: 2}, {worker_type: decode, num_gpus: 6}]
 

@@ -73,7 +73,7 @@ class AlgorithmSettings:
         chosen_from="slime.algorithms.policy:POLICY_LOSSES",
         needs=POLICY_TERM,
     )
-    """What bounds the update: clipped ratio of tokens or of sequences (arXiv:2507.18071), clipped weight
+    """How the update is bounded: clipped ratio of tokens or of sequences (arXiv:2507.18071), clipped weight
     (arXiv:2506.13585), or soft gate (arXiv:2511.20347). Default: that of the estimator."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """The loss; custom_loss is --custom-loss-function-path."""
@@ -87,9 +87,9 @@ class AlgorithmSettings:
     calculate_per_token_loss: bool = False
     """Another name of --loss-aggregation token_mean (DAPO, arXiv:2503.14476)."""
     drop_masked_executions: bool = opt(False, needs=_COUNTS_EXECUTIONS)
-    """Do not count executions without a trained token in the denominator. Default: they count, with a loss of zero."""
+    """Leave executions without a trained token out of the denominator. Default: they count, with a loss of zero."""
     log_ratio_limit: float = opt(20.0, needs=_RATIOS, ge=0, le=88)
-    """Clamp log-ratios to +- this, and count the clamped ones; 0: off."""
+    """Clamp log-ratios to +- this value, and count the clamped log-ratios; 0: off."""
     use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS)
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: float = opt(0.0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero, within=COEFFICIENT)
@@ -118,8 +118,8 @@ class AlgorithmSettings:
     )
     """Whiten advantages over all trained tokens of the rollout. Default: on for both reinforce_plus_plus estimators."""
     ref_load: str | None = derived(_reference, "a KL needs a reference: the initial weights", needs=_READS_IT)
-    """Hugging Face folder of the reference model. The trainer starts from it too, unless --load says otherwise. Default
-    with a KL: the initial weights."""
+    """Hugging Face folder of the reference model. The trainer also starts from this model, unless --load gives other
+    weights. Default with a KL: the initial weights."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -151,7 +151,7 @@ class CriticSettings:
     critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", needs=_NEEDS, gt=0, le=100)
     """Learning rate of the critic. Default: --lr."""
     num_critic_only_steps: int = opt(0, needs=_NEEDS, asks=is_not_zero, within=STEPS_OR_NONE)
-    """Number of first steps that train only the critic."""
+    """Number of initial steps that train only the critic."""
 
 
 # --- On-policy distillation: a teacher's log-probs as a term of the advantage
@@ -175,7 +175,7 @@ class TeacherSettings:
         form=url_form,
         needs=_TEACHER,
     )
-    """SGLang server or router of the teacher; it gets the student's token ids. Rewards are then optional."""
+    """URL of the teacher's SGLang server or router, which gets the student's token ids. Rewards are then optional."""
     opd_teacher_api_key: str | None = opt(None, secret=True, needs=_SERVER)
     """Bearer token of the teacher's server."""
     opd_kl_coef: float = opt(1.0, needs=(ADVANTAGES, _TEACHER), within=COEFFICIENT)
@@ -332,9 +332,9 @@ class RoutingSettings:
     """Routing of tokens to experts in the policy. Reference, teacher and critic always use their own routers."""
 
     use_rollout_routing_replay: bool = False
-    """In every pass of the trained policy, send each token to the experts that the engine chose; their weights are the
-    trainer's own. Tokens without a record go where the trainer sends them. Sets --sglang-enable-return-routed-experts;
-    that flag alone only compares the choices."""
+    """In every pass of the trained policy, send each token to the experts that the engine chose. The trainer computes
+    the routing weights, and routes tokens without a record itself. Sets --sglang-enable-return-routed-experts; that
+    flag alone only compares the choices."""
     use_routing_replay: bool = opt(False, needs=_OLD_PASS)
     """In the trained passes, send each token to the experts that the old policy's pass chose."""
 

@@ -102,8 +102,8 @@ class ClusterSettings:
         "RAY_ADDRESS of the environment",
         canonical=_address,
     )
-    """HOST:PORT of the Ray cluster to join. Default: RAY_ADDRESS of the environment, else the run starts a cluster on
-    this host, as with local."""
+    """HOST:PORT of the Ray cluster to join. Default: RAY_ADDRESS of the environment; without that variable, and with
+    the value local, the run starts a cluster on this host."""
     forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
     """Names of environment variables that all processes of the run get from the driver, in addition to those of NCCL,
     gloo, SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everybody with access to the cluster."""
@@ -112,7 +112,7 @@ class ClusterSettings:
     actor_num_gpus_per_node: int = opt(1, within=COUNT)
     """Training GPUs (on a CPU: ranks) per host."""
     num_gpus_per_node: int | None = opt(None, needs=_JOINED, within=COUNT)
-    """Most GPUs (on a CPU: slots) that the run takes of one host. Default: all free ones."""
+    """Maximum number of GPUs (on a CPU: slots) that the run uses on one host. Default: all free GPUs."""
     rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE)
     """Inference GPUs in total. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
     engine. With --colocate, GPUs beyond the training GPUs belong to engines alone."""
@@ -200,13 +200,13 @@ class FleetSettings:
     """How engines are watched, and how the run reacts to failures."""
 
     use_fault_tolerance: bool = True
-    """If one engine ends, hangs or fails a weight sync, it is started again, gets the current weights, verified, and
-    serves again; meanwhile the run continues with the others. --no-use-fault-tolerance: the run ends."""
+    """Restart an engine that ends, hangs or fails a weight sync. The engine gets the current weights, verified, and
+    serves again; until then the run continues with the other engines. --no-use-fault-tolerance: the run ends."""
     rollout_health_check_interval: float = opt(5.0, within=SECONDS)
     """Seconds between two health checks of an engine's scheduler. Its processes are checked every second."""
     rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
     """Seconds, after one interval, that a scheduler may be silent before its engine counts as hung. Silent means no
-    token for any request and, on CPUs, no computing. A busy machine allows more (docs/fleet.md)."""
+    token for any request and, on CPUs, no computing. On a busy machine the limit is longer (docs/fleet.md)."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
         "on a GPU the first requests compile kernels, and the scheduler does not answer meanwhile",
@@ -215,8 +215,8 @@ class FleetSettings:
     )
     """Seconds before the first health check of a newly started engine. Default: 180 on cuda, else 0."""
     max_restarts: int = opt(0, within=COUNT_OR_NONE)
-    """How often the run restarts by itself from its newest checkpoint after a fault (a lost process or host). Needs
-    --save, the same folder as --load, and --save-interval."""
+    """Maximum number of times that the run restarts from its newest checkpoint after a fault (a lost process or host).
+    Needs --save, the same folder as --load, and --save-interval."""
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:

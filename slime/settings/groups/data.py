@@ -70,7 +70,7 @@ class DataSettings:
         canonical=lambda path: UNSET if path == _BUILT_IN_SOURCE else path,
         needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class"),
     )
-    """Your class in place of the Data Buffer's prompt source; for its methods see --help hooks."""
+    """Your class in place of the Data Buffer's prompt source. --help hooks lists the methods of the class."""
 
 
 def chat_template_is_there(args: Args) -> str | None:

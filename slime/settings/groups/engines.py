@@ -10,7 +10,7 @@ weights change cannot use one. Other caches are flushed but ignore this part of 
 sessions, which keep prefixes outside the tree. The hierarchical cache in host memory is not known to respect it.
 
 Drafts. An engine's draft model is the checkpoint's own multi-token-prediction layer. If that layer is trained, every
-weight sync sends and verifies it. A draft from another folder would become stale unnoticed, so it is refused.
+weight sync sends and verifies it. A draft from a different folder would become stale unnoticed, so it is refused.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ class ServingSettings:
     """Limits of engines, and the router."""
 
     sglang_server_concurrency: int = opt(512, within=COUNT)
-    """Most requests in flight per engine."""
+    """Maximum number of requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that a starting engine may show no sign of life: no computing and no line in its log. Five times as long
-    ends any start. A busy machine allows more (docs/fleet.md). Also the limit of each other wait at start: for slots,
-    hosts, rollout workers and training ranks."""
+    """Seconds that a starting engine may show no sign of life: no computing and no line in its log. A start that takes
+    five times as long always fails. On a busy machine the limits are longer (docs/fleet.md). Also the limit of every
+    other wait at the start: for slots, hosts, rollout workers and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a generate request may make no progress: no new token, and not queueing in an engine that makes
     progress with other requests. The total time of an answer is not limited."""
     engine_wait_s: float = opt(900.0, within=SECONDS)
-    """Seconds that requests wait while no engine can be reached, for example while the only one restarts."""
+    """Seconds that requests wait while no engine can be reached, for example while the only engine restarts."""
     router_host: str = opt("127.0.0.1", form=host_form, needs=_OWN_ROUTER)
     """Address that the router listens on; engines have their own. Requests carry --router-api-key (@FILE reads it from
     a file) as bearer token. Without that flag the run makes a key, and only loopback addresses are accepted."""
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
-    """Port of the router. Default: a free one. A router starts with `slime serve`, with any --router-* flag, and with
-    user code, which may ask for its address; the run's own requests go to engines directly."""
+    """Port of the router. Default: a free port. A router starts with `slime serve`, with any --router-* flag, and with
+    user code, which may read the router's address; the run's own requests go to engines directly."""
     sglang_router_ip: str | None = opt(None, form=host_form, needs=_ENGINES)
-    """Host of a router that already runs; it serves the policy, and the run starts no router for it. Its key is
-    --router-api-key. If not given, the run sets it when the policy's router has started, if one starts (--router-port).
-    """
+    """Host of a router that already runs and serves the policy; the run then starts no router for the policy. The
+    router's key is --router-api-key. Default: when the run starts a router for the policy (--router-port), the run sets
+    this to the router's host."""
     sglang_router_port: int | None = opt(None, needs=_ENGINES, within=PORT)
-    """Port of the router at --sglang-router-ip; set in the same way."""
+    """Port of the router at --sglang-router-ip, with the same default."""
     sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
     """Model -> host and port of its router; set when the routers have started, None if none runs."""
 
@@ -414,10 +414,10 @@ class TopologySettings:
     prefill_num_servers: int | None = opt(None, needs=_ENGINES, within=COUNT)
     """Number of engines that only read prompts and pass keys and values to the others, which sample."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
-    """HOST:PORT of SGLang servers that already run and serve the policy; the run starts no engines. Or @FILE with one
-    address per line; it is read again when it changes, so engines may join and leave. Their key is --sglang-api-key, or
-    SLIME_ENGINE_API_KEY of the environment. If weights have a key of their own: --sglang-admin-api-key or
-    SLIME_ENGINE_ADMIN_API_KEY."""
+    """HOST:PORT of SGLang servers that already run and serve the policy; the run starts no engines. Or @FILE, a file
+    with one address per line; the run reads the file again when it changes, so engines may join and leave. The servers'
+    key is --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment. If weights have a separate key:
+    --sglang-admin-api-key or SLIME_ENGINE_ADMIN_API_KEY."""
 
 
 def topology_adds_up(args: Args) -> str | None:
@@ -524,9 +524,9 @@ class SpeculationSettings:
     """Training of the multi-token-prediction layer. Flags --sglang-speculative-... make engines use it as a draft."""
 
     enable_mtp_training: bool = False
-    """Also train the checkpoint's layer of multi-token prediction. It does not change the policy's gradients: hidden
-    states, embedding and output layer are constants to it. Its loss is scaled by --mtp-loss-scaling-factor. Without the
-    flag the layer keeps the checkpoint's weights."""
+    """Also train the checkpoint's layer of multi-token prediction. The policy's gradients do not change, because hidden
+    states, embedding and output layer are constants for this layer. The layer's loss is scaled by
+    --mtp-loss-scaling-factor. Without the flag the layer keeps the checkpoint's weights."""
 
 
 def mtp_can_be_trained(args: Args) -> str | None:

@@ -109,9 +109,9 @@ class EvalSettings:
     eval_top_k: int = _same_as("rollout_top_k", within=Range(ge=-1, le=100_000_000))
     """Top-k sampling. Default: rollout_top_k."""
     eval_max_response_len: int = _same_as("rollout_max_response_len", within=TOKENS)
-    """Most tokens of one answer. Default: rollout_max_response_len."""
+    """Maximum tokens of one answer. Default: rollout_max_response_len."""
     eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", within=TOKENS)
-    """Most tokens sampled in one execution, over all its answers. Default: rollout_max_total_response_len."""
+    """Maximum tokens sampled in one execution, over all its answers. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
         lambda s: s.eval_max_context_len - 1 if s.given("eval_max_context_len") else s.rollout_max_prompt_len,
         lambda s: "eval_max_context_len - 1" if s.given("eval_max_context_len") else "same as rollout_max_prompt_len",
@@ -123,13 +123,13 @@ class EvalSettings:
     eval_max_context_len: int | None = _same_as(
         "rollout_max_context_len", within=Range(ge=2, le=100_000_000), needs=_EVALUATES
     )
-    """Most tokens of a conversation. Default: rollout_max_context_len."""
+    """Maximum tokens of a conversation. Default: rollout_max_context_len."""
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES, within=TOKENS_OR_NONE)
-    """Fewest tokens of a response."""
+    """Minimum tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
     """Fraction of each dataset's samples, rounded up, that may fail for good (engine, tool, your function) before the
-    run ends. A sample fails after three tries (one that made no progress: after one). Failed samples are counted and
-    enter no score; a dataset where all fail has no score."""
+    run ends. A sample fails after three tries, or after one try that made no progress. Failed samples are counted and
+    enter no score; a dataset in which all samples fail has no score."""
 
 
 def evaluation_has_data(args: Args) -> str | None:

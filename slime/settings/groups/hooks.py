@@ -91,7 +91,7 @@ class HookSettings:
     """Gets each finished sample before its reward, and may replace it: [async] fn(args, sample[, rollout_id,
     evaluation]) -> Sample, or None to keep it. Repeatable; called in the order of the flags."""
     custom_rm_path: str | None = opt(None, adjust=_no_reward)
-    """Grader: [async] fn(args, sample, **kw); with --group-rm it gets and returns a list."""
+    """Grader: [async] fn(args, sample, **kw); with --group-rm the grader gets and returns a list."""
     dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
     """Says whether to keep a finished group: fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
     buffer_filter_path: str | None = None

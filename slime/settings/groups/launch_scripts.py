@@ -71,7 +71,7 @@ class LaunchScriptSettings:
     post_mlp_layernorm: bool = False
     """A norm on the output of the MLP. Must agree with the model family."""
     freeze_indexer: bool = False
-    """Do not train the indexer of sparse attention. The trainer never does."""
+    """Do not train the indexer of sparse attention. The trainer never trains the indexer."""
     make_vocab_size_divisible_by: int | None = opt(None, needs=_PADDING, within=TOKENS)
     """Padding of the vocabulary."""
     padded_vocab_size: int | None = opt(None, needs=_PADDING, within=TOKENS)
@@ -109,7 +109,7 @@ class LaunchScriptSettings:
     ref_micro_batch_size: int | None = opt(None, needs=_UNREAD, within=COUNT)
     """Samples per forward pass of the reference."""
     log_probs_max_tokens_per_gpu: int | None = opt(None, needs=_UNREAD, within=TOKENS)
-    """Most tokens in a forward pass that only computes log-probs."""
+    """Maximum tokens in a forward pass that only computes log-probs."""
     min_batch_collection_ratio: float | None = opt(None, needs=_UNREAD, within=FRACTION)
     """Fraction of a batch to wait for."""
     http_proxy: str | None = opt(None, needs=_UNREAD)

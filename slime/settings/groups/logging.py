@@ -31,7 +31,7 @@ class LoggingSettings:
     """Number of samples per step, and per dataset of an evaluation, in samples.jsonl: the best, the worst, others at
     random. 0: none."""
     log_samples_max_chars: int = opt(4000, needs=_SAMPLES, ge=10, le=100_000_000)
-    """Most characters of a prompt or response in samples.jsonl; the middle of a longer one is left out."""
+    """Maximum characters of a prompt or response in samples.jsonl; the middle of a longer text is left out."""
     log_samples_interval: int | None = opt(None, needs=_SAMPLES, within=STEPS_OR_NONE)
     """Number of steps after which the console shows the best and worst sample again; 0: never. Default: after 1, 2, 4,
     8 and so on steps."""
@@ -228,8 +228,8 @@ class ProfilingSettings:
     profile_target: tuple[str, ...] = opt(
         ("train_overall",), choices=("train_overall", "train_actor", "train_log_probs", ROLLOUT), needs=_PROFILES
     )
-    """What to trace: a whole training step (the next two are marked in it), the policy's update, the passes before it,
-    or the engines while they generate."""
+    """Parts to trace: a whole training step, in which the next two parts are marked; the policy's update; the passes
+    before the update; or the engines while they generate."""
     profile_engine_passes: int = opt(10, needs=(_PROFILES, _ENGINES), within=COUNT)
     """Number of forward passes in each engine's trace."""
     pytorch_profiler_collect_shapes: bool = opt(False, needs=_PROFILES)
@@ -237,17 +237,17 @@ class ProfilingSettings:
     pytorch_profiler_collect_callstack: bool = opt(False, needs=_PROFILES)
     """Record the Python stack of every operation, which costs time and space."""
     record_memory_history: bool = opt(False, needs=_TRAINS)
-    """Record who allocates GPU memory in the training ranks (cuda only); written when memory runs out, or after
-    --memory-snapshot-num-steps."""
+    """Record the code that allocates GPU memory in the training ranks (cuda only). The history is written when memory
+    runs out, or after --memory-snapshot-num-steps."""
     memory_recorder: str = opt("torch", choices=("torch", "memray"), needs=_RECORDS)
-    """What records allocations. Must be torch."""
+    """Recorder of allocations. Must be torch."""
     memory_snapshot_num_steps: int | None = opt(None, needs=(_RECORDS, _STEPS), within=STEPS)
     """Write the history after this many training steps of the process, and stop recording. Default: only when memory
     runs out."""
     memory_snapshot_dir: str | None = opt(None, needs=_RECORDS)
     """Folder of the snapshots. Default: memory in the run folder."""
     memory_snapshot_path: str = opt("snapshot.pickle", needs=_RECORDS)
-    """End of each snapshot's file name, after step and rank; without a folder."""
+    """Last part of each snapshot's file name, after step and rank; without a folder."""
 
 
 def traces_engines(args: Args, rollout_id: int) -> bool:

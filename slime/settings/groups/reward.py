@@ -80,10 +80,10 @@ class RewardSettings:
     rm_url: str | None = opt(None, form=url_form, needs=_SERVICE)
     """Address of the grader for --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one, within=COUNT)
-    """Most samples per request to --rm-url. 1: each request is one object; more: a list of objects."""
+    """Maximum samples per request to --rm-url. 1: each request is one object; more: a list of objects."""
     allow_unconfined_code: bool = opt(False, needs=_CODE)
-    """Let graders run model-written programs on a machine that cannot confine them: without user namespaces they reach
-    the network and other processes, without Landlock all files. Default: such a machine is refused."""
+    """Let graders run model-written programs on a machine that cannot confine them. Without user namespaces the
+    programs reach the network and other processes, without Landlock all files. Default: such a machine is refused."""
     reward_key: str | None = None
     """Entry of a dict reward to train on."""
     group_rm: bool = False
@@ -93,13 +93,13 @@ class RewardSettings:
     else wall-clock time. After that the sample is unscored, not zero."""
     ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
     """Reward of an answer on which a built-in grader that only computes runs out of processor time, memory or stack, or
-    raises: that of a wrong answer, or none. Failures of services and machines never become a reward."""
+    raises: the reward of a wrong answer, or none. Failures of services and machines never become a reward."""
     reward_num_workers: int = derived(_num_workers, "one per usable core, from 4 to 64", within=COUNT)
-    """Number of grader processes, started when needed. So many calls of a blocking function (a judge behind HTTP) run
-    at a time, and 128 of an async one. Graders that only compute use at most as many as there are cores. Default:
-    usable cores, from 4 to 64."""
+    """Number of grader processes, started when needed. This is also the number of calls of a blocking function (a judge
+    behind HTTP) that run at a time; of an async function, 128 calls do. Graders that only compute use at most one
+    process per core. Default: usable cores, from 4 to 64."""
     reward_memory_limit_mb: int = opt(2048, ge=16, le=100_000_000)
-    """Most address space of one grader process, in MiB."""
+    """Maximum address space of one grader process, in MiB."""
 
 
 def grader_of(rm_type: str) -> Any:
@@ -154,18 +154,18 @@ class AgentSettings:
     """How the model writes tool calls: a built-in format, or the import path of your own class; `text` leaves calls as
     text. Default: the format whose marks are in the chat template. If there are none, agents with tools are refused."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
-    """Let agents choose temperature, top-p and top-k. Answers sampled with other values than the run's are then context
-    and not trained, because log-probs use the run's values. Default: the run's values apply, whatever an agent asks
-    for."""
+    """Let agents choose temperature, top-p and top-k. Answers sampled with values that differ from the run's are then
+    context and not trained, because log-probs use the run's values. Default: the run's values replace an agent's."""
     agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
-    """Most answers in one execution; then requests are refused, and the execution is truncated."""
+    """Maximum number of answers in one execution. Further requests are refused, and the execution is truncated."""
     agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)
-    """Longest execution, in seconds; then requests end and are refused, and the execution is truncated."""
+    """Maximum duration of an execution, in seconds. Then running requests end, further requests are refused, and the
+    execution is truncated."""
     agent_host: str = opt("127.0.0.1", form=host_form, needs=_AGENTS)
-    """Address that the adapter listens on. Agents outside this host need another one, on a network that only they
-    reach: a session's key is the only protection, and nothing is encrypted."""
+    """Address that the adapter listens on. Agents outside this host need a different address, on a network that only
+    they reach: a session's key is the only protection, and nothing is encrypted."""
     agent_port: int = opt(0, ge=0, le=65535, needs=_AGENTS)
-    """Port of the adapter. 0: a free one."""
+    """Port of the adapter. 0: a free port."""
     agent_url: str | None = opt(None, form=url_form, needs=_AGENTS)
     """URL that agents get, for example of a tunnel or a container's gateway. Default: where the adapter listens."""
 

@@ -143,7 +143,7 @@ class RolloutSettings:
     )
     """Number of steps of the loop; 0 evaluates only. Required unless --num-epoch is given."""
     num_epoch: int | None = opt(None, within=COUNT)
-    """Passes over the prompt data; gives num_rollout = num_epoch * (rows // rollout_batch_size)."""
+    """Passes over the prompt data. Sets num_rollout = num_epoch * (rows // rollout_batch_size)."""
     start_rollout_id: int | None = opt(None, within=STEPS_OR_NONE)
     """First step of the loop. Default: the one after the loaded checkpoint, else 0."""
     rollout_batch_size: int = derived(
@@ -158,8 +158,8 @@ class RolloutSettings:
     over_sampling_batch_size: int = derived(
         lambda s: s.rollout_batch_size, "rollout_batch_size", needs=SAMPLED, within=COUNT
     )
-    """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. If fewer than the batch
-    are finished or in flight, the step issues more in the same proportion."""
+    """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. If fewer groups than the
+    batch needs are finished or in flight, the step issues more prompts in the same proportion."""
     rollout_temperature: float = opt(1.0, ge=0, le=1_000, needs=SAMPLED)
     """Sampling temperature; the trainer divides the logits by the same number."""
     rollout_top_p: float = opt(1.0, within=FRACTION, needs=SAMPLED)
@@ -170,16 +170,16 @@ class RolloutSettings:
     rollout_max_response_len: int = derived(
         _half_of_context, "half of the model's context", default=RESPONSE_LEN, needs=_RESPONSES, within=TOKENS
     )
-    """Most tokens of one answer of the model; in a multi-turn execution, of each turn. Default: 1024, or half the
-    model's context if that is at most 1024."""
+    """Maximum tokens of one answer of the model; in a multi-turn execution, of each turn. Default: 1024, or half the
+    model's context if the context is at most 1024."""
     rollout_max_total_response_len: int | None = opt(None, needs=_RESPONSES, within=TOKENS)
-    """Most tokens sampled in one execution, over all its answers: turns with tools, an agent's conversations. Text of
-    tools and templates does not count. Answers sampled in parallel may each use what is left when they begin. Default:
-    no limit."""
+    """Maximum tokens sampled in one execution, over all its answers: turns with tools, an agent's conversations. Text
+    of tools and templates does not count. Answers sampled in parallel may each use what is left when they begin.
+    Default: no limit."""
     rollout_max_context_len: int | None = opt(None, ge=2, le=100_000_000)
-    """Most tokens of a conversation: the prompt and everything after it, including tool results. An answer ends there.
-    A longer conversation in fine-tuning is left out and counted. Default: the model's context, where engines stop; none
-    in fine-tuning."""
+    """Maximum tokens of a conversation: the prompt and everything after it, including tool results. An answer ends at
+    this length. In fine-tuning, a longer conversation is left out and counted. Default: the model's context, where
+    engines stop; none in fine-tuning."""
     rollout_max_prompt_len: int | None = derived(
         lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",
@@ -223,26 +223,27 @@ class RolloutSettings:
         needs=_WORKER,
         within=COUNT,
     )
-    """Most groups of the fully_async worker, running or finished and waiting. Default: 2 * rollout_batch_size, half of
-    that if max_weight_staleness is 0."""
+    """Maximum number of groups of the fully_async worker, running or finished and waiting. Default: 2 *
+    rollout_batch_size, or rollout_batch_size if max_weight_staleness is 0."""
     max_weight_staleness: int | None = derived(
         lambda s: 2 if s.fully_async else None, "--fully-async", within=STEPS_OR_NONE
     )
-    """By how many versions (trained steps) the weights that sampled a token may lag behind those being trained. Groups
-    with older tokens start over. Finished groups beyond a batch are kept for the next step. Default: 2 with
-    --fully-async; otherwise a step trains what it sampled, and what --partial-rollout continues."""
+    """Maximum number of versions (trained steps) by which the weights that sampled a token may lag behind the weights
+    being trained. Groups with older tokens start over. Finished groups beyond a batch are kept for the next step.
+    Default: 2 with --fully-async; without it a step trains what it sampled, and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
-    """What a weight sync does to running requests (fully_async). abort: they end and are sent again with their tokens.
-    retract: they continue under the new weights after reading all tokens again. in_place: they continue with the keys
-    and values of the old weights. The weight sync before a checkpoint always ends them, so that the checkpoint holds
-    their tokens."""
+    """How a weight sync treats running requests (fully_async). abort: requests end and are sent again with their
+    tokens. retract: requests continue under the new weights after reading all tokens again. in_place: requests continue
+    with the keys and values of the old weights. The weight sync before a checkpoint always ends requests, so that the
+    checkpoint holds their tokens."""
     execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
-    """Seconds without progress after which an execution fails: a generate function with its sample hooks. The message
-    says where it stands. Progress is an engine's answer, a command in a sandbox, or a call of alive() of
-    slime.rollout.guard; while an engine or sandbox works for it, their own limits apply. The total time of an execution
-    is not limited. Filters, converters and log functions have the same limit per call, and a rollout function may have
-    executions without progress for as long; then the run ends. A function that blocks the event loop for as long is
-    interrupted, or its process ends; without workers (--rollout-num-workers) that process is the run's. 0: no limit."""
+    """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The message
+    says where the function stands. Progress is an engine's answer, a command in a sandbox, or a call of alive() of
+    slime.rollout.guard. While an engine or sandbox works for the execution, the limits of the engine or sandbox apply.
+    The total time of an execution is not limited. Filters, converters and log functions have the same limit per call. A
+    rollout function may have executions without progress for the same time; then the run ends. A function that blocks
+    the event loop for this time is interrupted, or its process ends; without workers (--rollout-num-workers) that is
+    the run's own process. 0: no limit."""
     rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
     """Processes besides the rollout's own that work on samples, on the driver's host. Each sends its own requests to
     the engines and has a tokenizer, its share of the graders, and its own copy of your generate function, filters and

@@ -117,7 +117,7 @@ class TrainingSettings:
         needs=_DYNAMIC,
         within=TOKENS,
     )
-    """Most tokens in a micro-batch that is filled by tokens; a longer sample is a micro-batch of its own. Default: the
+    """Maximum tokens in a micro-batch that is filled by tokens; a longer sample is a separate micro-batch. Default: the
     longest sample (rollout_max_context_len, else prompt plus response limit) / context-parallel ranks, at least 2048.
     """
     use_dynamic_global_batch_size: bool = derived(
@@ -125,8 +125,8 @@ class TrainingSettings:
         "--load-debug-rollout-data-subsample changes the number of samples",
         default=False,
     )
-    """Accept any number of executions in a rollout, and train them in num_steps_per_rollout steps of nearly equal size.
-    """
+    """Accept any number of executions in a rollout, and train on them in num_steps_per_rollout steps of nearly equal
+    size."""
     balance_data: bool = derived(lambda s: s.balance_by_flops or None, "--balance-by-flops", default=False)
     """Balance the floating-point operations of data-parallel ranks."""
     balance_by_flops: bool = False
@@ -141,8 +141,8 @@ class TrainingSettings:
     """Number of tokens whose full-vocabulary logits exist at a time; -1: all."""
     kernels: Literal["auto", "reference", "fused"] = "auto"
     """Implementation of norms, rotary embedding, activations and attention. auto: GPU kernels where they can run.
-    reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels, refused where one cannot run. The log of
-    rank 0 and slime doctor say what was chosen, and why."""
+    reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels; the run is refused if a kernel cannot run.
+    The log of rank 0 and slime doctor show the choices and the reasons."""
     seed: int = opt(1234, within=SEED)
     """Seed of initialisation and dropout."""
     model_family: str | None = opt(
@@ -408,8 +408,9 @@ class CheckpointSettings:
     """Checkpoints. Each holds all state to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
     load: str | None = opt(None, adjust=_fresh_start)
-    """Checkpoint folder to resume from. If it is also --save and still empty, the run starts without it. Or a folder in
-    Hugging Face format: the trainer starts from its weights, not from those of --ref-load or --hf-checkpoint."""
+    """Checkpoint folder to resume from. If the folder is also --save and still empty, the run starts without a
+    checkpoint. Or a folder in Hugging Face format: the trainer starts from the weights in this folder, not from those
+    of --ref-load or --hf-checkpoint."""
     initial_weights: str = internal(_start, "--load in Hugging Face format, else --ref-load, else --hf-checkpoint")
     """Folder of the policy's weights, unless a checkpoint is resumed."""
     ckpt_step: int | None = opt(None, needs=_RESUMES, within=STEPS_OR_NONE)
@@ -425,7 +426,7 @@ class CheckpointSettings:
     save_keep_last: int | None = opt(None, needs=_SAVES, within=COUNT)
     """Checkpoints to keep below --save; older ones are removed after a new one is complete. Default: all."""
     save_retain_interval: int | None = opt(None, needs=(_SAVES, _REMOVES), within=STEPS)
-    """Among the checkpoints that --save-keep-last would remove, keep those after a multiple of this many steps."""
+    """Also keep the checkpoints after each multiple of this number of steps, which --save-keep-last would remove."""
     save_hf: str | None = None
     """Also save in Hugging Face format here; {rollout_id} in the path is replaced."""
     no_save_optim: bool = opt(False, needs=_SAVES)
@@ -499,12 +500,12 @@ class ParameterSettings:
     """Adapters are scaled by lora_alpha / lora_rank. Default: twice the rank, so the scale is always 2."""
     lora_target_modules: tuple[str, ...] | None = opt(None, needs=_ADAPTERS)
     """Linear layers that get an adapter. Default: all of attention and MLP, including experts. If one routed expert of
-    a layer matches, each of them gets an adapter."""
+    a layer matches, every routed expert of the layer gets an adapter."""
     ref_update_interval: int | None = opt(None, needs=REFERENCE, within=STEPS)
     """Copy the policy into the reference every N rollouts. Default: the reference does not change."""
     keep_old_actor: bool = opt(False, needs=_OLD_ACTOR)
-    """Compute old log-probs with a copy of the weights that sampled the batch, which are older in train_async.py.
-    Default: with the weights before the update."""
+    """Compute old log-probs with a copy of the weights that sampled the batch; in train_async.py these weights are
+    older than the trained weights. Default: with the weights before the update."""
 
 
 def one_way_to_say_what_is_trained(args: Args) -> str | None:

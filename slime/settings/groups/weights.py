@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
 # --- Quantised engines
 
 NOT_LOADED = frozenset({("fp8", "llama")})
-"""(quantisation, model_type) pairs whose scales SGLang looks up under a wrong name and so leaves uninitialised."""
+"""(quantisation, model_type) pairs whose scales SGLang leaves uninitialised, because it uses a wrong name."""
 
 
 def _is_quantised(s: Any) -> bool:
