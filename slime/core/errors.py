@@ -64,7 +64,7 @@ class Unconfined(SlimeError, RuntimeError):
 
 
 class ActorFailed(SlimeError, RuntimeError):
-    """A process of the run raised another error, in a user's function, a library, or slime. Says where."""
+    """A process of the run raised an unforeseen error, in a user's function, a library, or slime. Says where."""
 
 
 class ClusterFailed(ActorFailed):
@@ -84,7 +84,7 @@ class WeightSyncError(SlimeError, RuntimeError):
 
 
 class CheckpointError(SlimeError, RuntimeError):
-    """A checkpoint is missing, damaged or belongs to another model or run. Names the file."""
+    """A checkpoint is missing, damaged or belongs to a different model or run. Names the file."""
 
 
 class DiskFull(SlimeError, OSError):

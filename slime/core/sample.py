@@ -230,7 +230,7 @@ class Sample:
     def get_reward_value(self, reward_key: Any = None) -> float | None:
         """The reward as a number; None while unscored.
 
-        `reward_key`: a key, or settings with one, to pick from a dict. Raises `DataError` if the key does not exist.
+        `reward_key`: the key to pick from a dict, or settings with this key. Raises `DataError` if the key is missing.
         """
         if self.reward is None:
             return None

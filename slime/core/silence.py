@@ -64,7 +64,7 @@ def processor_s(pids: Iterable[int]) -> float:
 
 
 class Silence:
-    """Watches one process or task. `heard` may be called from any thread, `exceeds` from one."""
+    """Watches one process or task. Any thread may call `heard`, but only one may call `exceeds`."""
 
     def __init__(
         self,

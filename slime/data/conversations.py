@@ -131,8 +131,9 @@ class _Conversation:
         prompt = self._write(self._messages[:number], asked=True)
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
-            # Some templates write a message differently after others: gpt-oss drops the thoughts before an answer,
-            # DeepSeek-V3 omits the header of a second call. So the message is rendered again, alone after a question.
+            # Some templates write a message differently after earlier ones: gpt-oss drops thoughts before an answer,
+            # and DeepSeek-V3 omits the header of a second call. So the message is rendered again, alone after a
+            # question.
             fresh = self._write([QUESTION], asked=True)
             header = fresh[len(self._write([QUESTION], asked=False)) :]
             if prompt.endswith(header) or prompt == self._write(self._messages[:number], asked=False):

@@ -227,7 +227,7 @@ def gather_rows(x: Tensor, plan: RowPlan, form: Form) -> Tensor:
 
 
 def sum_rows(y: Tensor, plan: RowPlan, form: Form) -> Tensor:
-    """Sums each token's rows: [rows, H] -> [tokens, H]. The gradient of a row is that of its token."""
+    """Sums each token's rows: [rows, H] -> [tokens, H]. Each row gets the gradient of its token."""
     match form:
         case "reference":
             out = y.new_zeros(plan.slots.size(0), y.size(1))

@@ -29,7 +29,7 @@ def add_reference(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """The same as `add_reference`, but adds the product in the dtype of `total`, which is that of the inputs or
+    """The same as `add_reference`, but adds the product in the dtype of `total`, which is the inputs' dtype or
     float32. T may be 0.
     """
     if not grad.size(0):

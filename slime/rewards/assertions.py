@@ -230,7 +230,7 @@ class Peer:
         return value
 
     def converse(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns its answer; serves the other side's calls in between."""
+        """Sends a message and returns the reply. Serves the other side's calls until the reply arrives."""
         self.send(message)
         while True:
             got = self.receive()

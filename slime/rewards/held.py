@@ -121,7 +121,7 @@ def _of_sympy() -> frozenset[str]:
 def shut_in() -> tuple[str, ...]:
     """Gives up everything except libraries, permanently; returns the parts that this machine lacks.
 
-    The process must have only one thread. Modules next to those in `sys.modules` can still be imported.
+    The process must have only one thread. Modules in the same folders as those in `sys.modules` can still be imported.
     """
     shown = libraries()
     user = confine.any_user() if os.getuid() == 0 else None

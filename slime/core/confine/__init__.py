@@ -167,7 +167,7 @@ class Calls:
     """Starting and signalling other processes, and changing owners, modes and times of files, which Landlock does not
     check. If False: only threads."""
     namespaces: bool = False
-    """Creating namespaces and mounts, for a process that will confine others."""
+    """Creating namespaces and mounts, for a process that will confine other processes."""
 
     @staticmethod
     def available() -> bool:

@@ -203,7 +203,9 @@ def processor_with_children_s(pids: Iterable[int]) -> float:
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
-    """Whether the processes together use more than `most_bytes`, or have so many sockets and pipes that they could."""
+    """Whether the processes together use more than `most_bytes`, or could do so with the buffers of their sockets and
+    pipes.
+    """
     if sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes:
         return True
     most_open = most_bytes // _buffer_bytes()
