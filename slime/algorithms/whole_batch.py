@@ -98,14 +98,14 @@ def _tensors(arrays: Sequence[Any] | None) -> list[Tensor] | None:
 
 
 def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
-    got = f"a list of {len(values)}" if isinstance(values, (list, tuple)) else type(values).__name__
+    left = f"a list of {len(values)}" if isinstance(values, (list, tuple)) else type(values).__name__
     if not isinstance(values, (list, tuple)) or [len(v) for v in values] != [len(m) for m in masks]:
         raise HookError(
-            f"{flag}: got {got} in rollout_data[{name!r}], expected one value per response token of each sample"
+            f"{flag} left {left} in rollout_data[{name!r}], which needs one value per response token of each sample"
         )
     kept = where_trained([np.asarray(v, np.float64) for v in values], masks)
     if not all(np.isfinite(v).all() for v in kept):
-        raise HookError(f"{flag}: got a non-finite number in rollout_data[{name!r}]")
+        raise HookError(f"{flag} left a non-finite number in rollout_data[{name!r}]; return finite ones")
     return kept
 
 
@@ -159,7 +159,7 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
     for s in samples:
         if math.isinf(s.reward):
             raise DataError(
-                f"sample {s.index} of group {s.group_index} has the reward {s.reward}; it must be a finite number"
+                f"sample {s.index} of group {s.group_index} has the reward {s.reward}, which must be a finite number"
             )
     if not (args.use_rollout_logprobs or algorithm.needs_rollout_log_probs):
         return
@@ -184,7 +184,7 @@ def step_weights(
     samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
-        raise DataError(f"none of the {len(positions)} samples of an optimizer step has a reward; look at the grader")
+        raise DataError(f"none of the {len(positions)} samples of an optimizer step has a reward; check the grader")
     masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
     num_trained = sum(int((m > 0).sum()) for m in masks)

@@ -49,7 +49,7 @@ def load_family(path: str) -> None:
     found = FAMILIES.get(path)
     if all(entry is not found for _, entry in FAMILIES):
         raise ConfigError(
-            f"got --model-family {path}, which is not registered for a model_type; decorate the class with "
+            f"--model-family {path} is not registered for a model_type; decorate the class with "
             '@FAMILIES.register("the model_type of its config.json")'
         )
 
@@ -62,7 +62,7 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"got a checkpoint of model_type {model_type!r}; this release trains {', '.join(FAMILIES.names())}; choose "
+            f"the checkpoint has model_type {model_type!r}; this release trains {', '.join(FAMILIES.names())}; choose "
             "one of these, or give your own family with --model-family"
         )
     return FAMILIES.get(model_type)() if settings is None else FAMILIES.build(model_type, settings)
@@ -86,7 +86,7 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
         return str(error)
-    return None if found is not None else f"of a {hf_config.get('model_type')} without such a layer that is trained"
+    return None if found is not None else f"of a {hf_config.get('model_type')}, which has no trainable layer for it"
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:

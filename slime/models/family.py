@@ -72,7 +72,7 @@ class Family(ABC):
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
         """Returns why samples cannot share a prefix, as a clause for a message; None if they can."""
-        return None if self.shares_prefixes else f"{hf_config.get('model_type')} does not say that its layers can"
+        return None if self.shares_prefixes else f"the layers of {hf_config.get('model_type')} do not support it"
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
         """The config that makes layer 0 the checkpoint's layer of multi-token prediction; None without such a layer.

@@ -68,8 +68,8 @@ def equal_rewards(seen: Series) -> str | None:
     if not spread or not reward or spread[-1] > 1e-12:
         return None
     return (
-        f"all rewards of a step are {reward[-1]:.4g}, so no answer is better than another and nothing is learnt; "
-        "look at the samples and at the grader, or take prompts of another difficulty"
+        f"all rewards of a step are {reward[-1]:.4g}, so no response is better than any other and nothing is learnt; "
+        "check the samples and the grader, or use prompts of a different difficulty"
     )
 
 
@@ -78,8 +78,8 @@ def truncation(seen: Series) -> str | None:
     if not share or share[-1] <= TRUNCATED_SHARE:
         return None
     return (
-        f"{share[-1]:.0%} of the samples are truncated: most answers are graded before they end; raise "
-        "--rollout-max-response-len, or ask for shorter answers"
+        f"{share[-1]:.0%} of the samples are truncated: most responses are graded before they end; raise "
+        "--rollout-max-response-len, or ask for shorter responses"
     )
 
 
@@ -92,7 +92,7 @@ def entropy_collapse(seen: Series) -> str | None:
     if entropy[-1] >= min(ENTROPY_PART * start, ENTROPY_NATS):
         return None
     return (
-        f"the entropy fell from {start:.3g} to {entropy[-1]:.3g} nats: the policy tries nothing new; lower --lr, "
+        f"the entropy fell from {start:.3g} to {entropy[-1]:.3g} nats: the policy no longer explores; lower --lr, "
         "raise --eps-clip-high or --rollout-temperature, or add --use-kl-loss"
     )
 
@@ -108,8 +108,8 @@ def mismatch_rises(key: str) -> Detector:
         if values[-1] <= max(MISMATCH_FACTOR * start, MISMATCH_NATS):
             return None
         return (
-            f"{key} rose from {start:.2g} to {values[-1]:.2g} nats: the engine samples from another policy than "
-            "the trained one; compare dtypes and sampling settings, or correct for it with --use-tis"
+            f"{key} rose from {start:.2g} to {values[-1]:.2g} nats: the engine's policy no longer matches "
+            "the trainer's; compare dtypes and sampling settings, or correct for it with --use-tis"
         )
 
     return detect
@@ -204,7 +204,7 @@ class HealthSink:
             if finding.last_step is None:
                 logger.warning("%s at step %d: %s", finding.kind, finding.step, finding.text)
             else:
-                logger.info("over at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
+                logger.info("ended at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
 
     def close(self, *, failed: bool = False) -> None:
         pass

@@ -38,12 +38,12 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.weight < 0:
-            raise DataError(f"got weight {self.weight} of a mean, which cannot be negative; give >= 0")
+            raise DataError(f"the weight of a mean is {self.weight}; it must be >= 0")
 
     def merge(self, other: Metric) -> Metric:
         """Combines this metric with a later one. Raises `DataError` if they reduce differently."""
         if self.how is not other.how:
-            raise DataError(f"got a {self.how.value} and a {other.how.value} of one metric; give each name one kind")
+            raise DataError(f"one metric is a {self.how.value} and a {other.how.value}; give each name one kind")
         if self.how is Reduce.MEAN:
             return self._merge_mean(other)
         if self.how is Reduce.LAST:

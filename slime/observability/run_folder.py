@@ -156,18 +156,20 @@ class RunFolder:
             _write_start(partial, [start], own)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise ConfigError(f"--run-dir {self.path} cannot be made ({error}); name another") from error
+            raise ConfigError(f"--run-dir {self.path} cannot be created ({error}); name another folder") from error
         try:
             partial.rename(self.path)  # also replaces an empty folder
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise ConfigError(f"another run has just made --run-dir {self.path} ({error}); name another") from error
+            raise ConfigError(
+                f"another run has just created --run-dir {self.path} ({error}); name another folder"
+            ) from error
 
     def _join(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         record = self.path / "run.json"
         if not record.is_file():
             raise ConfigError(
-                f"--run-dir {self.path} holds files and no run.json, so it is not the folder of a run; name a new or "
+                f"--run-dir {self.path} holds files but no run.json, so it is not the folder of a run; name a new or "
                 "an empty folder"
             )
         for name in SUBFOLDERS:

@@ -187,7 +187,7 @@ class WandbSink:
             self._run: Any = wandb.init(config=dict(settings), **init)
         except wandb.Error as error:
             raise ConfigError(
-                f"W&B refused --use-wandb: {error}; run wandb login, give --wandb-mode offline, or leave it out"
+                f"W&B refused --use-wandb: {error}; run wandb login, give --wandb-mode offline, or drop --use-wandb"
             ) from error
         sys.excepthook = hook  # W&B's hook would print every traceback again; `close` reports the end
         for prefix, axis in (AXES | OTHER_AXES).items():

@@ -99,10 +99,10 @@ class Tracker:
         increase.
         """
         if kind not in KINDS:
-            raise DataError(f"got step kind {kind!r}; use one of {KINDS}, which have their own axes")
+            raise DataError(f"unknown kind of step {kind!r}; use one of {KINDS}, which have their own axes")
         if kind in self._last_step and kind != "eval" and step <= self._last_step[kind]:
             raise DataError(
-                f"got {kind} step {step} after {self._last_step[kind]}, but steps must increase; log each step once"
+                f"{kind} step {step} comes after {self._last_step[kind]}, but steps must increase; log each step once"
             )
         self._last_step[kind] = step
         grouped = _grouped(kind, metrics)
@@ -122,7 +122,7 @@ class Tracker:
             if self._samples is not None:
                 self._samples.append(samples)
         except Exception:
-            logger.exception("%s cannot be written and is given up", self.folder.samples.name)
+            logger.exception("%s cannot be written, so no more samples are saved", self.folder.samples.name)
             self._samples = None
         for sink in list(self._sinks):
             if isinstance(sink, SampleView):

@@ -164,9 +164,9 @@ class ExpectedDigests:
         """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate, or has the wrong shape."""
         want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
-            raise WeightSyncError(f"got {hf_name} twice in one weight sync; each tensor may be sent once")
+            raise WeightSyncError(f"{hf_name} came twice in one weight sync; send each tensor once")
         if tuple(tensor.shape) != want:
-            raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}, expected {want}")
+            raise WeightSyncError(f"{hf_name} has shape {tuple(tensor.shape)}, expected {want}")
         self._seen.add(hf_name)
         name = self._table.resident_of[hf_name]
         resident = self._open.get(name)

@@ -150,8 +150,8 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
     for count, what in counts:
         if what != Unit.VOCAB.value and count % tp_size:
             raise ConfigError(
-                f"got tensor_model_parallel_size={tp_size}, but {entry.megatron} has {count} {what}, "
-                f"which do not divide evenly; choose a divisor of {count}"
+                f"tensor_model_parallel_size={tp_size} does not divide the {count} {what} of {entry.megatron}; choose "
+                f"a divisor of {count}"
             )
 
 
@@ -220,8 +220,8 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
     want = table.shape_of(hf_name)
     if tuple(tensor.shape) != want:
         raise CheckpointError(
-            f"{hf_name} has the shape {list(tensor.shape)}, but config.json implies {list(want)}: checkpoint and "
-            "config do not belong together"
+            f"{hf_name} has the shape {list(tensor.shape)}, but config.json implies {list(want)}; give the "
+            "config.json that belongs to this checkpoint"
         )
     return tensor
 

@@ -65,8 +65,8 @@ class GroupEstimator(AdvantageEstimator):
         if not (args.custom_reward_post_process_path and self.rewards_normalization):
             return None
         return (
-            "got --custom-reward-post-process-path with --rewards-normalization, which would normalise the hook's "
-            "rewards again; drop the switch and normalise in the hook"
+            "--rewards-normalization would normalise the rewards of --custom-reward-post-process-path again; drop the "
+            "switch and normalise in the hook"
         )
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
@@ -149,8 +149,8 @@ class GroupRelative(GroupEstimator):
         both = args.was_given("grpo_std_normalization") and args.was_given("advantage_scale")
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
             return (
-                f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale "
-                f"{self.advantage_scale}, which contradicts it; give one of them"
+                f"grpo_std_normalization {self.grpo_std_normalization} contradicts advantage_scale "
+                f"{self.advantage_scale}; give one of them"
             )
         return super().check(args)
 

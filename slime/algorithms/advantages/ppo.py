@@ -39,7 +39,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
 
     def check(self, args: Args) -> str | None:
         if self.observation_returns == "reset":
-            return "got --observation-returns reset with ppo, which cannot bootstrap across it; give skip or through"
+            return "ppo cannot bootstrap across --observation-returns reset; give skip or through"
         return None
 
 

@@ -49,7 +49,7 @@ def token_rewards(
     Raises `DataError` if the reward is not finite: an unscored sample must be masked before.
     """
     if not math.isfinite(reward):
-        raise DataError(f"got reward {reward} of an unscored sample; mask it before its returns are computed")
+        raise DataError(f"an unscored sample has reward {reward}; mask it before its returns are computed")
     out = spread_advantage(0.0, mask, kl, kl_coef)
     trained = np.flatnonzero(np.asarray(mask) > 0)
     if len(trained):
@@ -80,7 +80,7 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
     Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, for all chunks
     at once. Only the carry from each chunk to the previous chunk is serial.
     """
-    assert chunk > 0, f"got chunk {chunk}"
+    assert chunk > 0, chunk
     num = -(-len(x) // chunk)
     padded = np.zeros(num * chunk, np.float64)
     padded[: len(x)] = x  # zeros after the end do not change the recursion

@@ -144,7 +144,7 @@ class ConstantLength(Aggregation):
     def __post_init__(self) -> None:
         if not self.loss_constant_length or self.loss_constant_length < 0:
             raise ConfigError(
-                f"got --loss-constant-length {self.loss_constant_length}, by which constant_length divides; give a "
+                f"constant_length divides by --loss-constant-length, which is {self.loss_constant_length}; give a "
                 "number of tokens, for example the longest response"
             )
 

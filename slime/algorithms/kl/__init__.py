@@ -84,8 +84,8 @@ class K1(KLEstimator):
         if not (args.use_kl_loss and args.kl_loss_coef) or args.use_unbiased_kl:
             return None
         return (
-            f"got --kl-loss-type k1 with --kl-loss-coef {args.kl_loss_coef}, but as a loss its expected gradient is "
-            "zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
+            f"--kl-loss-type k1 with --kl-loss-coef {args.kl_loss_coef} does not pull the policy to the reference: the "
+            "expected gradient of k1 as a loss is zero; use a different type, or add --use-unbiased-kl"
         )
 
 

@@ -91,8 +91,8 @@ class MismatchCorrection(Correction):
         if not args.use_rollout_logprobs:
             return None
         return (
-            "got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
-            "them with the trainer's; give one of them"
+            "--use-rollout-logprobs contradicts --use-tis, --rejection-level and --get-mismatch-metrics, which compare "
+            "the engine's log-probs with the trainer's; give one of them"
         )
 
 

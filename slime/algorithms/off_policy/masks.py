@@ -63,13 +63,13 @@ class Rejection(MismatchCorrection):
     def check(self, args: Args) -> str | None:
         if args.rejection_level is None:
             return (
-                "got --off-policy-corrections rejection without --rejection-level, which says whose ratio is compared; "
+                "--off-policy-corrections rejection needs --rejection-level, which says whose ratio is compared; "
                 "give token, sequence or geometric"
             )
         if self.rejection_low > self.rejection_high:
             return (
-                f"got --rejection-low {self.rejection_low} and --rejection-high {self.rejection_high}, but no ratio is "
-                "between them; give 0 <= low <= high"
+                f"no ratio is between --rejection-low {self.rejection_low} and --rejection-high {self.rejection_high}; "
+                "give 0 <= low <= high"
             )
         return super().check(args)
 

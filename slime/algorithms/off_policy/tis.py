@@ -48,7 +48,7 @@ class CustomWeights(MismatchCorrection):
 
     def check(self, args: Args) -> str | None:
         if not args.custom_tis_function_path:
-            return f"got --off-policy-corrections custom_tis without {FLAG}, which names its function; give both"
+            return f"--off-policy-corrections custom_tis needs {FLAG}, which names its function; give both"
         return super().check(args)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,10 +66,12 @@ class CustomWeights(MismatchCorrection):
             response_lengths=list(tokens.lengths),
         )
         if not isinstance(result, tuple) or len(result) != 3:
-            raise HookError(f"{FLAG}: got {type(result).__name__}, expected (pg_loss, masks, metrics)")
+            raise HookError(f"{FLAG} returned {type(result).__name__}; return (pg_loss, masks, metrics)")
         changed, masks, metrics = result
         if changed.shape != loss.shape or [len(m) for m in masks] != list(tokens.lengths):
-            raise HookError(f"{FLAG}: got a loss of shape {list(changed.shape)}, expected {list(loss.shape)}")
+            raise HookError(
+                f"{FLAG} returned a loss of shape {list(changed.shape)}; return one of shape {list(loss.shape)}"
+            )
         keep = torch.cat([torch.as_tensor(m) for m in masks]) if masks else torch.zeros_like(tokens.mask)
         kept = (keep.to(tokens.mask.device) > 0) & (tokens.mask > 0)
         changed = torch.where(kept, changed, torch.zeros_like(changed))
@@ -113,8 +115,8 @@ class Weighing(MismatchCorrection):
     def check(self, args: Args) -> str | None:
         if self.tis_clip_low > self.tis_clip:
             return (
-                f"got --tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}, but no weight is between "
-                "them; give 0 <= low <= high"
+                f"no weight is between --tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}; give "
+                "0 <= low <= high"
             )
         return super().check(args)
 
@@ -153,8 +155,8 @@ class ImportanceSampling(Weighing):
     def check(self, args: Args) -> str | None:
         if args.custom_tis_function_path and "custom_tis" not in args.off_policy_corrections:
             return (
-                "got --off-policy-corrections tis with --custom-tis-function-path, which only custom_tis calls; name "
-                "custom_tis instead, or drop the function"
+                "--custom-tis-function-path has no effect with --off-policy-corrections tis, only with custom_tis; "
+                "name custom_tis instead, or drop the function"
             )
         return super().check(args)
 

@@ -69,8 +69,8 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
         if 0 <= self.cispo_clip_low <= self.cispo_clip_high:
             return None
         return (
-            f"got --cispo-clip-low {self.cispo_clip_low} and --cispo-clip-high {self.cispo_clip_high}, but no weight "
-            "is between them; give 0 <= low <= high"
+            f"no weight is between --cispo-clip-low {self.cispo_clip_low} and --cispo-clip-high "
+            f"{self.cispo_clip_high}; give 0 <= low <= high"
         )
 
 

@@ -94,21 +94,22 @@ def decoder_architecture(config: HfConfig) -> dict[str, Any]:
 def refuse_unsupported(family: Family, config: HfConfig) -> None:
     """Raises `ConfigError` if the config has a feature that the family does not train."""
     if config.get("use_sliding_window"):
-        raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
+        raise ConfigError("the checkpoint has use_sliding_window, which this release does not train")
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"got a checkpoint with hidden_act {config['hidden_act']!r}; this release trains silu")
+        raise ConfigError(f"the checkpoint has hidden_act {config['hidden_act']!r}; this release trains silu")
     if biases := [name for name in family.refused_biases if config.get(name)]:
-        raise ConfigError(f"got a checkpoint with {' and '.join(biases)}, which this release does not train")
+        raise ConfigError(f"the checkpoint has {' and '.join(biases)}, which this release does not train")
     _refuse_scaling(family, config)
     model_type = config.get("model_type")
     if kinds := sorted(set(config.get("layer_types") or ()) - set(family.layer_kinds)):
         raise ConfigError(
-            f"got layers of type {', '.join(kinds)} in a {model_type}; this release trains "
-            f"{', '.join(family.layer_kinds)}"
+            f"{model_type} has layers of type {', '.join(kinds)}; this release trains {', '.join(family.layer_kinds)}"
         )
     for name in family.per_layer:
         if config.get(name) and len(config[name]) < int(config.get("num_hidden_layers") or 0):
-            raise ConfigError(f"got {len(config[name])} {name} for {config['num_hidden_layers']} layers in config.json")
+            raise ConfigError(
+                f"config.json has {len(config[name])} {name} for {config['num_hidden_layers']} layers; correct it"
+            )
 
 
 def _refuse_scaling(family: Family, config: HfConfig) -> None:
@@ -116,11 +117,11 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
     kind = rope_kind(scaling)
     if kind not in family.rope_kinds:
         raise ConfigError(
-            f"got a {config.get('model_type')} with rotary scaling {kind!r}; this release trains "
-            f"{', '.join(family.rope_kinds)} for it"
+            f"{config.get('model_type')} has rotary scaling {kind!r}; this release trains it only with "
+            f"{', '.join(family.rope_kinds)}"
         )
     if missing := [name for name in ROPE_KINDS.get(kind, ()) if not scaling.get(name)]:
-        raise ConfigError(f"got rotary scaling {kind!r} without {', '.join(missing)}; complete config.json")
+        raise ConfigError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; complete config.json")
 
 
 def softmax_experts(config: HfConfig) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def sigmoid_experts(config: HfConfig) -> dict[str, Any]:
     """Megatron's settings for a sigmoid router with bias and groups, and for its routed and shared experts."""
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ConfigError(
-            f"got a router with scoring_func {config.get('scoring_func')} and topk_method "
+            f"the router has scoring_func {config.get('scoring_func')} and topk_method "
             f"{config.get('topk_method')}; this release trains sigmoid and noaux_tc"
         )
     size = int(config["moe_intermediate_size"])

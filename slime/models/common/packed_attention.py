@@ -154,7 +154,7 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ConfigError(
-                f"got attention_dropout={config.attention_dropout}, but two passes over a sample must give the same "
+                f"attention_dropout is {config.attention_dropout}, but two passes over a sample must give the same "
                 "result; set --attention-dropout 0"
             )
         assert attention_type == "self", f"attention of type {attention_type} in layer {layer_number}"

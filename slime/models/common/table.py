@@ -211,8 +211,7 @@ class ModelSizes:
             raise ConfigError(f"config.json lacks {error}, which the weight table needs; complete it") from None
         if sizes.num_heads % sizes.num_kv_heads:
             raise ConfigError(
-                f"got {sizes.num_heads} attention heads and {sizes.num_kv_heads} KV heads, which must divide them; "
-                "correct config.json"
+                f"{sizes.num_kv_heads} KV heads do not divide {sizes.num_heads} attention heads; correct config.json"
             )
         return sizes
 
@@ -391,8 +390,8 @@ class FamilyTable:
             doubled = sorted(n for n, count in Counter(names).items() if count > 1)
             if missing or unknown or doubled:
                 raise ConfigError(
-                    f"got {len(names)} {what} tensors for the weight table of {self.family!r}, which needs "
-                    f"{len(known)}: missing {listed(missing)}, unknown {listed(unknown)}, doubled {listed(doubled)}; "
+                    f"the weight table of {self.family!r} needs {len(known)} {what} tensors, but there are "
+                    f"{len(names)}: missing {listed(missing)}, unknown {listed(unknown)}, duplicate {listed(doubled)}; "
                     "the model must be built from the same config.json as the table"
                 )
 

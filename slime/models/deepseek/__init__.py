@@ -92,16 +92,16 @@ def _refuse(hf_config: HfConfig) -> None:
             f"config.json lacks {', '.join(missing)}, which models with latent attention and experts need; complete it"
         )
     if hf_config.get("attention_bias"):
-        raise ConfigError("got a checkpoint with attention_bias, which the engine's latent attention does not support")
+        raise ConfigError("the checkpoint has attention_bias, which the engine's latent attention does not support")
     if indexer_kinds(hf_config) and (
         not hf_config.get("q_lora_rank") or hf_config.get("index_k_norm_type", "layer") != "layer"
     ):
         raise ConfigError(
-            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a layer norm; this "
-            "release trains neither"
+            "the checkpoint has a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a "
+            "layer norm; this release trains neither"
         )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:
         raise ConfigError(
-            f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these keys, the "
-            "trainer does not; this release does not train such a checkpoint"
+            f"the sparse-attention indexer has {', '.join(always)}: the engine always chooses these keys, the trainer "
+            "does not; this release does not train such a checkpoint"
         )

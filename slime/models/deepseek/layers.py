@@ -65,8 +65,8 @@ class SparseIndexer(torch.nn.Module):
         longest = int(packed.cu_seqlens_q.diff().max())
         if longest > self.topk and packed.shard is not None:
             raise ConfigError(
-                f"got a sequence of {longest} tokens, but under context parallelism sparse attention is trained only "
-                f"up to index_topk {self.topk} tokens; drop --context-parallel-size or shorten the sequences"
+                f"a sequence has {longest} tokens, but under context parallelism sparse attention is trained only up "
+                f"to index_topk {self.topk} tokens; drop --context-parallel-size or shorten the sequences"
             )
         return longest > self.topk
 
@@ -198,7 +198,7 @@ class LatentAttention(MegatronModule):
     ) -> tuple[Tensor, None]:
         """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and None for the bias."""
         packed = packed_seq_params
-        assert packed.positions is not None, "a packed row knows the positions of its tokens"
+        assert packed.positions is not None, "a packed row has the positions of its tokens"
         cos, sin = cos_sin(packed.positions, self.frequencies, self.factor)
         query_latent = None
         if hasattr(self, "linear_q_proj"):
@@ -261,6 +261,6 @@ def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
     for layer in first_layers:
         if kinds[layer : layer + 1] == ["shared"]:
             raise ConfigError(
-                f"a pipeline stage begins with layer {layer}, which shares the indexer of a layer on another stage; "
+                f"a pipeline stage begins with layer {layer}, which shares the indexer of a layer on an earlier stage; "
                 "choose --pipeline-model-parallel-size so that stages begin with layers of indexer type full"
             )

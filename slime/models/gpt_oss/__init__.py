@@ -44,34 +44,34 @@ class GptOss(Family):
         names = [name for row in rows if EXPERT in row.megatron for name in (row.megatron, *row.hf)]
         if args.lora_rank and any(re.search(p, n) for p in args.lora_target_modules or ("",) for n in names):
             return (
-                "got --lora-rank for gpt-oss with its experts among --lora-target-modules, but they cannot have "
-                "adapters; give --lora-target-modules self_attention"
+                "--lora-rank would add adapters to the experts of gpt-oss, which cannot have any; give "
+                "--lora-target-modules self_attention"
             )
         backend = args.sglang.get("moe_runner_backend")
         if backend == "triton" or args.debug_train_only:
             return None
         return (
-            f"got --sglang-moe-runner-backend {backend} for gpt-oss, with which SGLang may hold experts in another "
-            "order than the weight sync verifies; give --sglang-moe-runner-backend triton"
+            f"with --sglang-moe-runner-backend {backend} SGLang may hold the experts of gpt-oss in a different order "
+            "from the one that the weight sync verifies; give --sglang-moe-runner-backend triton"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Also refuses configs that the engine would serve differently."""
         if (quantised := quantisation_of(hf_config)) is not None:
             raise ConfigError(
-                f"got a gpt_oss in {quantised.get('quant_method')}, which slime cannot read; give a folder in "
+                f"this gpt_oss is in {quantised.get('quant_method')}, which slime cannot read; give a folder in "
                 "bfloat16, as transformers writes it with dequantize=True in Mxfp4Config"
             )
         wanted = {"attention_bias": True, "swiglu_limit": SWIGLU_LIMIT}
         for name, value in wanted.items():
             if hf_config.get(name) != value:
                 raise ConfigError(
-                    f"got a gpt_oss with {name} {hf_config.get(name)}; this release trains only {value}, as released"
+                    f"this gpt_oss has {name} {hf_config.get(name)}; this release trains only {value}, as released"
                 )
         if hf_config.get("tie_word_embeddings"):
-            raise ConfigError("got a gpt_oss with tie_word_embeddings, which the engine would serve untied; untie it")
+            raise ConfigError("this gpt_oss has tie_word_embeddings, which the engine would serve untied; untie it")
         if not hf_config.get("layer_types"):
-            raise ConfigError("got a gpt_oss without layer_types, which SGLang needs; complete config.json")
+            raise ConfigError("config.json of this gpt_oss has no layer_types, which SGLang needs; complete it")
         experts = softmax_experts({**_of_experts(hf_config), "norm_topk_prob": True})
         return {"add_bias_linear": True, "add_qkv_bias": True, **experts}
 

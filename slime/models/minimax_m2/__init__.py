@@ -35,12 +35,12 @@ class MiniMaxM2(Family):
         for name, wanted in _ENGINE_READS.items():
             if hf_config.get(name) != wanted:
                 raise ConfigError(
-                    f"got a minimax_m2 with {name} {hf_config.get(name)}, so SGLang would serve another model than the "
-                    f"trained one; write {name} {wanted} into config.json, as in released files"
+                    f"this minimax_m2 has {name} {hf_config.get(name)}, so SGLang would serve a different model from "
+                    f"the trained one; write {name} {wanted} into config.json, as in released files"
                 )
         if hf_config.get("tie_word_embeddings") or hf_config.get("shared_intermediate_size"):
             raise ConfigError(
-                "got a minimax_m2 with tie_word_embeddings or shared_intermediate_size, which the engine cannot serve"
+                "this minimax_m2 has tie_word_embeddings or shared_intermediate_size, which the engine cannot serve"
             )
         return {
             "qk_layernorm": True,
@@ -85,7 +85,7 @@ def _rotary_percent(hf_config: HfConfig) -> float:
     factor = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if factor is not None and float(factor) != percent:
         raise ConfigError(
-            f"got a minimax_m2 with partial_rotary_factor {factor} and rotary_dim {hf_config.get('rotary_dim')} in "
+            f"this minimax_m2 has partial_rotary_factor {factor} and rotary_dim {hf_config.get('rotary_dim')} in "
             f"heads of {head_dim}: transformers reads the first, SGLang the second; make them agree in config.json"
         )
     return percent

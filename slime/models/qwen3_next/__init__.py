@@ -52,13 +52,13 @@ class Qwen3Next(Family):
         keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
         if values % keys:
             raise ConfigError(
-                f"got {keys} key heads for {values} value heads of linear attention, which they must divide evenly"
+                f"{keys} key heads of linear attention do not divide its {values} value heads; correct config.json"
             )
         gates = (None, "silu", "swish")
         trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
         for name, allowed in trained.items():
             if hf_config.get(name) not in allowed:
-                raise ConfigError(f"got a checkpoint with {name} {hf_config[name]}, which this release does not train")
+                raise ConfigError(f"the checkpoint has {name} {hf_config[name]}, which this release does not train")
         parameters: HfConfig = hf_config.get("rope_parameters") or {}
         rotated = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 0.25))
         settings = {
@@ -77,7 +77,7 @@ class Qwen3Next(Family):
         shared = int(hf_config.get("shared_expert_intermediate_size") or 0)
         if shared <= 0:
             raise ConfigError(
-                "got a checkpoint with experts and shared_expert_intermediate_size "
+                "the checkpoint has experts and shared_expert_intermediate_size "
                 f"{hf_config.get('shared_expert_intermediate_size')}; this release trains this family only with a "
                 "shared expert, so use a checkpoint that has one"
             )
@@ -131,4 +131,4 @@ class Qwen3Next(Family):
         reasons = " and ".join(reason for reason, holds in problems if holds)
         if not reasons:
             return None
-        return f"got --qwen-gdn-backend fla, but {reasons}; use torch or auto"
+        return f"--qwen-gdn-backend fla does not work here, because {reasons}; use torch or auto"

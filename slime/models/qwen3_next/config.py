@@ -32,11 +32,12 @@ def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
         return None
     if cp_size == 1:
         return (
-            f"got tensor_model_parallel_size {tp_size} for {key_heads} key heads of linear attention; choose a divisor"
+            f"tensor_model_parallel_size {tp_size} does not divide {key_heads} key heads of linear attention; choose a "
+            "divisor"
         )
     return (
-        f"got tensor_model_parallel_size {tp_size} and context_parallel_size {cp_size} for {key_heads} key heads of "
-        f"linear attention, which these {tp_size * cp_size} ranks cannot split evenly; choose sizes whose product "
+        f"the {tp_size * cp_size} ranks of tensor_model_parallel_size {tp_size} and context_parallel_size {cp_size} "
+        f"cannot split {key_heads} key heads of linear attention evenly; choose sizes whose product "
         "divides the heads"
     )
 

@@ -46,7 +46,9 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
     """
     reasons = kernel_problems(device, dtype)
     if backend == "fla" and reasons:
-        raise ConfigError(f"got --qwen-gdn-backend fla, but {' and '.join(reasons)}; use torch or auto")
+        raise ConfigError(
+            f"--qwen-gdn-backend fla does not work here, because {' and '.join(reasons)}; use torch or auto"
+        )
     return chunked if backend == "torch" or reasons else fla_kernels
 
 

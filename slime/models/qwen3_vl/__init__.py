@@ -39,15 +39,15 @@ class Qwen3VL(Qwen3):
         if not split:
             return None
         return (
-            f"got --multimodal-keys with {' and '.join(split)}, but images need whole rows and whole models on each "
-            "rank; leave these at 1 and train on more data-parallel ranks"
+            f"--multimodal-keys does not work with {' and '.join(split)}, because images need whole rows and whole "
+            "models on each rank; set them to 1 and train on more data-parallel ranks"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         if self._sections(hf_config) is None:
             raise ConfigError(
-                "got a Qwen3-VL without mrope_section in config.json, or with one that does not divide the rotary "
-                "frequencies in three; complete config.json"
+                "mrope_section of Qwen3-VL is missing in config.json, or does not divide the rotary frequencies into "
+                "three; complete config.json"
             )
         return super().departures(hf_config)
 

@@ -30,7 +30,7 @@ class Qwen3VLImages:
 
         path = folder / SETTINGS
         if not path.is_file():
-            raise ConfigError(f"got --hf-checkpoint {folder} without {SETTINGS}; fetch all files of the checkpoint")
+            raise ConfigError(f"--hf-checkpoint {folder} has no {SETTINGS}; fetch all files of the checkpoint")
         self.token_id = int(hf_config["image_token_id"])
         self._processor: Any = Qwen2VLImageProcessorPil(**_settings(path))
         self._merge = int(hf_config["vision_config"]["spatial_merge_size"])

@@ -237,7 +237,7 @@ def parts_figure(times: StepTimes, frame: Frame) -> Markup:
         color = f"p {CLASSES[part_color(part)]}"
         data[f"series-{i}"] = _data(color, part, times.steps, " ".join(map(short, seconds)))
         entries.append((color, part, seconds_text(sum(seconds) / len(seconds)), False))
-    about = "What the driver waited for; parts do not contain each other. The legend has the means."
+    about = "What the driver waited for; parts do not overlap. The legend gives the means."
     if times.steps_per_bar > 1:
         about += f" One bar is the mean of {times.steps_per_bar} steps."
     said = "; ".join(f"{name}: mean {value}" for _, name, value, _ in entries)
@@ -274,7 +274,7 @@ def _data(color: str, name: str, steps: Sequence[float], values: str) -> Mapping
 def _said(one: Series, drawn: Drawn) -> str:
     values = one.curve.values
     first, last, least, most = (written(v, drawn) for v in (values[0], values[-1], min(values), max(values)))
-    return f"{one.label or drawn.panel.title} from {first} to {last}, least {least}, most {most}"
+    return f"{one.label or drawn.panel.title} from {first} to {last}, minimum {least}, maximum {most}"
 
 
 def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str, Mapping[str, str]]) -> Markup:
@@ -411,5 +411,5 @@ def _labels(drawn: Drawn) -> list[str]:
     """The labels of the legend; empty if the title already names the only curve."""
     labels = [one.label for one in drawn.series]
     if drawn.band:
-        return [f"{labels[0]} (band: least to greatest)", *labels[1:]]
+        return [f"{labels[0]} (band: minimum to maximum)", *labels[1:]]
     return labels if drawn.is_named else []

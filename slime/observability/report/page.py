@@ -69,9 +69,9 @@ def samples_section(record: RunRecord) -> Markup | None:
     shown, rest = chosen[:SHOWN_SAMPLES], chosen[SHOWN_SAMPLES:]
     about = f"{len(chosen)} of the {len(record.samples):,} in samples.jsonl, the latest step first: "
     if record.kind is RunKind.SFT:
-        about += "some at random of what was trained. The target is what the data says, not the model."
+        about += "a random choice of what was trained. The target comes from the data, not from the model."
     else:
-        about += "the best, the worst and some at random of each step and evaluation."
+        about += "the best, the worst and some random ones of each step and evaluation."
     columns = _columns(record)
     table = _samples_table(rest, columns) if rest else None
     drawer = element("details", element("summary", f"{len(rest)} of earlier steps"), table) if rest else None
@@ -125,7 +125,9 @@ def settings_section(record: RunRecord) -> Markup | None:
         return None
     given = [one for one in every if was_given(one[2])]
     rest = [one for one in every if not was_given(one[2])]
-    about = "Every setting of the latest start (args.json): first what was given, then what was a default or derived."
+    about = (
+        "Every setting of the latest start (args.json): first the given settings, then the defaults and derived ones."
+    )
     drawer = element("details", element("summary", f"{len(rest)} defaults and derived settings"), _settings_table(rest))
     return _section("Settings", about, _settings_table(given) if given else None, drawer)
 
@@ -285,7 +287,7 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
     if frame.limits[0] < 0:
         notes.append("An evaluation carries the step that it follows; -1 is before the first.")
     if frame.marks:
-        notes.append("Dotted lines: the run was resumed; of a step that was done again the last time is drawn.")
+        notes.append("Dotted lines: the run was resumed. If a step was repeated, its last repetition is drawn.")
     if frame.limits[1] - frame.limits[0] >= 100:
         notes.append("Pale: every step; strong: the running mean.")
     if constant := in_words(panels):
@@ -304,9 +306,9 @@ def _timeline(record: RunRecord) -> Markup | None:
         )
         for i, one in enumerate(found)
     ]
-    about = "What the driver did between the end of the step before and the end of the step, from traces/."
+    about = "What the driver did between the end of the previous step and the end of this step, from traces/."
     if any(bar.name == GENERATION for one in found for bar in one.bars):
-        about += " The row “generation” is what the rollout did meanwhile, for this step or for the next one."
+        about += " The row “generation” shows what the rollout did meanwhile, for this step or for the next one."
     return _section("Timeline of a step", about, *figures)
 
 

@@ -100,16 +100,16 @@ MISMATCH = (
     Line("train/train_rollout_logprob_abs_diff_current", "mean", unless_alone=True),
 )
 PROBE = (
-    Line("probe/train_rollout_logprob_abs_diff_max", "fresh answers, worst token"),
-    Line("probe/train_rollout_logprob_abs_diff_mean", "fresh answers, mean", dashed=True),
+    Line("probe/train_rollout_logprob_abs_diff_max", "fresh responses, worst token"),
+    Line("probe/train_rollout_logprob_abs_diff_mean", "fresh responses, mean", dashed=True),
 )
 """Asynchronous runs compare fresh responses, because their batches are older than the trainer."""
 
 PANELS: Sequence[Panel] = (
     Panel(
         "Loss",
-        "What is minimised: of the step's conversations before its update, of held-out ones after it. Held-out rising "
-        "again: overfitting.",
+        "The minimised loss: on the step's conversations before its update, on held-out ones after it. A held-out "
+        "loss that rises again means overfitting.",
         LEARNING,
         (Line("train/loss", "trained"), Line("eval/*-loss", "held out: *")),
         unit="nats",
@@ -126,14 +126,14 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Held-out score",
-        "Mean score on data that is never trained.",
+        "Mean score on data that is never trained on.",
         LEARNING,
         (Line("eval/*", "*"), Line("eval/*-pass@", "*, pass@", dashed=True)),
         scale="unit",
     ),
     Panel(
         "Entropy",
-        "Of the policy's next-token distribution. Near zero it explores nothing more.",
+        "Entropy of the policy's next-token distribution. Near zero, the policy no longer explores.",
         LEARNING,
         (Line("train/entropy_loss"),),
         unit="nats",
@@ -209,7 +209,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Policy loss",
-        "What is minimised; its size says little, its jumps do.",
+        "The minimised loss. Its size says little; sudden jumps matter.",
         OPTIMIZER,
         (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
         scale="auto",
@@ -225,13 +225,13 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Gradient norm",
-        "Global norm before clipping. A spike is a bad batch, a rise a learning rate that is too high.",
+        "Global norm before clipping. A spike means a bad batch, a rise a learning rate that is too high.",
         OPTIMIZER,
         (Line("train/grad_norm", "policy"), Line("train/critic-grad_norm", "critic")),
     ),
     Panel(
         "Learning rate",
-        "Of the first parameter group.",
+        "Learning rate of the first parameter group.",
         OPTIMIZER,
         (Line("train/lr-pg_0", "policy"), Line("train/critic-lr-pg_0", "critic")),
         flat_in_words=True,

@@ -78,7 +78,7 @@ def read_run(path: Path) -> RunRecord:
     metrics = path / "metrics.jsonl"
     rows = read_jsonl(metrics) if metrics.is_file() else []
     if not rows:
-        raise DataError(f"got no step in {metrics}, so there is nothing to report; name the folder of a run")
+        raise DataError(f"{metrics} has no steps, so there is nothing to report; name the folder of a run")
     settings = _json_dict(path / "args.json")
     starts = _starts(_facts_of_starts(_json_dict(path / "run.json")), rows)
     return RunRecord(

@@ -134,7 +134,7 @@ def facts(summary: RunSummary) -> dict[str, str]:
     if summary.step_s is not None:
         out["time per step, without evaluation"] = f"{short(summary.step_s)} s"
     for key, value in summary.mismatches.items():
-        whose = ", of fresh answers" if key.startswith("probe/") else ""
+        whose = ", of fresh responses" if key.startswith("probe/") else ""
         if not whose and len(summary.mismatches) > 1:
             whose = ", of batches that the newest weights sampled"
         out[f"largest train-inference mismatch{whose}"] = f"{value:.2e} nats (`{key}`)"

@@ -61,10 +61,10 @@ class Streams:
         try:
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= limit:
-                raise WeightSyncError(f"got a stream of {size} bytes, more than {limit}; the patch is damaged")
+                raise WeightSyncError(f"a stream has {size} bytes, more than {limit}; the patch is damaged")
             content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         except zstandard.ZstdError as error:
-            raise WeightSyncError(f"got a stream that is not zstd ({error}); the patch is damaged") from error
+            raise WeightSyncError(f"a stream is not zstd ({error}); the patch is damaged") from error
         return np.frombuffer(content, np.uint8)
 
     def take_length(self) -> int:
@@ -127,9 +127,11 @@ def read_positions(form: int, streams: Streams, count: int, size: int) -> Positi
         rest = streams.next(count + size // MORE + 1)
         at = np.cumsum(_skip_values(low, rest, form, count) + 1) - 1
     else:
-        raise WeightSyncError(f"got positions in the unknown form {form}; the patch is damaged")
+        raise WeightSyncError(f"positions are in the unknown form {form}; the patch is damaged")
     if len(at) != count or (count and at[-1] >= size):
-        raise WeightSyncError(f"got {len(at)} positions up to {at[-1:]}, but {count} of {size} elements changed")
+        raise WeightSyncError(
+            f"the patch has {len(at)} positions up to {at[-1:]}, but {count} of {size} elements changed"
+        )
     return at.astype(np.uint32)
 
 
@@ -154,19 +156,19 @@ def _nibbles(values: Bytes) -> Bytes:
 
 def _from_nibbles(packed: Bytes, count: int) -> Bytes:
     if len(packed) != -(-count // 2):
-        raise WeightSyncError(f"got {len(packed)} bytes for {count} half bytes; the patch is damaged")
+        raise WeightSyncError(f"there are {len(packed)} bytes for {count} half bytes; the patch is damaged")
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:count]
 
 
 def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> NDArray[np.int64]:
     ends = np.flatnonzero(rest != MORE)
     if len(ends) != count or len(rest) != (ends[-1] + 1 if count else 0):
-        raise WeightSyncError(f"got {len(ends)} skips for {count} changed elements; the patch is damaged")
+        raise WeightSyncError(f"there are {len(ends)} skips for {count} changed elements; the patch is damaged")
     skips: NDArray[np.int64] = ((np.diff(ends, prepend=-1) - 1) * MORE + rest[ends]) << low_bits
     if low_bits == 4:
         return skips + _from_nibbles(low[0], count)
     if low_bits and len(low[0]) != count:
-        raise WeightSyncError(f"got {len(low[0])} low bytes for {count} changed elements; the patch is damaged")
+        raise WeightSyncError(f"there are {len(low[0])} low bytes for {count} changed elements; the patch is damaged")
     if low_bits == 12:
         return skips + low[0] + (_from_nibbles(low[1], count).astype(np.int64) << 8)
     return skips + low[0] if low_bits else skips
@@ -192,13 +194,13 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
     if form == PLANES:
         return _joined([streams.next(count) for _ in range(dtype.itemsize)], count, dtype)
     if form != RANKS or dtype != np.uint16:
-        raise WeightSyncError(f"got symbols of {dtype} in the unknown form {form}; the patch is damaged")
+        raise WeightSyncError(f"symbols of {dtype} are in the unknown form {form}; the patch is damaged")
     table = streams.next(2 * RARE)
     ranks = streams.next(count)
     rare = ranks == RARE
     apart = [streams.next(count) for _ in range(2)]
     if len(ranks) != count or len(table) % 2 or (ranks[~rare] >= len(table) // 2).any():
-        raise WeightSyncError(f"got {len(ranks)} ranks in a table of {len(table)} bytes for {count} symbols")
+        raise WeightSyncError(f"the patch has {len(ranks)} ranks in a table of {len(table)} bytes for {count} symbols")
     known = np.zeros(RARE + 1, np.uint16)
     known[: len(table) // 2] = table.view("<u2")
     symbols = known[ranks]
@@ -219,7 +221,7 @@ def _ranked(symbols: Symbols) -> list[Bytes]:
 
 def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]) -> Symbols:
     if any(len(plane) != count for plane in planes):
-        raise WeightSyncError(f"got planes of {[len(p) for p in planes]} bytes for {count} symbols")
+        raise WeightSyncError(f"the patch has planes of {[len(p) for p in planes]} bytes for {count} symbols")
     return join_planes(planes, dtype)
 
 
@@ -269,7 +271,7 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
 def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None:
     """Applies a patch in place. Raises `WeightSyncError` if it is damaged; `data` may then be partly changed."""
     if name not in ENCODINGS:
-        raise WeightSyncError(f"got a patch in the unknown encoding {name}; known are {', '.join(ENCODINGS)}")
+        raise WeightSyncError(f"a patch is in the unknown encoding {name}; known are {', '.join(ENCODINGS)}")
     if not patch:
         return
     streams, now = Streams(memoryview(patch)), elements(data, width)
@@ -277,7 +279,7 @@ def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None
         part = now[start : start + CHUNK]
         count, where, what = _HEAD.unpack(streams.take(_HEAD.size))
         if count > len(part):
-            raise WeightSyncError(f"got {count} changes for {len(part)} elements; the patch is damaged")
+            raise WeightSyncError(f"there are {count} changes for {len(part)} elements; the patch is damaged")
         if not count:
             continue
         at = read_positions(where, streams, count, len(part))

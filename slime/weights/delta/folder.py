@@ -113,7 +113,7 @@ class Manifest:
             told = (found["format"], found["compression"], found["digest"])
         except OSError as error:
             raise WeightSyncError(
-                f"{folder} holds no version ({error.strerror}): it was removed, or never completed"
+                f"{folder} holds no version ({error.strerror}): it was removed or never completed"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise WeightSyncError(
@@ -212,7 +212,7 @@ def checksum(name: str, data: Buffer) -> str:
 def missing(name: str) -> str | None:
     """Returns why a checksum cannot be computed on this machine, or None if it can."""
     if name not in CHECKSUMS:
-        return f"got the unknown checksum {name}; use one of {', '.join(CHECKSUMS)}"
+        return f"unknown checksum {name}; use one of {', '.join(CHECKSUMS)}"
     if name == "blake3" and importlib.util.find_spec("blake3") is None:
         return "--update-weight-delta-checksum blake3 needs the blake3 package: pip install blake3, or use xxh3-128"
     return None
@@ -319,11 +319,11 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
         manifest = read(wanted.version)
         if (manifest.version, manifest.digest) != (wanted.version, wanted.digest):
             raise WeightSyncError(
-                f"got version {manifest.version} ({manifest.digest[:12]}) instead of version {wanted.version} "
-                f"({wanted.digest[:12]}); the chain is broken, send a full version"
+                f"the folder has version {manifest.version} ({manifest.digest[:12]}) instead of version "
+                f"{wanted.version} ({wanted.digest[:12]}); the chain is broken, send a full version"
             )
         if manifest.base is not None and manifest.base.version >= manifest.version:
-            raise WeightSyncError(f"got version {manifest.version} on {manifest.base.version}, which is not older")
+            raise WeightSyncError(f"version {manifest.version} is based on {manifest.base.version}, which is not older")
         steps.append(manifest)
         wanted = manifest.base
     return steps[::-1]

@@ -117,9 +117,9 @@ class LocalCheckpoint:
                 try:
                     return self._follow(target, state)
                 except _Damaged as error:
-                    logger.warning("%s: the local copy is damaged and is made again: %s", self._folder, error)
+                    logger.warning("%s: the local copy is damaged and is copied again: %s", self._folder, error)
                 except WeightSyncError as error:
-                    logger.warning("%s: no way on from version %d: %s", self._folder, state.version, error)
+                    logger.warning("%s: cannot continue from version %d: %s", self._folder, state.version, error)
             return self._follow(target, None)
 
     @contextmanager
@@ -139,7 +139,7 @@ class LocalCheckpoint:
             if manifest.base is None:
                 tensors = self._copy(manifest)
             else:
-                assert state is not None, "a chain begins with a full version or with the held one"
+                assert state is not None, "a chain begins with a full version or at the held one"
                 tensors = self._apply(manifest, state.tensors)
             if whole_checksum(tensors) != manifest.whole:
                 raise WeightSyncError(f"version {manifest.version} lacks some of its tensors; send a full version")
@@ -269,7 +269,7 @@ def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
             f"{entry.name} of the full version {manifest.version} has {len(data)} bytes; it is damaged"
         )
     if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
-        raise WeightSyncError(f"{entry.name} of version {manifest.version} has another checksum; it is damaged")
+        raise WeightSyncError(f"{entry.name} of version {manifest.version} has a different checksum; it is damaged")
 
 
 def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
@@ -284,7 +284,7 @@ def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
 def _change(manifest: Manifest, entry: Entry, data: Bytes, patch: bytes) -> None:
     if entry.encoding == encodings.RAW:
         if len(patch) != len(data):
-            raise WeightSyncError(f"the patch of {entry.name} has {len(patch)} bytes, but the tensor {len(data)}")
+            raise WeightSyncError(f"the patch of {entry.name} has {len(patch)} bytes, but the tensor has {len(data)}")
         data[:] = np.frombuffer(patch, np.uint8)
     elif len(data) % width_of(entry.dtype) == 0:
         encodings.apply(entry.encoding, data, patch, width_of(entry.dtype))

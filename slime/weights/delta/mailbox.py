@@ -68,8 +68,8 @@ def call(
                 raise EngineError(f"engine {box.name} was lost before its weights agent could {method}")
             if waited_s > min(SILENT_S, limit_s) and not (box / "agent.json").exists():
                 raise EngineError(
-                    f"no weights agent appeared in {box} within {waited_s:.0f} s; start `slime weights-agent` beside "
-                    "the engine, with the path of this folder there"
+                    f"no weights agent appeared in {box} within {waited_s:.0f} s; start `slime weights-agent` on "
+                    "the engine's host, with the path of this folder on that host"
                 )
             if waited_s > limit_s:
                 raise DeadlineExceeded.waiting(

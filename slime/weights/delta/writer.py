@@ -120,7 +120,7 @@ class VersionWriter:
         ):
             was = "nothing" if held is None else f"{held.dtype} {held.shape}"
             raise WeightSyncError(
-                f"got {name} as {tensor.dtype} {tuple(tensor.shape)}, but its base is {was}; send a full version"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but its base is {was}; send a full version"
             )
 
     def _changed(self, name: str, tensor: Tensor) -> tuple[dict[str, Any], bytes, int]:

@@ -34,8 +34,8 @@ def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
     """Raises `CheckpointError` if a scale, and so an entry of `weights` [..., out, in], is not finite."""
     if not scales.isfinite().all():
         raise CheckpointError(
-            f"a weight {list(weights.shape[-2:])} has an infinite or undefined entry, which {kind} cannot hold; look "
-            "at the step that made it"
+            f"a weight {list(weights.shape[-2:])} has an infinite or undefined entry, which {kind} cannot hold; check "
+            "the training step that produced it"
         )
 
 
@@ -104,7 +104,7 @@ class QuantisedFormat(ABC):
         """Raises `ConfigError` if engines cannot hold the row quantised."""
         if row.stacked or Unit.VOCAB in row.units:
             raise ConfigError(
-                f"got {row.hf[0]} in {self.title}, but engines cannot hold vocabularies and stacked experts quantised; "
+                f"{row.hf[0]} is in {self.title}, but engines cannot hold vocabularies and stacked experts quantised; "
                 "quantise only linear layers"
             )
 
@@ -238,7 +238,7 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
     block = quantisation.get("weight_block_size")
     if not block or len(block) != 2 or min(block) < 1:
         raise ConfigError(
-            f"got a checkpoint with quant_method='fp8', weight_block_size={block}; slime reads FP8 with block scales "
+            f"the checkpoint has quant_method='fp8', weight_block_size={block}; slime reads FP8 with block scales "
             "(two block sizes); choose such a checkpoint or one in bfloat16"
         )
     return int(block[0]), int(block[1])
@@ -281,7 +281,9 @@ def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
         scales.append(scale)
     stacked = torch.stack(scales, -2)
     if not stacked.isfinite().all():
-        raise CheckpointError(f"a weight {list(weight.shape)} has an infinite or undefined entry; FP8 has neither")
+        raise CheckpointError(
+            f"a weight {list(weight.shape)} has an infinite or undefined entry, which FP8 cannot hold"
+        )
     return torch.cat(codes, -2), stacked
 
 
@@ -294,8 +296,8 @@ def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     want = [*lead, -(-out // block[0]), -(-columns // block[1])]
     if list(scale.shape) != want:
         raise CheckpointError(
-            f"got scales {list(scale.shape)} for a weight {list(codes.shape)} in blocks of {list(block)}, expected "
-            f"{want}; weight_block_size in config.json does not belong to these files"
+            f"a weight {list(codes.shape)} in blocks of {list(block)} has scales {list(scale.shape)}, expected "
+            f"{want}; weight_block_size in config.json does not match these files"
         )
     weight = codes.float()
     for i, rows in enumerate(weight.split(block[0], -2)):
@@ -335,7 +337,7 @@ def require_channels(quantisation: Mapping[str, Any]) -> None:
     want = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     if not found or any(weights.get(key) != value for weights in found for key, value in want.items()):
         raise ConfigError(
-            f"got a compressed-tensors checkpoint of {found}; slime reads FP8 with a scale for each output feature, "
+            f"the compressed-tensors checkpoint has {found}; slime reads FP8 with a scale for each output feature, "
             "and symmetric INT4 in groups; choose such a checkpoint or one in bfloat16"
         )
 
@@ -375,8 +377,8 @@ class ChannelFp8(QuantisedFormat):
         codes, scales = parts
         if list(scales.shape) != [*codes.shape[:-1], 1]:
             raise CheckpointError(
-                f"got scales {list(scales.shape)} for a weight {list(codes.shape)}, expected one per row; config.json "
-                "does not belong to these files"
+                f"a weight {list(codes.shape)} has scales {list(scales.shape)}, expected one per row; config.json does "
+                "not match these files"
             )
         return codes.float() * scales.float()
 
@@ -405,7 +407,7 @@ def group_of(quantisation: Mapping[str, Any]) -> int:
     activations = any(g.get("input_activations") for g in groups)
     if len(plain) != len(found) or len(sizes) != 1 or activations or min(sizes) % PER_WORD:
         raise ConfigError(
-            f"got a compressed-tensors checkpoint of {found}; slime reads symmetric INT4 in groups of one size, "
+            f"the compressed-tensors checkpoint has {found}; slime reads symmetric INT4 in groups of one size, "
             "without quantised activations or activation order; choose such a checkpoint or one in bfloat16"
         )
     return sizes.pop()
@@ -446,7 +448,7 @@ class GroupedInt4(QuantisedFormat):
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
         size = weights.shape[-1]
         if size % self.group:
-            raise CheckpointError(f"got a weight of {size} input features, which {self.group} does not divide")
+            raise CheckpointError(f"a weight has {size} input features, which {self.group} does not divide")
         groups = weights.unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / ((HIGHEST - LOWEST) / 2)
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
@@ -462,8 +464,8 @@ class GroupedInt4(QuantisedFormat):
         *lead, words = packed.shape
         if list(scales.shape) != [*lead, words * PER_WORD // self.group] or packed.dtype is not torch.int32:
             raise CheckpointError(
-                f"got scales {list(scales.shape)} for packed {packed.dtype} {list(packed.shape)} in groups of "
-                f"{self.group}; config.json does not belong to these files"
+                f"packed {packed.dtype} {list(packed.shape)} has scales {list(scales.shape)} in groups of "
+                f"{self.group}; config.json does not match these files"
             )
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=packed.device)
         codes = ((packed.unsqueeze(-1) >> shifts) & 0xF) + LOWEST
@@ -475,7 +477,8 @@ class GroupedInt4(QuantisedFormat):
         inputs = {shape[1] for shape in row.shapes} | (set(row.segments) if row.dim == 1 else set())
         if any(size % self.group for size in inputs):
             raise ConfigError(
-                f"got {row.hf[0]} with {sorted(inputs)} input features in {self.title}, which must divide them"
+                f"groups of {self.group} do not divide the {sorted(inputs)} input features of {row.hf[0]}; choose a "
+                "checkpoint whose groups divide them"
             )
         return tuple(
             self.row_of_part(
@@ -516,7 +519,7 @@ def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedForma
         weights = frozenset(n.removesuffix(PACKED) + "weight" for n in known if n.endswith(f".{PACKED}"))
         return GroupedInt4(weights, group_of(found))
     raise ConfigError(
-        f"got a checkpoint with quant_method={method!r}, format={found.get('format')!r}; slime reads only {KNOWN}; "
+        f"the checkpoint has quant_method={method!r}, format={found.get('format')!r}; slime reads only {KNOWN}; "
         "choose such a checkpoint or one in bfloat16"
     )
 
@@ -561,7 +564,7 @@ def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
         if plain and len(plain) < len(names):
             odd = next(name for name in names if name in quantised.names)
             raise ConfigError(
-                f"got {odd} in {quantised.title} and {plain[0]} plain, but engines keep both in one tensor, "
+                f"{odd} is in {quantised.title} and {plain[0]} is plain, but engines keep both in one tensor, "
                 f"{resident}; quantise both or none"
             )
         entries = held if held[0].expert is None and not plain else ()
@@ -569,5 +572,5 @@ def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
         if uneven:
             raise ConfigError(
                 f"engines stack {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title} with "
-                f"others in {resident}, so a scale would belong to two weights; choose another checkpoint"
+                f"other weights in {resident}, so a scale would belong to two weights; choose another checkpoint"
             )

@@ -59,7 +59,7 @@ class DiskTransport(Transport):
             return None
         if self.update_weight_local_checkpoint_dir is None and not args.debug_train_only:
             return (
-                "got --update-weight-mode delta without --update-weight-local-checkpoint-dir: deltas are applied to a "
+                "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: deltas are applied to a "
                 "checkpoint on each engine's host; name a folder for it, on a fast local disk"
             )
         return missing(self.update_weight_delta_checksum)

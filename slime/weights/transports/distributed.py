@@ -58,8 +58,8 @@ class DistributedTransport(Transport):
         if args.device != "cuda" or not policy_shares_gpus(args):
             return None
         return (
-            "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "
-            "use tensor or disk"
+            "--update-weight-transport distributed does not work with --colocate on cuda: NCCL cannot have two ranks "
+            "on one GPU; use tensor or disk"
         )
 
     def open(self, context: TransportContext) -> DistributedChannel:

@@ -34,7 +34,7 @@ class MixedTransport(Transport):
         if alone or (args.device == "cuda" and policy_shares_gpus(args) and policy_has_own_gpus(args)):
             return None
         return (
-            "got --update-weight-transport mixed, which is for policy engines both on training GPUs and on others "
+            "--update-weight-transport mixed is for policy engines both on training GPUs and on other GPUs "
             "(cuda, --colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
         )
 

@@ -48,12 +48,12 @@ class TensorTransport(Transport):
         if args.colocate:
             others = "mixed" if policy_shares_gpus(args) else "distributed"
             return (
-                "got --update-weight-transport tensor with policy engines on GPUs without a training rank, which "
-                f"cannot see the trainer's memory; use {others} or disk"
+                "--update-weight-transport tensor cannot serve policy engines on GPUs without a training rank: they do "
+                f"not see the trainer's memory; use {others} or disk"
             )
         return (
-            "got --update-weight-transport tensor on cuda without --colocate: CUDA memory is shared within one GPU, "
-            "and no engine is on a training GPU; use distributed or disk"
+            "--update-weight-transport tensor needs --colocate on cuda: CUDA memory is shared within one GPU, and no "
+            "engine is on a training GPU; use distributed or disk"
         )
 
     def open(self, context: TransportContext) -> TensorChannel:
@@ -75,7 +75,7 @@ class TensorChannel(Channel):
         for receiver in receivers:
             if self._gpu_id is not None and len(receiver.gpu_ids) != receiver.control.layout.num_ranks:
                 raise WeightSyncError(
-                    f"got {len(receiver.gpu_ids)} GPU ids for engine {receiver.control.url} of "
+                    f"engine {receiver.control.url} has {len(receiver.gpu_ids)} GPU ids for "
                     f"{receiver.control.layout.num_ranks} ranks; the tensor transport pairs ranks by GPU, so give one "
                     "id per rank, or use --update-weight-transport distributed"
                 )

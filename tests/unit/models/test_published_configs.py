@@ -69,7 +69,7 @@ def test_the_model_around_the_language_model_says_whether_embeddings_are_tied(ou
 def test_what_is_not_trained_is_refused_by_its_name(name: str, wrong: dict[str, object]) -> None:
     said = {
         "rope_scaling": "rotary scaling",
-        "layer_types": "sliding_attention|without layer_types",
+        "layer_types": "sliding_attention|has no layer_types",
         "quantization_config": "mxfp4",
     }
     key = next(iter(wrong))

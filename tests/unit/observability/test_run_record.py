@@ -134,7 +134,7 @@ def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="after 1"):
         tracker.log("train", 1, {"train/loss": 1.0})
     assert tracker.log("train", 2, {"loss": 1.0}) == {"train/loss": 1.0}
-    with pytest.raises(DataError, match="step kind"):
+    with pytest.raises(DataError, match="kind of step"):
         tracker.log("step", 2, {"train/loss": 1.0})
 
 

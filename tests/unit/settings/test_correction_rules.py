@@ -21,9 +21,9 @@ FUNCTION = "--custom-tis-function-path json.loads"
         (f"{LIST} tis --no-use-tis", "which names tis"),
         (f"{LIST} tis tis", "apply tis twice"),
         (f"{LIST} tis slime.algorithms.off_policy.tis:ImportanceSampling", "twice"),
-        (f"{LIST} custom_tis", "custom_tis without --custom-tis-function-path"),
-        (f"{LIST} tis {FUNCTION}", "only custom_tis calls"),
-        (f"{LIST} rejection", "without --rejection-level"),
+        (f"{LIST} custom_tis", "custom_tis needs --custom-tis-function-path"),
+        (f"{LIST} tis {FUNCTION}", "only with custom_tis"),
+        (f"{LIST} rejection", "needs --rejection-level"),
     ],
 )
 def test_what_contradicts_the_list_is_refused(base: list[str], flags: str, text: str) -> None:

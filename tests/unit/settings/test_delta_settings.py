@@ -30,7 +30,7 @@ def test_the_public_name_of_the_hook_of_engines(tmp_path: Path) -> None:
     "flags, refused",
     [
         ([*DELTA, *LOCAL, "--update-weight-transport", "nccl"], "deltas are files"),
-        ([*DELTA], "without --update-weight-local-checkpoint-dir"),
+        ([*DELTA], "needs --update-weight-local-checkpoint-dir"),
         (["--no-check-weight-update-equal"], "every weight sync is verified"),
         ([*DELTA, *LOCAL, "--update-weight-delta-encoding", "rle"], "rle"),
     ],

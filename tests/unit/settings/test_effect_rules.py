@@ -30,8 +30,8 @@ CONTRADICTIONS = [
     # Without advantages the policy loss is zero.
     (NO_ADVANTAGES, "all advantages would be zero"),
     (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
-    ("--disable-grpo-std-normalization --advantage-scale group", "contradicts it"),
-    ("--grpo-std-normalization --advantage-scale none", "contradicts it"),
+    ("--disable-grpo-std-normalization --advantage-scale group", "contradicts advantage_scale"),
+    ("--grpo-std-normalization --advantage-scale none", "contradicts advantage_scale"),
 ]
 
 IDLE = [

@@ -38,12 +38,12 @@ def test_engines_make_patches_as_the_trainer_does(tmp_path: Path) -> None:
     [
         ('--multimodal-keys {"video":"videos"}', "only images are read"),
         ('--multimodal-keys {"image":"images","audio":"sounds"}', "only images are read"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, but images need whole rows"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2, but images need whole rows"),
-        ("--context-parallel-size 2", "--context-parallel-size 2, but images need whole rows"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, because images need whole rows"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2, because images need whole rows"),
+        ("--context-parallel-size 2", "--context-parallel-size 2, because images need whole rows"),
         ("--lora-rank 4", "--lora-rank, which was not verified with images"),
         ("--advantage-estimator ppo", "--advantage-estimator ppo, whose critic sees no images"),
-        ("--use-prefix-sharing", "qwen3_vl_text does not say that its layers can"),
+        ("--use-prefix-sharing", "the layers of qwen3_vl_text do not support it"),
         ("--loss-type sft_loss", "--loss-type sft_loss, which renders conversations without images"),
     ],
 )

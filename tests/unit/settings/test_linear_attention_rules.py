@@ -38,7 +38,7 @@ def test_a_config_says_all_of_the_shape(base: list[str]) -> None:
         ("--actor-num-gpus-per-node 4 --context-parallel-size 4", "choose sizes whose product divides the heads"),
         (
             "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --context-parallel-size 2",
-            "got tensor_model_parallel_size 2 and context_parallel_size 2 for 2 key heads",
+            "context_parallel_size 2 cannot split 2 key heads of linear attention evenly",
         ),
         ("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4", "choose a divisor"),
         ("--qwen-gdn-backend fla", "the trainer runs on a CPU"),

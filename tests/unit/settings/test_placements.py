@@ -29,7 +29,7 @@ def test_a_pair_is_accepted_or_refused_as_written(placement: str, transport: str
     if device in PAIRS[placement, transport]:
         assert accepted(command).update_weight_transport == transport
     else:
-        with pytest.raises(ConfigError, match=f"got --update-weight-transport {transport}|got --rollout-external"):
+        with pytest.raises(ConfigError, match=f"--update-weight-transport {transport} |got --rollout-external"):
             accepted(command)
 
 

@@ -103,7 +103,7 @@ def test_a_missed_or_doubled_tensor_is_refused_by_name() -> None:
     table.check(table.megatron_names, names)
     with pytest.raises(ConfigError, match=r"missing model.norm.weight"):
         table.check(hf_names=[n for n in names if n != "model.norm.weight"])
-    with pytest.raises(ConfigError, match=r"doubled model.norm.weight"):
+    with pytest.raises(ConfigError, match=r"duplicate model.norm.weight"):
         table.check(hf_names=[*names, "model.norm.weight"])
     with pytest.raises(ConfigError, match=r"unknown decoder.layers.9.mlp"):
         table.check(megatron_names=[*table.megatron_names, "decoder.layers.9.mlp.linear_fc1.weight"])
