@@ -1,4 +1,4 @@
-// The values under the pointer, from the data of the series. The page says everything without it, too.
+// Shows the values under the pointer, from the data of the series. The page needs no script for anything else.
 "use strict";
 (() => {
   const tip = document.createElement("div");
