@@ -1,9 +1,9 @@
-"""An ordinary agent with OpenAI's SDK, trained without changes: a loop and a tool, no tokens.
+"""An ordinary agent with OpenAI's SDK, trained without changes: it has a loop and a tool, and handles no tokens.
 
     python train.py ... --custom-generate-function-path examples.agent_openai_loop:generate
 
-The dataset has messages (no `--apply-chat-template`). The agent talks to the run's adapter as if it were OpenAI; the
-answers that it gets are trained.
+The dataset has messages (no `--apply-chat-template`). The agent uses the run's adapter as if the adapter were OpenAI.
+The responses that the agent receives are trained.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ async def answer_to(call: Any) -> str:
 
 
 def client_of(agent: Execution) -> AsyncOpenAI:
-    """OpenAI's client for the run's model. Use with `async with`, which closes its connections."""
+    """OpenAI's client for the run's model. Use it with `async with`, which closes its connections."""
     return AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
 
 
 async def solve(
     client: AsyncOpenAI, messages: list[Any], tools: Any, answer_to: Callable[[Any], Awaitable[str]]
 ) -> str:
-    """Asks until the model calls no more tools, and returns its last answer; empty if it never stops calling."""
+    """Sends requests until the model calls no more tools; returns the last response, or "" if calls never stop."""
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model="slime", messages=messages, tools=tools)
         message = answer.choices[0].message

@@ -1,9 +1,9 @@
-"""An agent that writes Python and sees its output. Each execution has a sandbox, which keeps files between calls.
+"""An agent that writes Python and sees the output. Each execution has a sandbox, which keeps files between calls.
 
     python -m examples.run agent_python_tool
 
-The sandbox starts with the first call and ends with the execution. The reward is 1 for the right number, minus a
-little for each failed call.
+The sandbox starts with the first call and ends with the execution. The reward is 1 for the correct number, minus 0.1
+for each failed call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 class Python:
-    """The tool. Use as a context manager."""
+    """The tool. Use it as a context manager."""
 
     def __init__(self) -> None:
         self.failed = 0

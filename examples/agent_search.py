@@ -1,10 +1,10 @@
-"""An agent that searches before it answers, with OpenAI's SDK and a local index; the reward is the answer's F1.
+"""An agent that searches before it answers, with OpenAI's SDK and a local index. The reward is the answer's F1.
 
     python -m examples.run agent_search
 
 The index is BM25 (Robertson and Zaragoza, 2009) over passages about invented people, so only a search gives the answer.
-To use your own passages, one JSON object with `text` per line, set `custom: {corpus: FILE}` in `--custom-config-path`.
-No network is needed.
+To use your own passages, set `custom: {corpus: FILE}` in `--custom-config-path`; the file has one JSON object with
+`text` per line. The example needs no network.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def people() -> list[tuple[str, str, str]]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """The dataset: where each of them was born, and their trades."""
+    """The dataset: questions about each person's town and trade."""
     asked = [(f"Where was {name} born?", town) for name, town, _ in people()]
     asked += [(f"What was the trade of {name}?", trade) for name, _, trade in people()]
     system = {"role": "system", "content": HOW}
@@ -65,7 +65,7 @@ class Index:
         self.idf = {word: math.log(1 + (len(passages) - n + 0.5) / (n + 0.5)) for word, n in held.items()}
 
     def search(self, query: str) -> list[str]:
-        """The best passages; none without a common word."""
+        """The best passages. A passage must share a word with the query."""
         scores = [sum(self._score(word, count) for word in words(query)) for count in self.counts]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:NUM_FOUND]
         return [self.passages[i] for i in best if scores[i] > 0]
@@ -77,7 +77,7 @@ class Index:
 
 @cache
 def index(file: str | None) -> Index:
-    """The index of a file of passages, or of the invented ones."""
+    """The index of a file of passages, or of the invented passages."""
     if file:
         return Index([json.loads(line)["text"] for line in Path(file).read_text().splitlines()])
     return Index([f"{name}, a {trade}, was born in {town}." for name, town, trade in people()])

@@ -1,9 +1,9 @@
-"""A custom grader: one point for the right number, minus up to a fifth for a long answer.
+"""A custom grader: one point for the correct number, minus up to a fifth of a point for a long response.
 
     python train.py ... --custom-rm-path examples.brief_reward:reward
 
-It runs in a separate process, which is killed if it takes longer than `--reward-timeout-s`. After an exception, a
-timeout or a non-finite reward the sample has no reward, and its group is tried again; it never gets a zero.
+The grader runs in a separate process, which is killed if it takes longer than `--reward-timeout-s`. After an exception,
+a timeout or a non-finite reward, the sample has no reward, never a zero, and its group is retried.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from slime.core.sample import Sample
 
 LONG_CHARS = 2000
-"""Answers of this length or more lose the whole fifth."""
+"""Responses of this length or more lose the whole fifth."""
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """1.0 to 0.8 for the right number, 0.0 for another or none."""
+    """1.0 to 0.8 for the correct number, 0.0 for a wrong number or none."""
     numbers = re.findall(r"-?\d+", sample.response)
     if not numbers or numbers[-1] != str(sample.label).strip():
         return 0.0

@@ -1,9 +1,9 @@
-"""A dynamic filter: trains on prompts that the model solves sometimes, but not always.
+"""A dynamic filter that keeps prompts that the model solves sometimes, but not always.
 
     python train.py ... --dynamic-sampling-filter-path examples.learnable_groups:keep --over-sampling-batch-size 48
 
-A dropped group is replaced by another prompt, and counted as `rollout/dynamic_filter/drop_<reason>` and in the ledger.
-The built-in `slime.rollout.filters:check_reward_nonzero_std` drops groups with equal rewards.
+slime replaces a dropped group with a new prompt. `rollout/dynamic_filter/drop_<reason>` and the ledger count dropped
+groups. The built-in `slime.rollout.filters:check_reward_nonzero_std` drops groups with equal rewards.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Solvers, critics and a selector, one model in all roles, trained together.
+"""Solvers, critics and a selector, trained together. One model plays all roles.
 
     python -m examples.run multi_agent
 
-Solvers answer in parallel, a critic reviews each answer, and a selector chooses one with the reviews in view. Each has
-a separate session. Their answers are siblings of one execution, each with the reward of its role:
+Solvers answer in parallel, a critic reviews each answer, and a selector reads the reviews and chooses an answer. Each
+of them has a separate session. Their samples are siblings of one execution, each with the reward of its role:
 
-    solver      its own answer is right
-    critic      its verdict is right
-    selector    the answer that it chose is right
+    solver      1 if its own answer is correct
+    critic      1 if its verdict is correct
+    selector    1 if the chosen answer is correct
 
-Some roles are easier than others, so a sample is compared only with samples of its role in the group (`by_role`).
+Some roles are easier than others, so a sample is compared only with samples of the same role in the group (`by_role`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def last_number(said: str) -> str:
 async def play(
     role: str, asked: str, right: Callable[[str], bool], sample: Sample, params: dict[str, Any]
 ) -> tuple[str, list[Sample]]:
-    """One session of one role: its answer as text, and as samples with the reward."""
+    """One session of one role: the response as text, and as samples with the reward."""
     async with execution(params) as agent, client_of(agent) as client:
         turn = await client.chat.completions.create(model="slime", messages=[{"role": "user", "content": asked}])
         said = turn.choices[0].message.content or ""

@@ -1,12 +1,12 @@
-"""A custom generate function with tools: several turns in one sample, without encoding sampled text again.
+"""A custom generate function with tools: several turns in one sample, and sampled text is never encoded again.
 
     python train.py ... --custom-generate-function-path examples.multi_turn_tools:generate
 
 The dataset has messages (no `--apply-chat-template`) and, if the template writes them, `tools`. A template writes turns
-as text. Encoding that text may give other ids than the model sampled: words can be split differently, and templates
-drop or add thinking. So only the text that the template writes *between* two sampled turns is encoded:
-`ConversationTemplate.suffix` gives the end of the turn, the tool's result and the header of the next turn. These ids
-are context and are not trained.
+as text. Encoding this text may give different ids from the sampled ids, because words can be split differently and
+templates drop or add thinking. So this function encodes only the text that the template writes *between* two sampled
+turns. `ConversationTemplate.suffix` returns the end of the turn, the tool result and the header of the next turn. These
+ids are context and are not trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slime.rollout.sample_metrics import count_tool_call, expect_tools
 
 MAX_TURNS = 4
 ASKED = Message("user", "?")
-"""Stands for everything before a turn, which does not affect what the template writes after the turn."""
+"""Replaces the messages before a turn, which do not affect the text that the template writes after the turn."""
 FAILED = "error:"
 """Prefix of the result of a failed call."""
 TOOLS = [
@@ -43,7 +43,7 @@ TOOLS = [
     }
 ]
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-"""No power, because its result may exceed any memory."""
+"""There is no power operator, because its result could be too large for memory."""
 
 
 Reply = Callable[[str, str], tuple[Message, Message] | None]
@@ -56,7 +56,7 @@ def chat_of(args: Any) -> ChatRenderer:
 
 
 async def converse(args: Any, sample: Sample, sampling_params: dict[str, Any], reply: Reply) -> Sample:
-    """Alternates turns of the model and of `reply`. A partial rollout continues where it stopped."""
+    """Alternates between turns of the model and of `reply`. A partial rollout continues where it stopped."""
     chat = chat_of(args)
     template = ConversationTemplate(chat, sorted(end_of_text(args.hf_checkpoint, current().tokenizer).token_ids))
     if not sample.tokens and not isinstance(sample.prompt, str):
@@ -97,9 +97,9 @@ def _value(node: ast.expr) -> float:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """`--custom-generate-function-path`: a calculator for the model; calls are parsed in the template's format.
+    """`--custom-generate-function-path`: gives the model a calculator; calls are parsed in the template's format.
 
-    Raises `ConfigError`, which ends the run, if that format is not known.
+    Raises `ConfigError`, which ends the run, if the format is unknown.
     """
     calls = known_format(chat_of(args).template)
 

@@ -3,9 +3,10 @@
     python examples/one_file.py                  # a tiny random model learns max(3,8)=8, in seconds, on a CPU
     python examples/one_file.py <folder>         # your own Hugging Face folder, with its tokenizer
 
-One turn of the loop: draw prompts, let the policy answer each of them several times, grade the answers, compare each
-answer with the others to its prompt, and change the weights so that better ones become likelier. No Ray, no server, no
-Megatron. slime has a room for each part, because a large model is sampled by one engine and trained by another:
+Each iteration of the loop draws prompts, samples several answers to each prompt from the policy, grades the answers,
+compares each answer with the other answers to its prompt, and updates the weights so that better answers become more
+likely. There is no Ray, no server and no Megatron. slime has a package for each part, because separate engines sample
+and train a large model:
 
     here                      there
     problems                  datasets: slime/data/; issuing prompts, and the ledger: slime/buffer/
@@ -17,10 +18,10 @@ Megatron. slime has a room for each part, because a large model is sampled by on
     log_probs                 slime/training/model/: packed, sharded over the vocabulary, layers and sequence
     policy_loss, train        slime/algorithms/policy/ and slime/training/step/
     MasterAdamW               Megatron's distributed optimizer
-    (one set of weights)      slime/weights/: from the trainer to the engines after every step, compared by digests
+    (one set of weights)      slime/weights/: sends weights to the engines after every step, and compares digests
     main                      train.py
 
-A test trains the same checkpoint on the same answers with `train` and with the Megatron backend: loss, gradient norm
+A test trains the same checkpoint on the same answers with `train` and with the Megatron backend. Loss, gradient norm
 and new weights are equal up to rounding in float32 (tests/contract/training/test_one_file.py).
 """
 
@@ -43,21 +44,21 @@ class Settings:
     """The settings of a run, named like the flags of train.py."""
 
     rollout_batch_size: int = 16
-    """Prompts per turn of the loop."""
+    """Prompts per rollout."""
     n_samples_per_prompt: int = 16
     """Answers to each prompt; together they are a group."""
     global_batch_size: int = 128
-    """Answers per optimizer step: two steps in a turn of the loop."""
+    """Answers per optimizer step. With these defaults, there are two optimizer steps per rollout."""
     micro_batch_size: int = 64
-    """Answers per forward and backward pass. It only affects memory."""
+    """Answers per forward and backward pass. This affects only memory."""
     rollout_max_response_len: int = 3
     """Maximum tokens of an answer."""
     rollout_temperature: float = 1.0
-    """Divides the logits, in sampling and in training: the trained policy is the one that samples."""
+    """Divides the logits in sampling and in training, so that the trained policy is the sampling policy."""
     eps_clip: float = 0.2
-    """A token whose probability has fallen below 1 - eps_clip times the old one is not pushed down further ..."""
+    """A token whose probability is below 1 - eps_clip times its old probability is not pushed down further."""
     eps_clip_high: float = 0.28
-    """... and one that has risen above 1 + eps_clip_high times is not pushed up further."""
+    """A token whose probability is above 1 + eps_clip_high times its old probability is not pushed up further."""
     lr: float = 2e-3
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -77,7 +78,7 @@ def problems(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def reward(response: str, label: str) -> float:
-    """1 if the first number of the response is the right one, else 0."""
+    """1 if the first number of the response is correct, else 0."""
     number = re.search(r"\d+", response)
     return float(number is not None and number[0] == label)
 
@@ -105,19 +106,20 @@ class Answer:
     tokens: Tensor
     """[T] int64."""
     mask: Tensor
-    """[R] float32: 1 where a token is trained. A tool's output inside a response would have 0."""
+    """[R] float32: 1 where a token is trained. Tool output inside a response would have 0."""
     old_log_probs: Tensor
     """[R] float32: log-prob of each response token under the policy that sampled it."""
     reward: float
     group: int
-    """The prompt that it answers; answers are compared within a group."""
+    """Identifies the prompt; answers are compared within a group."""
 
 
 @torch.no_grad()
 def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: Settings) -> list[tuple[Tensor, Tensor]]:
     """(ids [R], log-probs [R]) of several responses to one prompt, each up to its end token.
 
-    The sampled ids are kept. Decoding a response and encoding it again may give other ids, whose log-probs are unknown.
+    The sampled ids are kept, because decoding a response and encoding it again may give different ids, whose log-probs
+    are unknown.
     """
     read, cache = torch.tensor([list(prompt)] * settings.n_samples_per_prompt, device=model.device), None
     ids, log_probs = [], []
@@ -129,7 +131,7 @@ def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: S
         log_probs.append(scores.gather(1, read))
     all_ids, all_log_probs = torch.cat(ids, 1), torch.cat(log_probs, 1)
     ended = (all_ids == (-1 if eos is None else eos)).int()  # -1 is not a token id
-    lengths = (ended.cumsum(1) == ended).sum(1).tolist()  # up to the first end token, which was sampled, too
+    lengths = (ended.cumsum(1) == ended).sum(1).tolist()  # up to and including the first end token, which was sampled
     return [(all_ids[i, :n], all_log_probs[i, :n]) for i, n in enumerate(lengths)]
 
 
@@ -149,9 +151,9 @@ def rollout(model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], settin
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """GRPO (Shao et al. 2024, arXiv:2402.03300): how many standard deviations an answer is better than its group.
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): each reward's distance from its group's mean, in standard deviations.
 
-    The group's mean replaces a critic. A group whose answers are equally good teaches nothing.
+    The group's mean replaces a critic. A group with equal rewards teaches nothing.
     """
     scores, group_of = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
     out = torch.zeros_like(scores)
@@ -163,17 +165,17 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 
 def token_weights(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The weight of each token in the loss of its step: a mean over answers of the mean over an answer's tokens.
+    """The weight of each token in the loss of an optimizer step: the mean over answers of the mean over their tokens.
 
-    The denominators are those of the whole step. With those of a micro-batch, a common mistake, the gradient would
-    depend on how the step is split.
+    The denominators are those of the whole step. A common mistake is to use those of a micro-batch, which makes the
+    gradient depend on how the step is split.
     """
     return [mask / mask.sum().clamp(min=1) / len(masks) for mask in masks]
 
 
 def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list[Tensor]:
     """Log-probs [R] of each answer's response tokens: the logits at a position predict the next token."""
-    # Padding is at the end, where no real position can see it, because the model is causal.
+    # Padding is at the end. The model is causal, so no real position can see the padding.
     tokens = torch.nn.utils.rnn.pad_sequence([a.tokens for a in answers], batch_first=True)
     scores = (model(tokens).logits.float() / temperature).log_softmax(-1)
     chosen = scores[:, :-1].gather(2, tokens[:, 1:, None])[:, :, 0]
@@ -183,8 +185,8 @@ def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list
 def policy_loss(new: Tensor, old: Tensor, advantage: float, settings: Settings) -> Tensor:
     """The clipped loss of each token [R] (Schulman et al. 2017, PPO, arXiv:1707.06347).
 
-    The upper bound is DAPO's (Yu et al. 2025, arXiv:2503.14476). `old` is the same for all steps of a turn; in the
-    first step the ratio is 1, and the gradient is that of REINFORCE.
+    The upper bound is DAPO's (Yu et al. 2025, arXiv:2503.14476). `old` is the same for all optimizer steps of a
+    rollout. In the first of them the ratio is 1, and the gradient is that of REINFORCE.
     """
     ratio = (new - old).exp()
     bounded = ratio.clamp(1 - settings.eps_clip, 1 + settings.eps_clip_high)
@@ -194,8 +196,9 @@ def policy_loss(new: Tensor, old: Tensor, advantage: float, settings: Settings) 
 class MasterAdamW:
     """AdamW on float32 copies of the weights.
 
-    An update is often smaller than the distance between two bfloat16 numbers and would be rounded away. So the copies
-    accumulate updates, and the model gets rounded values. Gradients of micro-batches are also summed in float32.
+    An update is often smaller than the distance between two bfloat16 numbers, so rounding would lose it. The float32
+    copies accumulate the updates, and the model gets rounded values. Gradients of micro-batches are also summed in
+    float32.
     """
 
     def __init__(self, model: Any, settings: Settings) -> None:
@@ -242,7 +245,7 @@ def train(model: Any, optimizer: MasterAdamW, answers: Sequence[Answer], setting
             scored = log_probs(model, [a for a, _, _ in micro_batch], settings.rollout_temperature)
             losses = []
             for new, (answer, advantage, weight) in zip(scored, micro_batch, strict=True):
-                # Where the mask is 0 the ratio becomes 1, whatever the value: 0 times infinity is not 0.
+                # Where the mask is 0, set the ratio to 1, because 0 times infinity is not 0.
                 old = torch.where(answer.mask > 0, answer.old_log_probs, new.detach())
                 losses.append((weight * policy_loss(new, old, advantage, settings)).sum())
             torch.stack(losses).sum().backward()
@@ -272,7 +275,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Runs the loop; returns the mean reward of each turn."""
+    """Runs the loop; returns the mean reward of each rollout."""
     parser = argparse.ArgumentParser(description="GRPO of a language model, in one file.")
     parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face model (default: a tiny random one)")
     parser.add_argument("--num-rollout", type=int, default=60, help="turns of the loop")

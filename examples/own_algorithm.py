@@ -8,8 +8,9 @@
     python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
     python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
 
-They are called on every training rank. The first two get the whole batch, the others one micro-batch. A loss must use
-the denominators of the step, as `sum_of_sample_mean` does; the sum of a reducer is divided by the step's executions.
+slime calls these functions on every training rank. The first two get the whole batch, the others one micro-batch. A
+loss must use the denominators of the step, as `sum_of_sample_mean` does. slime divides the sum of a reducer by the
+step's executions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 
 def best_of_group(args: Any, rollout_data: dict[str, Any]) -> None:
-    """1 for the best answers of a prompt, 0 for the others."""
+    """1 for the best responses to a prompt, 0 for the others."""
     best: dict[int, float] = {}
     for group, reward in zip(rollout_data["group_index"], rollout_data["rewards"], strict=True):
         best[group] = max(reward, best.get(group, reward))
@@ -50,8 +51,8 @@ def reinforce(
 def cross_entropy(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log p of the answers at temperature 1, whatever they are worth: over logits [1, T, V] of samples that stand one
-    after another."""
+    """-log p of the responses at temperature 1, regardless of reward. `logits` [1, T, V] has the samples one after the
+    other."""
     end, losses = 0, []
     samples = zip(batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True)
     for tokens, total, response in samples:

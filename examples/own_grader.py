@@ -2,9 +2,9 @@
 
     python train.py ... --rm-type examples.own_grader --num-words 50
 
-The field `num_words` becomes the flag `--num-words`. The grader runs like the built-in ones: without the settings of
-the run, and without network if the kernel permits. A function with `--custom-rm-path` (`examples/brief_reward.py`) is
-shorter, and sees all settings of the run.
+The field `num_words` becomes the flag `--num-words`. The grader runs like the built-in graders: it does not see the
+settings of the run, and has no network if the kernel permits. A function with `--custom-rm-path`
+(`examples/brief_reward.py`) is shorter and sees the settings of the run, except secrets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.rewards.graders import GRADERS, Grader
 @GRADERS.register("right_length")
 @dataclass(frozen=True, kw_only=True)
 class RightLength(Grader):
-    """1.0 for an answer of exactly `num_words` words, less for other lengths."""
+    """1.0 for a response of exactly `num_words` words, less for other lengths."""
 
     num_words: int = 20
     """Number of words that an answer should have."""

@@ -1,11 +1,11 @@
-"""Your own rollout schedule: a step finishes every group that it starts, and trains the first of them.
+"""Your own rollout schedule: a step finishes every group that it starts, and trains the first groups that finish.
 
     python train.py ... --rollout-schedule examples.own_schedule --over-sampling-batch-size 48
 
-The built-in schedule `step` aborts running groups when the batch is full. This one waits, so no token is discarded or
-continued under other weights. Surplus finished groups go back to the Data Buffer; with `--max-weight-staleness` the
-next step trains them. This schedule is a policy for the loop of the built-in schedules, which retries, filters and
-accounts for every group. A schedule may also do without that loop.
+The built-in schedule `step` aborts running groups when the batch is full. This schedule waits, so no token is discarded
+or continued under different weights. Surplus finished groups go back to the Data Buffer; with `--max-weight-staleness`,
+the next step trains them. This schedule is a policy for the loop of the built-in schedules, which retries, filters and
+accounts for every group. A schedule may also use its own loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WaitForAll(BatchPolicy):
 
 @SCHEDULES.register("whole_rounds")
 class WholeRounds(RolloutSchedule):
-    """Waits for all groups that it starts."""
+    """Each step waits for all groups that it starts."""
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         """The batch of one step."""

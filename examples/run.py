@@ -1,8 +1,8 @@
-"""Runs an example on this machine: `python -m examples.run agent_search`. Further flags go to the loop.
+"""Runs an example on this machine: `python -m examples.run agent_search`. Additional flags go to the loop.
 
-It writes the example's `rows()` as a dataset, unpacks the model of the demo (SmolLM2-135M-Instruct) and starts
-train.py. That model was never trained to call tools; `tools.jinja` tells it how. `--hf-checkpoint DIR` uses another
-model.
+This script writes the example's `rows()` as a dataset, unpacks the demo model (SmolLM2-135M-Instruct) and starts
+train.py. The demo model was never trained to call tools, so `tools.jinja` explains how. To use a different model, give
+`--hf-checkpoint DIR`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLAGS = """
 
 
 def main(name: str, flags: list[str]) -> None:
-    """Replaces this process by the run of one example. The user's flags take precedence."""
+    """Replaces this process with the run of one example. The user's flags take precedence."""
     example = importlib.import_module(f"examples.{name}")
     data = ROOT / "assets" / "examples" / f"{name}.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)

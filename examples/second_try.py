@@ -1,9 +1,9 @@
-"""A custom generate function: if the model's answer has no number, it gets a hint and tries once more.
+"""A custom generate function: if the response has no number, the model gets a hint and tries once more.
 
     python train.py ... --custom-generate-function-path examples.second_try:generate
 
-The hint is appended without log-probs, so it is context and not trained. The default `generate` appends the model's
-answers with the engine's ids, log-probs and weight versions.
+The hint is appended without log-probs, so it is context and is not trained. The default `generate` appends the model's
+responses with the engine's ids, log-probs and weight versions.
 """
 
 from __future__ import annotations

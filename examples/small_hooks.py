@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def team_reward(args: Any, samples: list[Sample]) -> list[float]:
-    """`--custom-rm-path` with `--group-rm`: grades all samples of a prompt at once; here the shortest answer wins."""
+    """`--custom-rm-path` with `--group-rm`: grades all samples of a prompt at once; the shortest response wins."""
     shortest = min(len(s.response) for s in samples)
     return [float(len(s.response) == shortest) for s in samples]
 
@@ -66,7 +66,7 @@ def clip_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[fl
 
 
 def convert(args: Any, samples: list[Sample]) -> list[TrainSample]:
-    """`--custom-convert-samples-to-train-data-path`: makes the records that are trained."""
+    """`--custom-convert-samples-to-train-data-path`: makes the training records."""
     rewards = [(s, s.get_reward_value(args.reward_key)) for s in samples]  # None: unscored, and not trained
     return [TrainSample.from_sample(s, reward=math.nan if r is None else r) for s, r in rewards]
 
@@ -90,7 +90,7 @@ def log_version(args: Any, version_dir: str, rollout_engines: list[str]) -> None
 
 
 def log_read(source_dir: str, target_version: int) -> None:
-    """`--custom-pull-weights-pre-read-path`: called beside an engine, before its agent reads a weight version."""
+    """`--custom-pull-weights-pre-read-path`: called on an engine's host, before its agent reads a weight version."""
     logger.info("version %d is about to be read from %s", target_version, source_dir)
 
 
@@ -116,7 +116,7 @@ class CountingSource:
         self.returned += samples
 
     def save(self, rollout_id: int) -> None:
-        """This source has no state; one with state saves it by step."""
+        """This source saves nothing. A source with state would save its state under the step number."""
 
     def load(self, rollout_id: int | None = None) -> None:
         """See `save`."""

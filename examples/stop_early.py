@@ -1,9 +1,10 @@
-"""A custom generate function that reads the model's answer as it is sampled, and can end it early.
+"""A custom generate function that reads the response while it is sampled, and can end it early.
 
     python train.py ... --custom-generate-function-path examples.stop_early:generate
 
-Here an answer ends with a closed tool call. For a fixed string `--rollout-stop` is enough; your own function can parse.
-Leaving the stream ends the request in the engine. An interrupted answer continues where it stopped.
+In this example, a response ends with a closed tool call. For a fixed string, `--rollout-stop` is enough; your own
+function can parse the text. Leaving the stream ends the request in the engine. An interrupted response continues where
+it stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ END = "</tool>"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One answer, at most up to `END`."""
+    """One response, ended at `END` or earlier."""
     sample.tokens = prompt_ids(sample, current().tokenizer)
     budget = remaining_tokens(args, sample, sampling_params["max_new_tokens"])
     if budget == 0:

@@ -1,1 +1,1 @@
-"""Runs that are kept working: each folder prepares its data and says how it is started."""
+"""Tested runs: each folder has the code that prepares and starts one run."""

@@ -1,4 +1,4 @@
-# Sourced by the run.sh of a GPU recipe: model, prompts and outputs. It runs in the current folder.
+# Sourced by the run.sh of a GPU recipe: model, prompts and outputs. The recipe runs in the current folder.
 PY=${PY:-python}
 : "${MODEL:?give the folder of the model, in Hugging Face format}"
 : "${PROMPTS:?give the prompts: JSON lines with the columns prompt and label}"
@@ -6,8 +6,8 @@ PY=${PY:-python}
 SAVE=${SAVE:-runs/$RECIPE/checkpoints}
 RUN_DIR=${RUN_DIR:-runs/$RECIPE}
 
-# Shared by all: mathematics with comparable answers, sampling from the policy itself, and checkpoints from which a second
-# start resumes.
+# Shared by all GPU recipes: mathematics with comparable answers, evaluation that samples from the whole distribution, and
+# checkpoints from which a second start resumes.
 TASK=(
   --hf-checkpoint "$MODEL" --run-dir "$RUN_DIR"
   --save "$SAVE" --load "$SAVE" --save-interval 20 --save-keep-last 2
@@ -15,7 +15,7 @@ TASK=(
   --rm-type deepscaler
   --eval-prompt-data held_out "$HELD_OUT" --eval-interval 20 --eval-top-p 1
 )
-# Adam with a small, constant learning rate; recomputed activations, micro-batches filled by tokens.
+# Adam with a small, constant learning rate; recomputed activations; dynamic micro-batches with a token limit.
 TRAINING=(
   --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
   --use-dynamic-batch-size --balance-data

@@ -1,1 +1,1 @@
-"""A coding agent: repositories with a bug, a program that mends them, and hidden tests that grade."""
+"""A coding agent: repositories with a bug, a program that repairs them, and hidden tests that grade the result."""

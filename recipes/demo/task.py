@@ -1,15 +1,15 @@
 """The demo's task: small additions from reasoning-gym, in four phrasings, scored by its numeric scorer.
 
 `basic_arithmetic` asks "What is 3 + 4?", "Solve 3 + 4.", "Compute 3 + 4." and "Evaluate: 3 + 4." for terms from 0 to
-10. A model of 135M parameters answers some of them from the start, but far from all. Policy gradients need that: groups
-in which some samples are right and some are wrong.
+10. A model of 135M parameters can answer some of these questions from the start, but far from all. Policy gradients
+need groups in which some samples are correct and some are wrong.
 
 Invariants
-1. No sum of the held-out file occurs in the training file, in any phrasing or order of its terms; every question occurs
+1. No sum of the held-out file occurs in the training file, in any phrasing or order of its terms. Every question occurs
    once in its file.
 2. The files depend only on the seed and the version of reasoning-gym.
-3. A score is 1.0 or 0.0. The scorer gives partial credit to an answer that contains the right one ("15" for "5"), so
-   entries have the answer as "5.0", which is equal in value, but which no such answer contains.
+3. A score is 1.0 or 0.0. The scorer gives partial credit to an answer that contains the correct one ("15" for "5"). So
+   entries store the answer as "5.0", which has the same value but is not part of such a wrong answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.core.errors import DataError
 
 TASK = "basic_arithmetic"
 SCORER = "chain_sum"
-"""The task whose scorer compares numbers; that of `basic_arithmetic` compares text."""
+"""The task whose scorer compares numbers; the scorer of `basic_arithmetic` compares text."""
 SETTINGS: dict[str, Any] = {
     "min_terms": 2,
     "max_terms": 2,
@@ -41,7 +41,7 @@ NUM_HELD_OUT = 200
 MIN_TRAIN = 96
 """Prompts of one run of the demo, each used once."""
 DRAWS = 20_000
-"""Number of entries drawn; most repeat an earlier one."""
+"""Number of entries drawn; most of them repeat an earlier entry."""
 
 
 def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -1,8 +1,8 @@
-"""One game, written with OpenAI's SDK: ask, score with reasoning-gym, give a hint, ask again.
+"""One game, written with OpenAI's SDK: ask, score the answer with reasoning-gym, give a hint, ask again.
 
 --custom-generate-function-path recipes.game.play:generate --reward-key solved
 
-The questions are the demo's: none of the held-out sums is trained on, in any phrasing or order of its terms.
+The questions are the demo's. No held-out sum is trained on, in any phrasing or order of its terms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TURNS = 3
 
 
 def hint(guess: str, answer: str) -> str:
-    """The environment's reply to a miss."""
+    """The environment's reply to a wrong answer."""
     try:
         said = float(guess)
     except ValueError:
@@ -32,7 +32,7 @@ def hint(guess: str, answer: str) -> str:
 
 
 async def play(client: AsyncOpenAI, sample: Sample) -> int:
-    """The turn with the right answer, from 1; 0 if there was none."""
+    """The turn with the correct answer, counted from 1; 0 if there was none."""
     dataset, entry = task_entry(sample)
     score = score_function(dataset)
     messages: list[Any] = [{"role": "system", "content": RULE}, *sample.prompt]

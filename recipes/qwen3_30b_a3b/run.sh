@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3-30B-A3B, a model with experts, on one host with 8 GPUs, shared by training and one engine. Run
+# GRPO of Qwen3-30B-A3B, a MoE model, on one host with 8 GPUs, shared by training and one engine. Run
 # `slime recipe qwen3_30b_a3b`, or this script; further flags go to the loop. Environment: MODEL, PROMPTS, HELD_OUT;
 # SAVE, RUN_DIR, PY (docs/recipes.md).
 set -euo pipefail

@@ -1,6 +1,6 @@
 """Two toy tasks for a tiny model in which every character is a token.
 
-*Digits* starts from random weights: the prompt is a short random word, and the reward is the fraction of the response's
+*Digits* starts from random weights. The prompt is a short random word, and the reward is the fraction of the response's
 characters that are digits. Each character counts, so a random model improves within ten GRPO steps.
 
 *Sums* needs a cold start: `sums_sft.jsonl` teaches "3+4=" -> "7" by supervised training, and `sums_rl.jsonl` has the
@@ -43,7 +43,7 @@ def sums(max_term: int = 9) -> list[tuple[str, str]]:
 
 
 def sums_sft_rows(num_rows: int, *, seed: int = 0, max_term: int = 4) -> list[dict[str, Any]]:
-    """Conversations for `--loss-type sft_loss`; each sum about equally often."""
+    """Conversations for `--loss-type sft_loss`; all sums occur about equally often."""
     pairs = _repeat(sums(max_term), num_rows, seed)
     turns = ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs)
     return [{"messages": messages} for messages in turns]
