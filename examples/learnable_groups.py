@@ -2,8 +2,8 @@
 
     python train.py ... --dynamic-sampling-filter-path examples.learnable_groups:keep --over-sampling-batch-size 48
 
-slime replaces a dropped group with a new prompt. `rollout/dynamic_filter/drop_<reason>` and the ledger count dropped
-groups. The built-in `slime.rollout.filters:check_reward_nonzero_std` drops groups with equal rewards.
+A dropped group is replaced by a new prompt. `rollout/dynamic_filter/drop_<reason>` and the ledger count dropped groups.
+The built-in `slime.rollout.filters:check_reward_nonzero_std` drops groups with equal rewards.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
     python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
     python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
 
-slime calls these functions on every training rank. The first two get the whole batch, the others one micro-batch. A
-loss must use the denominators of the step, as `sum_of_sample_mean` does. slime divides the sum of a reducer by the
-step's executions.
+All of them run on every training rank. The first two get the whole batch, the others one micro-batch. A loss must use
+the denominators of the step, as `sum_of_sample_mean` does. slime divides the sum of a reducer by the step's executions.
 """
 
 from __future__ import annotations
