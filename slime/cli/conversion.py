@@ -99,8 +99,8 @@ def convert(
 def _refuse_other_experts(table: FamilyTable, to: str | None) -> None:
     if to in (FP8, TORCH_DIST) and any(row.transposed for rows in table.layers for row in rows):
         raise ConfigError(
-            f"got --to {to} for a {table.family}, but that format has no experts that are stacked [in, out] with "
-            "interleaved gates and values; choose another --to"
+            f"--to {to} does not work with {table.family}: the format has no experts that are stacked [in, out] with "
+            "interleaved gates and values; choose a different --to"
         )
 
 
@@ -160,8 +160,8 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
         config = read_hf_config(str(hf_checkpoint))
         if digest_of(config) != opened.reader.metas[0]["architecture"]:
             raise CheckpointError(
-                f"got --hf-checkpoint {hf_checkpoint}, which is another model than {opened.assets / 'config.json'}; "
-                "name the folder that the model was loaded from"
+                f"--hf-checkpoint {hf_checkpoint} is a different model from {opened.assets / 'config.json'}; name the "
+                "folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
     # Training updates the master weights. The model in fewer bits is their rounding, which engines served.
@@ -184,8 +184,8 @@ def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, st
     if hf_checkpoint is None:
         if table.carried and to != TORCH_DIST:
             raise ConfigError(
-                f"got a checkpoint of {table.family}, whose files hold tensors that training does not "
-                f"({', '.join(table.carried)}); give --hf-checkpoint, the folder that it was loaded from"
+                f"model folders of {table.family} hold tensors that training does not ({', '.join(table.carried)}); "
+                "give --hf-checkpoint, the folder that the model was loaded from"
             )
         return found
     read = stack.enter_context(HfReader(hf_checkpoint))
@@ -241,7 +241,7 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     rollout = Rollout(source)
     number, num_samples = rollout.rollout_id, rollout.num_samples
     if not isinstance(number, int):
-        raise DataError(f"got {source}, which is the evaluation {number!r}; give the rollout of a step")
+        raise DataError(f"{source} is the evaluation {number!r}; give the rollout of a step")
 
     def samples() -> Iterator[Any]:
         with Progress("convert", total=num_samples, unit="samples") as progress:

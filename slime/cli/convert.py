@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Checks the arguments, converts (`slime/cli/conversion.py`), and prints a description of the result."""
     if options.source.suffix == ".pt":
         if options.to is not None:
-            raise ConfigError(f"got --to {options.to} for {options.source}, a rollout, which holds no weights; drop it")
+            raise ConfigError(f"--to {options.to} is for weights, but {options.source} is a rollout; drop the flag")
         check_rollout(options.source, options.target, trusted=options.trust_pickle)
         from slime.cli.conversion import convert_rollout
 
@@ -74,37 +74,35 @@ def run(options: argparse.Namespace) -> int:
 def check_rollout(source: Path, target: Path, *, trusted: bool) -> None:
     """Raises `ConfigError` for a file that is missing or not trusted, `CheckpointError` for a target that exists."""
     if not source.is_file():
-        raise ConfigError(f"got {source}, which is not a file; give a rollout that the public slime wrote")
+        raise ConfigError(f"{source} is not a file; give a rollout that the public slime wrote")
     require_trust(source, trusted=trusted)
     if target.exists() or target.is_symlink():
-        raise CheckpointError(f"got {target} to write to, which already exists; name a new file, OUT.jsonl.zst")
+        raise CheckpointError(f"the target {target} already exists; name a new file, OUT.jsonl.zst")
 
 
 def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Path | None, *, trusted: bool) -> None:
     """Raises `CheckpointError` or `ConfigError` for arguments that cannot work, without reading weights."""
     is_hf = has_hf_model(str(source))
     if to == "peft" and is_hf:
-        raise CheckpointError(f"got --to peft for {source}, which holds no separate adapters; name a --save folder")
+        raise CheckpointError(f"--to peft needs adapters, but {source} holds none; name a --save folder")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
+        raise CheckpointError(f"the target {target} is not empty; name a new folder or empty this one")
     is_megatron = not is_hf and has_megatron_checkpoint(str(source))
     if not is_hf and not is_megatron and not has_checkpoint(str(source)):
-        missing = "which holds no checkpoint" if source.is_dir() else "which is not a folder"
+        missing = "holds no checkpoint" if source.is_dir() else "is not a folder"
         raise CheckpointError(
-            f"got {source}, {missing}; name a Hugging Face folder, a --save folder or a step_* folder of one, or a "
+            f"{source} {missing}; name a Hugging Face folder, a --save folder or a step_* folder in one, or a "
             "torch_dist folder"
         )
     if hf_checkpoint is not None and not has_hf_model(str(hf_checkpoint)):
-        raise ConfigError(
-            f"got --hf-checkpoint {hf_checkpoint}, which holds no config.json; give a Hugging Face folder"
-        )
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} holds no config.json; give a Hugging Face folder")
     if is_megatron:
         require_trust(source, trusted=trusted)
         if hf_checkpoint is None:
             raise ConfigError(
-                f"got {source}, which holds only weights; give --hf-checkpoint, the Hugging Face folder of its model, "
-                "for config.json and tokenizer"
+                f"{source} holds only weights; give --hf-checkpoint, the Hugging Face folder of the model, for "
+                "config.json and tokenizer"
             )
     if to == "fp8" and is_hf and (found := quantisation_of(read_hf_config(str(source)))) is not None:
         method = str(found.get("quant_method")).upper()
-        raise ConfigError(f"got --to fp8 for {source}, which is {method} already; copy it, or choose another --to")
+        raise ConfigError(f"--to fp8 does not work with {source}, which is {method} already; choose a different --to")

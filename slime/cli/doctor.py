@@ -241,11 +241,11 @@ def report(folder: str) -> int:
     from slime.data.checkpoint_template import CheckpointTemplate
 
     if not Path(folder).is_dir():
-        raise ConfigError(f"got --template {folder}, which is not a folder; give that of a Hugging Face checkpoint")
+        raise ConfigError(f"--template {folder} is not a folder; give the folder of a Hugging Face checkpoint")
     files = CheckpointTemplate.of(Path(folder))
     missing = "tokenizer" if not files.has_tokenizer else "chat template" if not files.has_template else ""
     if missing:
-        raise ConfigError(f"got --template {folder}, which holds no {missing}; give the folder of a chat model")
+        raise ConfigError(f"--template {folder} holds no {missing}; give the folder of a chat model")
     from transformers import AutoTokenizer
 
     from slime.agent.parsers import FORMATS, format_of
@@ -257,7 +257,7 @@ def report(folder: str) -> int:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"got --template {folder}, whose tokenizer does not load: {error}") from error
+        raise ConfigError(f"the tokenizer in --template {folder} cannot be loaded: {error}") from error
     chat = ChatRenderer(tokenizer)
     ends = sorted(end_of_text(folder, tokenizer).token_ids)
     found = probe(chat, ends)

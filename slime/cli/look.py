@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def _require_run(folder: Path) -> None:
     """Raises `DataError` if the folder is not a run folder."""
     if not folder.is_dir():
-        raise DataError(f"got {folder}, which is not a folder; give the folder of a run")
+        raise DataError(f"{folder} is not a folder; give the folder of a run")
     if any((folder / name).exists() for name in _FILES_OF_RUN):
         return
     runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
     do = f"give one of those in it: {', '.join(runs[:5])}" if runs else "give the folder of a run (--run-dir)"
-    raise DataError(f"got {folder}, which is not the folder of a run (no run.json and no metrics.jsonl); {do}")
+    raise DataError(f"{folder} is not the folder of a run (no run.json and no metrics.jsonl); {do}")
 
 
 _FILES_OF_RUN = ("run.json", "metrics.jsonl", "samples.jsonl", "traces")
@@ -73,8 +73,7 @@ def run_samples(options: argparse.Namespace) -> int:
     samples = read_samples(path)
     if not samples:
         raise DataError(
-            f"got {options.run_dir}, which holds no samples ({FILE_NAME}): no step is done yet, or the run had "
-            "--log-samples 0"
+            f"{options.run_dir} holds no samples ({FILE_NAME}): no step is done yet, or the run had --log-samples 0"
         )
     chosen = choose(samples, options)
     if not chosen:
@@ -156,7 +155,7 @@ def run_trace(options: argparse.Namespace) -> int:
 
     parts = sorted((options.run_dir / "traces").glob("*.json"))
     if not parts:
-        raise DataError(f"got {options.run_dir}, which holds no traces/*.json; give the folder of a run")
+        raise DataError(f"{options.run_dir} holds no traces/*.json; give the folder of a run")
     events = [event for part in parts for event in read_trace(part)]
     out = options.out or options.run_dir / "trace.json"
     out.write_text(json.dumps({"traceEvents": events}))

@@ -78,7 +78,7 @@ class _Once(argparse._StoreAction):
     ) -> None:
         given: dict[str, Any] = namespace.__dict__.setdefault("given", {})
         if self.dest in given and given[self.dest] != values:
-            raise argparse.ArgumentError(self, f"got {given[self.dest]} and {values}; keep one")
+            raise argparse.ArgumentError(self, f"it is given two values, {given[self.dest]} and {values}; keep one")
         given[self.dest] = values
         super().__call__(parser, namespace, values, option)
 

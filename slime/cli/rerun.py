@@ -75,7 +75,7 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     start = recorded_start(folder, number)
     _, loop, *recorded = start["command"]
     if not Path(start["cwd"]).is_dir():
-        raise DataError(f"got {folder}, which was started in {start['cwd']}, but that folder no longer exists")
+        raise DataError(f"{folder} was started in {start['cwd']}, but that folder no longer exists; create it")
     chosen = flag_value(given, "run_dir")
     target = new_folder(folder) if chosen is None else Path(chosen).absolute()  # relative to the current folder
     os.chdir(start["cwd"])
@@ -90,7 +90,7 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     words = [*own, *place, "--run-dir", str(target), *([OVERRIDE, *more] if more else [])]
     settings = _json_object(folder / "starts" / str(number) / "args.json")
     if not isinstance(settings.get("run_dir"), str):
-        raise DataError(f"got {folder}, whose args.json of start {number} has no run_dir; restore it from a copy")
+        raise DataError(f"args.json of start {number} of {folder} has no run_dir; restore the file from a copy")
     told = differences(start, settings, words, synchronous=LOOPS[loop])
     told += [f"{flag} was a secret and is not recorded; give it again if needed" for flag in dropped]
     heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
@@ -114,16 +114,16 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
     """Returns the record of a start. Raises `DataError` without a record, or if an earlier release recorded less."""
     starts = _starts(folder)
     if not 0 <= number < len(starts):
-        raise DataError(f"got --start {number} for {folder}, which has the starts 0 to {len(starts) - 1}")
+        raise DataError(f"--start is {number}, but {folder} has the starts 0 to {len(starts) - 1}; give one of them")
     start = starts[number]
     if missing := [name for name, kind in _RECORDED.items() if not isinstance(start.get(name), kind)]:
         raise DataError(
-            f"got {folder}, whose run.json lacks the {missing[0]} of start {number}: it is damaged, or of an earlier "
-            "release; start the run by its command line"
+            f"run.json of {folder} lacks the {missing[0]} of start {number}: the file is damaged, or an earlier "
+            "release wrote it; start the run by its command line"
         )
     words = [str(word) for word in start["command"]]
     if words[:1] != ["slime"] or not LOOPS.keys() & {*words[1:2]}:
-        raise DataError(f"got {folder}, whose run.json names no command of slime; start the run by its command line")
+        raise DataError(f"run.json of {folder} names no command of slime; start the run by its command line")
     return start
 
 
@@ -131,12 +131,10 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
 def _starts(folder: Path) -> list[dict[str, Any]]:
     record = folder / "run.json"
     if not record.is_file():
-        raise DataError(f"got {folder}, which holds no run.json; give the folder of a run")
+        raise DataError(f"{folder} holds no run.json; give the folder of a run")
     found = _json_object(record).get("starts")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise DataError(
-            f"got {record}, which holds no list of starts; restore it, or start the run by its command line"
-        )
+        raise DataError(f"{record} holds no list of starts; restore it, or start the run by its command line")
     return found
 
 
@@ -145,9 +143,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"got {path}, which cannot be read as JSON ({error}); restore it from a copy") from error
+        raise DataError(f"{path} cannot be read as JSON ({error}); restore it from a copy") from error
     if not isinstance(found, dict):
-        raise DataError(f"got {path}, which holds no JSON object; restore it from a copy")
+        raise DataError(f"{path} holds no JSON object; restore it from a copy")
     return found
 
 
@@ -184,8 +182,8 @@ def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) 
     step = _first_step(folder, number)
     if step is None or without(words, "finetune") != words:
         raise DataError(
-            f"got --start {number} of {folder}, which does not record the checkpoint that this start loaded; give it: "
-            f"{shlex.join(load)} --ckpt-step N"
+            f"{folder} does not record the checkpoint that --start {number} loaded; give it: {shlex.join(load)} "
+            "--ckpt-step N"
         )
     return [*load, "--ckpt-step", str(step - 1)] if step > 0 else []
 
@@ -242,7 +240,7 @@ def _require_free(name: str, path: Path) -> None:
     if any(not Path(one).is_dir() or any(Path(one).iterdir()) for one in found):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(
-            f"got {flag} {path}, which is not empty: the rerun would overwrite or mix its content; give another {flag}"
+            f"{flag} {path} is not empty: the rerun would overwrite or mix its content; give a different {flag}"
         )
 
 

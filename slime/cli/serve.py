@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or PORT.problem(int(text)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, but a port is a number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 1 to 65535")
     return int(text)
 
 
@@ -103,9 +103,9 @@ def run_agent(options: argparse.Namespace) -> int:
     from slime.settings.hooks import load_hook
 
     if problem := url_form(options.engine):
-        raise ConfigError(f"got --engine {options.engine}, {problem}")
+        raise ConfigError(f"--engine is {options.engine}, {problem}")
     if problem := SECONDS.problem(options.limit_s):
-        raise ConfigError(f"got --limit-s {options.limit_s}, {problem}; correct it")
+        raise ConfigError(f"--limit-s is {options.limit_s}, {problem}; correct it")
     if owner := os.environ.get(OWNER_ENV):
         die_with_parent(int(owner))
     setup_logging(None)

@@ -29,7 +29,7 @@ def run_recipe(options: argparse.Namespace) -> int:
     from slime.settings.parse import parse_words
 
     if options.name not in names():
-        raise ConfigError(f"got the recipe {options.name}; known are {', '.join(names())}")
+        raise ConfigError(f"there is no recipe {options.name}; known are {', '.join(names())}")
     parse_words(options.words)
     script = RECIPES / options.name / "run.sh"
     this_slime = str(Path(__file__).parents[2])  # the script's interpreter might find another one
@@ -48,7 +48,7 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     from slime.data.checkpoint_template import KEPT, write_fast
 
     if not options.folder.is_dir():
-        raise ConfigError(f"got {options.folder}, which is not a folder; give a released folder of Kimi-K2")
+        raise ConfigError(f"{options.folder} is not a folder; give a released folder of Kimi-K2")
     num_ids = write_fast(options.folder)
     print(f"{options.folder / FAST}: {num_ids} ids; the released configuration is kept as {KEPT}")
     return 0

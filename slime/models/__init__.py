@@ -86,7 +86,7 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
         return str(error)
-    return None if found is not None else f"of a {hf_config.get('model_type')}, which has no trainable layer for it"
+    return None if found is not None else f"slime trains no multi-token prediction in {hf_config.get('model_type')}"
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:

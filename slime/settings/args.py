@@ -163,7 +163,7 @@ class Args(
             if inner:
                 changes[owner] = Passthrough(owner, {**changes.get(owner, mapping), **inner})
         if unknown := set(changes) - own:
-            raise ConfigError(f"got unknown settings {sorted(unknown)} in Args.replace")
+            raise ConfigError(f"Args.replace knows no settings {sorted(unknown)}; correct the names")
         return dataclasses.replace(self, **changes)
 
     def without_secrets(self) -> Args:

@@ -166,7 +166,7 @@ def folders_exist(args: Args) -> str | None:
         folder = getattr(args, name)
         if folder is not None and not Path(folder).is_dir():
             do = "give an existing one, or leave it out" if name == "load" else what_to_give(folder)
-            return f"got {name} {folder}, which is not a folder; {do}"
+            return f"{name} {folder} is not a folder; {do}"
     return None
 
 
@@ -176,7 +176,7 @@ def folders_are_models(args: Args) -> str | None:
         if folder is None or not Path(folder).is_dir() or has_hf_model(folder):
             continue
         kind = "is a Megatron checkpoint of pickles" if has_megatron_checkpoint(folder) else "has no config.json"
-        return f"got {name} {folder}, which {kind}; {what_to_give(folder)}"
+        return f"{name} {folder} {kind}; {what_to_give(folder)}"
     return None
 
 
@@ -190,7 +190,7 @@ def initial_weights_fit(args: Args) -> str | None:
         return None
     one = differing[0]
     return (
-        f"got initial weights {folder} (--load or --ref-load) with {one} {theirs.get(one)}, but hf_checkpoint "
+        f"the initial weights {folder} (--load or --ref-load) have {one} {theirs.get(one)}, but hf_checkpoint "
         f"{args.hf_checkpoint} has {ours[one]}; give models of one architecture"
     )
 

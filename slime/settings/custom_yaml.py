@@ -47,7 +47,7 @@ def merge_config(
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
-        raise ConfigError(f"{path}: got custom: {custom!r}, which is not a mapping; write names and values below it")
+        raise ConfigError(f"{path}: custom is {custom!r}, which is not a mapping; write names and values below it")
     merged, own, problems = dict(given), dict(custom), []
     seen: dict[tuple[str, str], str] = {}
     for key, value in content.items():
@@ -63,7 +63,7 @@ def merge_config(
             problems.append(str(error))
             continue
         if (other := seen.setdefault((owner, dest), str(key))) != str(key):
-            problems.append(f"{path}: got {other} and {key}, which are one setting; keep one")
+            problems.append(f"{path}: {other} and {key} are one setting; keep one")
         merged[owner, dest] = typed
         origins[owner, dest] = f"{path}"
     refuse(problems)
@@ -90,7 +90,7 @@ def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: s
     if name in owned:
         raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")
     if name not in table.by_name:
-        raise ConfigError(f"{where}: got an unknown setting; {FOREIGN_NAMES[name[2:]]}")
+        raise ConfigError(f"{where} is not a setting of slime; {FOREIGN_NAMES[name[2:]]}")
     flag, on = table.by_name[name]
     if not on and isinstance(value, bool):
         value = not value
@@ -98,7 +98,7 @@ def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: s
     where_given = (flag.owner, flag.dest)
     if given.get(where_given, typed) != typed:
         raise ConfigError(
-            f"{where}: got {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; "
-            "give it in one place"
+            f"{where} is {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; give it "
+            "in one place"
         )
     return where_given, typed

@@ -46,12 +46,12 @@ def split_slice(spec: str) -> tuple[Path, slice]:
     found = _SLICE.match(spec)
     if found is None:
         if "@[" in spec:
-            raise ConfigError(f"got {spec!r}, but a slice is written @[start:stop] with integers; correct or drop it")
+            raise ConfigError(f"{spec!r} has no valid slice; write @[start:stop] with integers, or drop it")
         return Path(spec), slice(None)
     try:
         start, stop = (int(found[part]) if found[part] else None for part in ("start", "stop"))
     except ValueError as error:
-        raise ConfigError(f"got {spec!r}, whose slice is not two integers; write @[start:stop]") from error
+        raise ConfigError(f"{spec!r} has no valid slice; write @[start:stop] with integers, or drop it") from error
     return Path(found["path"]), slice(start, stop)
 
 
@@ -83,7 +83,7 @@ def scheme_of(spec: str) -> tuple[Any, str] | None:
     if found is None or Path(name).exists():
         return None
     if found["rest"].startswith("//"):
-        raise ConfigError(f"got {name}, which is a URL; download the file, and give its path")
+        raise ConfigError(f"{name} is a URL; download the file, and give its path")
     return load_object(SCHEMES).get(found["name"])(), found["rest"]
 
 
@@ -110,12 +110,12 @@ def files_of(spec: str) -> list[Path]:
         return _files_in(path)
     found = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
     if glob.has_magic(name) and not found:
-        raise ConfigError(f"got {name}, which matches no file; correct the pattern")
+        raise ConfigError(f"{name} matches no file; correct the pattern")
     if path.exists():
-        raise ConfigError(f"got {name}, which is a pipe or a device; write the rows into a .jsonl or .parquet file")
+        raise ConfigError(f"{name} is a pipe or a device; write the rows into a .jsonl or .parquet file")
     if not found:
         what_to_do = download_hint(name, dataset=True) or "give a .jsonl or .parquet file"
-        raise ConfigError(f"got {name}, which does not exist; {what_to_do}")
+        raise ConfigError(f"{name} does not exist; {what_to_do}")
     return found
 
 
@@ -125,7 +125,7 @@ def _files_in(folder: Path) -> list[Path]:
     if not files:
         below = sorted({p.parent for p in folder.rglob("*") if p.name.endswith(ENDINGS)})
         where = f"name one of {', '.join(map(str, below[:4]))}" if below else "put .jsonl or .parquet files into it"
-        raise ConfigError(f"got folder {folder}, which holds no {', '.join(ENDINGS)} file; {where}")
+        raise ConfigError(f"folder {folder} holds no {', '.join(ENDINGS)} file; {where}")
     of_split: dict[str, Path] = {}
     for file in files:
         of_split.setdefault(_split_of(file), file)
@@ -135,14 +135,14 @@ def _files_in(folder: Path) -> list[Path]:
         before, train, _ = wanted.name.partition("train")
         pattern = f"{before}train*" if train else wanted.name
         raise ConfigError(
-            f"got folder {folder} with files of several splits ({named}), which would be read as one; give a "
-            f"pattern: '{folder}/{pattern}'"
+            f"folder {folder} holds files of several splits ({named}), which would be read as one; give a pattern: "
+            f"'{folder}/{pattern}'"
         )
     endings = sorted({next(e for e in ENDINGS if p.name.endswith(e)) for p in files})
     if len(endings) > 1:
         raise ConfigError(
-            f"got folder {folder} with files that end in {' and '.join(endings)} and may hold the same rows; "
-            f"give a pattern: '{folder}/*{endings[0]}'"
+            f"folder {folder} holds files that end in {' and '.join(endings)} and may hold the same rows; give a "
+            f"pattern: '{folder}/*{endings[0]}'"
         )
     return files
 
@@ -185,7 +185,7 @@ def count_rows(spec: str) -> int:
             total += count_file_rows(path)
         except Exception as error:  # zstandard and pyarrow raise their own errors
             text = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"got --prompt-data {path}, which cannot be read: {text}") from error
+            raise ConfigError(f"--prompt-data {path} cannot be read: {text}") from error
     return len(range(*rows.indices(total)))
 
 

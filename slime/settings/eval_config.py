@@ -90,7 +90,7 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"got evaluation datasets with the same name {twice}, whose metrics would be one; rename one")
+        raise ConfigError(f"several evaluation datasets have the name {twice[0]!r} and would share metrics; rename one")
     made = []
     for entry in entries:
         own = defaults | entry
@@ -118,7 +118,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if isinstance(datasets, dict):
         datasets = [{"name": name, **_entry(one, f"{file}: eval.datasets.{name}")} for name, one in datasets.items()]
     if not isinstance(datasets, list) or not datasets:
-        raise ConfigError(f"{file}: got no eval.datasets; give a list of entries with name and path")
+        raise ConfigError(f"{file} has no eval.datasets; give a list of entries with name and path")
     entries = [_typed(entry, known, f"{file}: eval.datasets[{i}]") for i, entry in enumerate(datasets)]
     for i, entry in enumerate(entries):
         if not {"name", "path"} <= entry.keys():
@@ -130,7 +130,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _entry(found: Any, where: str) -> Mapping[str, Any]:
     """Returns the entry below a dataset's name. Raises `ConfigError` if it is not a mapping."""
     if found is not None and not isinstance(found, Mapping):
-        raise ConfigError(f"{where}: got {found!r}, which is not a mapping; write path: FILE below it")
+        raise ConfigError(f"{where} is {found!r}, which is not a mapping; write path: FILE below it")
     return found or {}
 
 
@@ -149,12 +149,12 @@ def _flags() -> tuple[Flag, ...]:
 def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     """Returns a copy with converted values. Raises `ConfigError` for an unknown key or a value of the wrong type."""
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{where}: got {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
+        raise ConfigError(f"{where} is {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
     table = FlagTable(_flags())
     flags = {flag.dest: flag for flag in table.flags}
     for key in mapping:
         if key not in known:
             near = table.nearest("--" + str(key).replace("_", "-"))
             hint = f"did you mean {near[2:].replace('-', '_')}? " if near else ""
-            raise ConfigError(f"{where}: got unknown key {key!r}; {hint}known are {', '.join(sorted(known))}")
+            raise ConfigError(f"{where} has the unknown key {key!r}; {hint}known are {', '.join(sorted(known))}")
     return {k: coerce(flags[k], v, where=f"{where}.{k}") if k in flags else v for k, v in mapping.items()}

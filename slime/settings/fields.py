@@ -200,7 +200,7 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [a for a in typing.get_args(hint) if a is not type(None)]
-        assert len(members) == 1, f"a field's type is one type or None, got {hint}"
+        assert len(members) == 1, f"a field's type is one type or None, not {hint}"
         hint, optional = members[0], True
     origin = typing.get_origin(hint)
     if origin is Literal:
@@ -284,7 +284,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 Rule = Callable[["Args"], "str | None"]
-"""(args) -> None, or a message that says what was given, why it cannot work and what to do."""
+"""(args) -> None, or a message that names the setting and its value, what is wrong, and what to do."""
 
 
 def refuse_if(holds: Callable[[Any], Any], message: str | Callable[[Any], str]) -> Rule:

@@ -77,7 +77,7 @@ class Choice:
         if message is None or isinstance(message, str):
             return [message] if message else []
         kind = type(message).__name__
-        return [f"got {self.chooser.what} {self.name}, whose check returns a {kind}; return one message, or None"]
+        return [f"the check of {self.chooser.what} {self.name} returned a {kind}; return one message, or None"]
 
 
 class Components:
@@ -159,7 +159,7 @@ class Components:
             if chooser.chosen_by is not None and name not in chooser.registry:
                 known = ", ".join(chooser.registry.names())
                 what = chooser.registry.what
-                raise ConfigError(f"got {chooser.what} {name}, which names no {what}; known are {known}")
+                raise ConfigError(f"there is no {what} for {chooser.what} {name}; known are {known}")
             yield Choice(chooser, name, chooser.registry.get(name))
 
     def _add(self, chooser: Chooser, entry: type, label: str) -> None:
@@ -172,9 +172,8 @@ class Components:
             root = [c for c in entry.__mro__ if field.name in vars(c).get("__annotations__", {})][-1]
             if self._roots.setdefault(field.name, root) is not root:
                 raise ConfigError(
-                    f"got the setting {field.name} of {root.__qualname__} and of "
-                    f"{self._roots[field.name].__qualname__}, which would share a flag; let both inherit it from one "
-                    "base, or rename one"
+                    f"{root.__qualname__} and {self._roots[field.name].__qualname__} both declare the setting "
+                    f"{field.name} and would share a flag; let both inherit it from one base, or rename one"
                 )
             self._readers.setdefault(field.name, []).append(Reader(chooser, entry, label, field))
 

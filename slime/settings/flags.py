@@ -41,7 +41,7 @@ class Range:
     le: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """Returns what is wrong with a number, to follow "got VALUE, "; None if it is allowed or not a number."""
+        """Returns what is wrong with a number, to follow "NAME is VALUE, "; None for an allowed value or no number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if not math.isfinite(value):
@@ -53,7 +53,7 @@ class Range:
         given = [(bound, holds, words) for bound, holds, words in bounds if bound is not None]
         if all(holds(value, bound) for bound, holds, _ in given):
             return None
-        return "which must be " + " and ".join(f"{words} {_plain(bound)}" for bound, _, words in given)
+        return "but must be " + " and ".join(f"{words} {_plain(bound)}" for bound, _, words in given)
 
 
 def _plain(bound: float) -> str:
@@ -140,7 +140,7 @@ def range_of(owner: str, dest: str, kind: str) -> Range:
 
 
 Form = Callable[[str], "str | None"]
-"""A check of a text: returns what is wrong with it, to follow "got TEXT, ", or None."""
+"""A check of a text value: returns what is wrong with the text, to follow "NAME is TEXT, "; None if it is allowed."""
 
 
 def url_form(text: str) -> str | None:
@@ -290,12 +290,27 @@ def _list_or_pattern(text: str) -> Any:
     return json.loads(text) if text.lstrip().startswith("[") and text.rstrip().endswith("]") else text
 
 
+_WANTED: Mapping[str, str] = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "json": "a JSON object",
+    "human_int": "an integer, such as 4096 or 4k",
+    "dtype": f"one of {', '.join(sorted(set(DTYPES.values())))}",
+    "int_or_json": "an integer or a JSON list",
+    "float_or_json": "a number or a JSON list",
+    "str_or_json": "text or a JSON list",
+}
+"""Kind of a flag -> the values that it accepts, for messages."""
+
+
 def convert(flag: Flag, text: str, *, where: str) -> Any:
     """Converts one word of the command line to a value, or to one element of a list. Raises `ConfigError`."""
     if flag.optional and not (flag.is_list or flag.append) and text.lower() == "none":
         return None
     if "\0" in text:
-        raise ConfigError(f"{where}: got {shown(flag, text)}, which holds a character of code 0; remove it")
+        raise ConfigError(f"{where} is {shown(flag, text)}, which holds a character of code 0; remove it")
     if flag.secret and text.startswith(FILE_MARK):
         text = _read_secret(text.removeprefix(FILE_MARK), where=where)
     if flag.secret and flag.dest.endswith(_KEY):
@@ -303,22 +318,16 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
     try:
         value = _one(flag, text)
     except Doubled as error:
-        raise ConfigError(f"{where}: got {shown(flag, text)}, in which {error}; keep one") from None
+        raise ConfigError(f"{where} is {shown(flag, text)}, in which {error}; keep one") from None
     except (ValueError, KeyError, RecursionError):
-        expected = {
-            "dtype": f"one of {sorted(set(DTYPES.values()))}",
-            "json": "a JSON object",
-            "human_int": "a whole number, such as 4096 or 4k",
-            **{f"{base}_or_json": f"{base} or a JSON list" for base in ("int", "float", "str")},
-        }.get(flag.kind, flag.kind)
-        raise ConfigError(f"{where}: got {shown(flag, text)}, expected {expected}; correct the value") from None
+        raise ConfigError(f"{where} is {shown(flag, text)}, but must be {_WANTED[flag.kind]}; correct it") from None
     check_choice(flag, value, where=where)
     if flag.form is not None and (problem := flag.form(value)) is not None:
-        raise ConfigError(f"{where}: got {shown(flag, value)}, {problem}")
+        raise ConfigError(f"{where} is {shown(flag, value)}, {problem}")
     check_strings(flag, value, where=where)
     numbers = [*value] if isinstance(value, list) else [value]
     if problem := next((found for number in numbers if (found := flag.limits.problem(number))), None):
-        raise ConfigError(f"{where}: got {shown(flag, value)}, {problem}; correct it or leave it out")
+        raise ConfigError(f"{where} is {shown(flag, value)}, {problem}; correct it or leave it out")
     return value
 
 
@@ -326,11 +335,11 @@ def require_key(text: str, where: str) -> None:
     """Raises `ConfigError` for a key that an HTTP header cannot carry."""
     if text.strip(" ") != text or not re.fullmatch(rf"[ -~]{{1,{MOST_KEY}}}", text):
         wrong = (
-            f"{len(text)} characters, and at most {MOST_KEY} go into an HTTP header"
+            f"{len(text)} characters, but may have at most {MOST_KEY} to fit into an HTTP header"
             if len(text) > MOST_KEY
             else "characters that an HTTP header cannot carry; use ASCII, without spaces at the ends"
         )
-        raise ConfigError(f"{where}: got a key with {wrong}")
+        raise ConfigError(f"{where}: the key has {wrong}")
 
 
 def _read_secret(name: str, *, where: str) -> str:
@@ -338,11 +347,9 @@ def _read_secret(name: str, *, where: str) -> str:
         text = read_small(Path(name).expanduser(), MOST_SECRET_BYTES).decode().strip()
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{where}: got @{name}, which cannot be read: {reason}; give the file of the secret"
-        ) from None
+        raise ConfigError(f"{where} is @{name}, which cannot be read: {reason}; give the file of the secret") from None
     if not text:
-        raise ConfigError(f"{where}: got @{name}, which is empty; write the secret into it")
+        raise ConfigError(f"{where} is @{name}, an empty file; write the secret into it")
     return text
 
 
@@ -352,7 +359,7 @@ def check_choice(flag: Flag, value: Any, *, where: str) -> None:
         near = nearest(str(value), map(str, flag.choices))
         hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(
-            f"{where}: got {shown(flag, value)}, which is not one of {', '.join(map(str, flag.choices))}{hint}"
+            f"{where} is {shown(flag, value)}, but must be one of {', '.join(map(str, flag.choices))}{hint}"
         )
 
 
@@ -361,22 +368,23 @@ def check_strings(flag: Flag, value: Any, *, where: str) -> None:
     for name, one in value.items() if flag.of_strings and isinstance(value, dict) else ():
         if not isinstance(name, str) or not isinstance(one, str):
             wrong, good = (one, f'{json.dumps(str(name))}: "{one}"') if isinstance(name, str) else (name, '"NAME": ...')
-            raise ConfigError(f"{where}: got {shorten(repr(wrong), 80)} of {name}, which is not a string; write {good}")
+            what = f"the value of {name}" if isinstance(name, str) else "a name"
+            raise ConfigError(f"{where}: {what} is {shorten(repr(wrong), 80)}, which is not a string; write {good}")
 
 
 def coerce(flag: Flag, value: Any, *, where: str) -> Any:
     """Converts a YAML value, with the same checks as on the command line. Raises `ConfigError`."""
     if value is None:
         if not flag.optional:
-            raise ConfigError(f"{where}: got null, but it needs a value of type {flag.kind}")
+            raise ConfigError(f"{where} is null, but must be {_WANTED[flag.kind]}; give a value or leave it out")
         return None
     if flag.kind == "bool":
         if not isinstance(value, bool):
-            raise ConfigError(f"{where}: got {value!r}, but it is a switch; write true or false")
+            raise ConfigError(f"{where} is {value!r}, but must be {_WANTED[flag.kind]}; correct it")
         return value
     if flag.is_list or flag.append:
         if not isinstance(value, list):
-            raise ConfigError(f"{where}: got {shown(flag, value)}, but it is a list; write [a, b]")
+            raise ConfigError(f"{where} is {shown(flag, value)}, but must be a list; write [a, b]")
         return tuple(_coerce_one(flag, v, where=where) for v in value)
     return _coerce_one(flag, value, where=where)
 
@@ -390,7 +398,7 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
     wrong = value is None or isinstance(value, (bool, list, dict))
     wrong = wrong or (flag.kind == "str" and not isinstance(value, (str, int, float)))
     if wrong:
-        raise ConfigError(f"{where}: got {shown(flag, value)}, expected {flag.kind}; correct the value")
+        raise ConfigError(f"{where} is {shown(flag, value)}, but must be {_WANTED[flag.kind]}; correct it")
     return convert(flag, str(value), where=where)
 
 
@@ -423,7 +431,7 @@ class FlagTable:
             do = f"did you mean {' or '.join(longer)}?"
         else:
             do = "see --help, --help megatron, --help sglang, --help router."
-        return f"got unknown flag {name}; {do}"
+        return f"unknown flag {name}; {do}"
 
     def parse(
         self,
@@ -478,7 +486,7 @@ class FlagTable:
                 continue
             position += 0 if has_value else len(words)  # skips the values of the unknown flag
             if name in owned:
-                problems.append(f"got {name}, which slime sets itself; {owned[name]}")
+                problems.append(f"slime sets {name} itself; {owned[name]}")
             else:
                 problems.append(self.unknown(name, elsewhere))
         return out
@@ -505,9 +513,9 @@ class FlagTable:
             return on
         words = words if flag.is_list else words[:1]
         if not words and flag.nargs not in ("*", "?"):
-            raise ConfigError(f"{name}: got no value; write {name} <{flag.kind}>")
+            raise ConfigError(f"{name} has no value; write {name} <{flag.kind}>")
         if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
-            raise ConfigError(f"{name}: got {len(words)} values, it takes {flag.nargs}")
+            raise ConfigError(f"{name} has {len(words)} values, but takes {flag.nargs}; correct it")
         if flag.optional and flag.is_list and [w.lower() for w in words] == ["none"]:
             return None
         values: Any = tuple(convert(flag, w, where=name) for w in words)
@@ -541,10 +549,10 @@ def _keep(
         return
     earlier = spelled.setdefault(key, said)
     if out.setdefault(key, value) != value:
-        both = f"two values for {flag.names[0]}" if flag.secret else f"{shorten(earlier, 200)} and {shorten(said, 200)}"
-        raise ConfigError(
-            f"got {both}, but one would be ignored; keep one, or write {OVERRIDE} before the flags that are to win"
-        )
+        two = f"{flag.names[0]} is given two values"
+        if not flag.secret:
+            two = f"{shorten(earlier, 200)} and {shorten(said, 200)} contradict each other"
+        raise ConfigError(f"{two}; keep one, or write {OVERRIDE} before the flags that are to win")
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -553,7 +561,7 @@ _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
     """Returns the message about a value that follows a switch."""
-    said = f"{name}: got a value {word!r}, but it is a switch"
+    said = f"{name} is a switch and takes no value, but is followed by {word!r}"
     other = next(iter(flag.off_names if on else flag.names), None)
     if word.lower() in _NO and other is not None:
         return f"{said}; write {other} to switch it {'off' if on else 'on'}"
@@ -566,7 +574,7 @@ def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterato
         w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
     }
     for word, answer in answered.items():
-        yield f"got {word!r}, where every setting is written --name value; {answer}"
+        yield f"{word!r} is not a flag; settings are written --name value: {answer}"
     others = " ".join(word for word in words if word not in answered)
     if others:
-        yield f"got {others!r}, which belongs to no flag; every setting is written --name value"
+        yield f"{others!r} belongs to no flag; write each setting as --name value"

@@ -47,9 +47,9 @@ class HookContract:
         how = {"sync": "def fn", "async": "async def fn", "either": "[async] def fn"}[self.mode]
         return f"{how}({parts})"
 
-    def refused(self, got: str) -> HookError:
-        """Returns the error for a hook that breaks the contract. `got` is its path and what is wrong with it."""
-        return HookError(f"--{self.flag.replace('_', '-')}: got {got}; expected {self.shape}")
+    def refused(self, wrong: str) -> HookError:
+        """Returns the error for a hook that breaks the contract. `wrong` is its path and what is wrong with it."""
+        return HookError(f"--{self.flag.replace('_', '-')} {wrong}; write {self.shape}")
 
 
 _SAMPLE = ("args", "sample")
@@ -173,24 +173,24 @@ def _find(path: str, contract: HookContract) -> Any:
     try:
         target = load_object(path)
     except LoadingFailed as error:
-        raise HookError(f"--{contract.flag.replace('_', '-')}: got {path}, but {error}") from error
+        raise HookError(f"--{contract.flag.replace('_', '-')} {path}: {error}") from error
     if not callable(target):
-        raise contract.refused(f"{path}, which is a {type(target).__name__}")
+        raise contract.refused(f"{path} is a {type(target).__name__}")
     return target
 
 
 def _check_mode(hook: Any, path: str, contract: HookContract) -> None:
     waits = is_async(hook)
     if waits != {"sync": False, "async": True}.get(contract.mode, waits):
-        raise contract.refused(f"{path}, which is {'async' if waits else 'not async'}")
+        raise contract.refused(f"{path} is {'async' if waits else 'not async'}")
 
 
 def _check_class(hook: Any, path: str, contract: HookContract) -> None:
     if not inspect.isclass(hook):
-        raise contract.refused(f"{path}, which is a function")
+        raise contract.refused(f"{path} is a function")
     missing = [m for m in contract.methods if not callable(getattr(hook, m, None))]
     if missing:
-        raise contract.refused(f"{path}, which lacks {', '.join(missing)}")
+        raise contract.refused(f"{path} lacks {', '.join(missing)}")
 
 
 def _check_signature(hook: Any, path: str, contract: HookContract) -> None:
@@ -202,4 +202,4 @@ def _check_signature(hook: Any, path: str, contract: HookContract) -> None:
     try:
         signature.bind(*contract.positional, **dict.fromkeys((*contract.keywords, *accepted)))
     except TypeError as error:
-        raise contract.refused(f"{path}{signature}, which slime cannot call ({error})") from None
+        raise contract.refused(f"{path}{signature} cannot be called ({error})") from None

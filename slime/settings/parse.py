@@ -186,7 +186,7 @@ def help_or_version(words: Sequence[str]) -> str | None:
 def help_text(topic: str) -> str:
     """Returns the text of one help topic. Raises `ConfigError` for an unknown topic."""
     if topic not in TOPICS:
-        raise ConfigError(f"got --help {topic}; topics are {', '.join(TOPICS)}")
+        raise ConfigError(f"--help has no topic {topic}; its topics are {', '.join(TOPICS)}")
     if topic == "public":
         return tables()
     parts = [_INTRO]
@@ -317,6 +317,6 @@ def execute_train(
     `ConfigError` for an unknown script and `subprocess.CalledProcessError` if the run fails.
     """
     if train_script not in _LOOPS:
-        raise ConfigError(f"got train_script {train_script}; give one of {', '.join(_LOOPS)}")
+        raise ConfigError(f"train_script is {train_script}, but must be one of {', '.join(_LOOPS)}")
     command = [sys.executable, "-m", "slime", _LOOPS[train_script], *shlex.split(train_args)]
     subprocess.run(command, check=True, env={**os.environ, **(extra_env_vars or {})})

@@ -134,7 +134,7 @@ class Resolver:
             return self._values[name]
         if name in self._underway:
             circle = " -> ".join((*self._underway[self._underway.index(name) :], name))
-            raise ConfigError(f"got settings that derive from each other: {circle}; give one of them")
+            raise ConfigError(f"these settings derive from each other: {circle}; give one of them")
         self._underway.append(name)
         try:
             value = compute()
@@ -280,7 +280,7 @@ def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
         if settings.was_given(name) and (problem := _problem_of(name, settings, components)) is not None:
             where = settings.origins[name]
             where = "--" + name.replace("_", "-") if where == "command line" else f"{where}: {name}"
-            yield f"{where}: got {getattr(settings, name)}, {problem}; correct it or leave it out"
+            yield f"{where} is {getattr(settings, name)}, {problem}; correct it or leave it out"
 
 
 def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]:
@@ -289,8 +289,8 @@ def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]
         problem = None if settings.was_given(name) else _problem_of(name, settings, components)
         if problem is not None and what_is_missing(name, settings, components) is None:
             reason = settings.origins[name].removeprefix("derived: ")
-            do = f"give --{name.replace('_', '-')}, or change that"
-            yield f"got {name} {getattr(settings, name)}, derived from {reason}, {problem}; {do}"
+            do = f"give --{name.replace('_', '-')}, or change what it is derived from"
+            yield f"{name} is {getattr(settings, name)} (derived from {reason}), {problem}; {do}"
 
 
 def _problem_of(name: str, settings: Any, components: Components) -> str | None:
@@ -302,7 +302,7 @@ def without_effect(args: Args) -> Iterator[str]:
     """Yields an error message about settings without effect if --strict is on."""
     if args.strict and args.idle:
         told = "; ".join(f"{name} {text}" for name, text in args.idle.items())
-        yield f"got {told}: with --strict nothing is ignored; drop it or change the other"
+        yield f"--strict refuses settings without effect: {told}; drop each, or give what it needs"
 
 
 ARCHITECTURE_NEEDS: Mapping[str, Need] = {

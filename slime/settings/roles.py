@@ -165,8 +165,8 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
     entries = content.get("megatron")
     if set(content) != {"megatron"} or not isinstance(entries, list):
         raise ConfigError(
-            f"{path}: got keys {sorted(map(str, content))}; the file has one, megatron, a list of entries with role "
-            "and overrides"
+            f"{path} has the keys {sorted(map(str, content))}, but needs the one key megatron, a list of entries with "
+            "role and overrides; correct it"
         )
     roles: dict[str, _Role] = {}
     problems: list[str] = []
@@ -175,7 +175,7 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
         try:
             role, values = _entry(entry, where)
             if role in roles:
-                raise ConfigError(f"{where}: got a second entry of role {role}; give one for each role")
+                raise ConfigError(f"{where} is a second entry of role {role}; give one for each role")
             roles[role] = _role(role, values, table, given, where=f"{where}.overrides")
         except ConfigError as error:
             problems.append(str(error))
@@ -186,14 +186,14 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
 def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the role and overrides of an entry. Raises `ConfigError` for a malformed entry."""
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
-        got = entry.get("role") if isinstance(entry, dict) else entry
-        raise ConfigError(f"{where}: got role {got!r}; an entry has a role, {' or '.join(_ROLES)}, and overrides")
+        role = entry.get("role") if isinstance(entry, dict) else entry
+        raise ConfigError(f"{where} has the role {role!r}; give the role {' or '.join(_ROLES)}, and overrides")
     if unknown := [str(key) for key in entry if key not in _ENTRY]:
-        raise ConfigError(f"{where}: got {', '.join(unknown)}; an entry has {', '.join(_ENTRY)}")
+        raise ConfigError(f"{where} has the unknown keys {', '.join(unknown)}; known are {', '.join(_ENTRY)}")
     given = [key for key in ("overrides", "args") if key in entry]
     values = entry[given[0]] if given else {}
     if len(given) > 1 or not isinstance(values, dict):
-        raise ConfigError(f"{where}: got {' and '.join(given)} {values!r}; overrides is one mapping of names to values")
+        raise ConfigError(f"{where} has {' and '.join(given)} {values!r}; give overrides as one mapping of names")
     return str(entry["role"]), values
 
 
@@ -241,8 +241,8 @@ def _setting(
     if found is None:
         near = table.nearest("--" + name.replace("_", "-"))
         hint = f"did you mean {near[2:].replace('-', '_')}?" if near else f"a role has {', '.join(MAY_DIFFER)}"
-        raise ConfigError(f"{where}: got an unknown setting; {hint}")
-    shared = "the ranks, which are split in one way for both" if any(w in dest for w in _LAYOUT) else "the whole run"
+        raise ConfigError(f"{where} is not a setting; {hint}")
+    shared = "ranks, which are split in one way" if any(w in dest for w in _LAYOUT) else "this setting"
     key, typed = setting_of(table, name, value, {}, where=where)
-    got = f"{where}: got {shown(found[0], typed)} for a setting of {shared}, so it cannot differ between roles"
-    return _Shared(key, typed, f"{got}; give it as a flag")
+    wrong = f"{where} is {shown(found[0], typed)}, but the run has a different value, and roles share {shared}"
+    return _Shared(key, typed, f"{wrong}; give it as a flag")

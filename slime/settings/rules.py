@@ -102,17 +102,17 @@ SYNC_RULES: tuple[Rule, ...] = (
     *_BOTH,
     refuse_if(
         lambda s: s.update_weights_interval != 1,
-        "got update_weights_interval {s.update_weights_interval} with train.py, which syncs weights after every step; "
-        "drop it or use train_async.py",
+        "update_weights_interval {s.update_weights_interval} does not work with train.py, which syncs weights after "
+        "every step; drop it or use train_async.py",
     ),
     refuse_if(
         lambda s: s.keep_old_actor,
-        "got --keep-old-actor with train.py, which trains every batch on the weights that sampled it; drop it or use "
-        "train_async.py",
+        "--keep-old-actor does not work with train.py, which trains every batch on the weights that sampled it; drop "
+        "it or use train_async.py",
     ),
     refuse_if(
         lambda s: s.fully_async,
-        "got --fully-async with train.py, which generates and trains in turn; use train_async.py",
+        "--fully-async does not work with train.py, which generates and trains in turn; use train_async.py",
     ),
 )
 """Rules of train.py."""
@@ -120,13 +120,13 @@ ASYNC_RULES: tuple[Rule, ...] = (
     *_BOTH,
     refuse_if(
         lambda s: s.colocate,
-        "got --colocate with train_async.py, which generates while it trains, so both need the GPU; drop --colocate or "
-        "use train.py",
+        "--colocate does not work with train_async.py, which generates while it trains, so both need the GPU; drop "
+        "--colocate or use train.py",
     ),
     refuse_if(
         lambda s: not s.fully_async and s.max_weight_staleness is not None,
-        "got --max-weight-staleness with train_async.py, which takes a batch before the weights that it will train "
-        "exist; add --fully-async or use train.py",
+        "--max-weight-staleness does not work with train_async.py, which takes a batch before the weights exist that "
+        "it will train; add --fully-async or use train.py",
     ),
 )
 """Rules of train_async.py."""
@@ -140,10 +140,10 @@ def free_keys_have_a_reader(args: Args) -> str | None:
     if not found or runs_user_code(args):
         return None
     name, text = next(iter(found.items()))
-    got, _, near = text.partition(NEAR)
+    value, _, near = text.partition(NEAR)
     hint = f"did you mean {near}? " if near else ""
     return (
-        f"got {name}: {got} in {args.custom_config_path}, and the run has none; {hint}correct it, or put your own "
+        f"{args.custom_config_path} has {name}: {value}, but the run has none; {hint}correct it, or put your own "
         "settings below `custom`"
     )
 
@@ -198,7 +198,7 @@ def _too_long(kind: str, conversation: int | None, answer: int, of_what: str, co
     if not wrong:
         return None
     return (
-        f"got {name} {value}{of_what}, but prompt and response together are at most {context} tokens in this model "
+        f"{name} {value}{of_what} is too long: prompt and response together are at most {context} tokens in this model "
         "(config.json, or --sglang-context-length), and engines refuse longer requests; lower "
         f"--{name.replace('_', '-')}"
     )
@@ -220,7 +220,7 @@ def a_step_is_finite(settings: Any) -> str | None:
     most = int(EXECUTIONS.le or 0)
     if _executions(settings) <= most:
         return None
-    return f"got {_product(settings)} executions, but a step has at most {most}; lower one of the two"
+    return f"{_product(settings)} executions are too many: a step has at most {most}; lower one of the two"
 
 
 def _product(s: Any) -> str:
@@ -258,8 +258,8 @@ def something_is_trained(args: Args) -> str | None:
     if args.use_kl_loss and args.kl_loss_coef:
         return None
     return (
-        "got --disable-compute-advantages-and-returns with loss_type policy_loss: all advantages would be zero and "
-        "nothing would be trained; drop it, or give --use-kl-loss --kl-loss-coef or --entropy-coef"
+        "--disable-compute-advantages-and-returns does not work with loss_type policy_loss: all advantages would be "
+        "zero and nothing would be trained; drop it, or give --use-kl-loss --kl-loss-coef or --entropy-coef"
     )
 
 
@@ -273,8 +273,8 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
     if args.use_opd or args.custom_advantage_function_path or args.rollout_data_postprocess_path:
         return None
     return (
-        "got n_samples_per_prompt 1 with rewards_normalization: a group's mean is the reward itself, so every "
-        "advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
+        "n_samples_per_prompt 1 does not work with rewards_normalization: a group's mean is the reward itself, so "
+        "every advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
         "--disable-rewards-normalization"
     )
 
@@ -293,7 +293,7 @@ def rewards_are_defined(args: Args) -> str | None:
         return None
     if first_row_names(args.prompt_data or "", "rm_type"):
         return None
-    return "got no --rm-type and no --custom-rm-path, so nothing scores samples; give one of them"
+    return "nothing scores samples; give --rm-type or --custom-rm-path"
 
 
 def prompts_exist(args: Args) -> str | None:
@@ -301,7 +301,7 @@ def prompts_exist(args: Args) -> str | None:
         return None
     if args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT) or not reads_prompt_data(args):
         return None
-    return "got no --prompt-data; give a .jsonl or .parquet file, or --data-source-path"
+    return "there are no prompts; give --prompt-data a .jsonl or .parquet file, or give --data-source-path"
 
 
 def files_exist(args: Args) -> str | None:
@@ -331,8 +331,7 @@ def _missing(data: list[tuple[str, str, bool]]) -> str | None:
         try:
             check_data(spec, held_out=held_out)
         except ConfigError as error:
-            said = str(error)
-            return said if said.startswith("got --") else said.replace("got ", f"got {name} ", 1)
+            return f"{name}: {error}"
     return None
 
 
@@ -344,14 +343,14 @@ def export_replaces_nothing_else(args: Args) -> str | None:
         exports = _export_folders(args.save_hf)
     except ValueError as error:
         return (
-            f"got save_hf {args.save_hf}, but braces may only hold {{rollout_id}}, or {{rollout_id:06d}}, not {error}; "
-            "correct it"
+            f"save_hf {args.save_hf} is not valid: braces may only hold {{rollout_id}}, or {{rollout_id:06d}}, not "
+            f"{error}; correct it"
         )
     for name, path in _in_use(args):
         if exports.fullmatch(os.path.realpath(path)):
             return (
-                f"got save_hf {args.save_hf}, which is or holds {name} {path}: an export replaces its whole folder and "
-                "would delete that; give a folder of its own"
+                f"save_hf {args.save_hf} is or holds {name} {path}: an export replaces its whole folder and would "
+                "delete that; give a separate folder"
             )
     return None
 
@@ -391,8 +390,8 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         _leaves_executions,
         lambda s: (
-            f"got {_product(s)} executions, which global_batch_size {s.global_batch_size} does not divide, so some "
-            "would never be trained; change one of the three"
+            f"global_batch_size {s.global_batch_size} does not divide the executions of a step ({_product(s)}), so "
+            "some would never be trained; change one of the three"
         ),
     ),
     refuse_if(
@@ -403,7 +402,7 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         _steps_contradict,
         lambda s: (
-            f"got global_batch_size {s.global_batch_size} with num_steps_per_rollout {s.num_steps_per_rollout}, but a "
+            f"global_batch_size {s.global_batch_size} contradicts num_steps_per_rollout {s.num_steps_per_rollout}: a "
             f"rollout has {_executions(s)} executions; give only one of the two"
         ),
     ),
@@ -420,8 +419,8 @@ RULES: tuple[Rule, ...] = (
     *conditions.RULES,
     refuse_if(
         lambda s: s.start_rollout_id is not None and s.load is not None and not s.finetune,
-        "got start_rollout_id {s.start_rollout_id} with load {s.load}, but the checkpoint says which step is next; "
-        "drop it, or add --finetune to load only the weights",
+        "start_rollout_id {s.start_rollout_id} does not work with load {s.load}, because the checkpoint says which "
+        "step is next; drop it, or add --finetune to load only the weights",
     ),
     export_replaces_nothing_else,
     responses_fit_the_model,

@@ -176,8 +176,8 @@ def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) ->
     for name, value in given.items():
         if name in architecture and not _equal(value, architecture[name]):
             out.append(
-                f"got {_spellings(name)} {value}, but this checkpoint is trained with {architecture[name]}: its "
-                "config.json says so, and engines compute with that; drop the flag"
+                f"{_spellings(name)} {value} contradicts the checkpoint's config.json, which gives "
+                f"{architecture[name]} to the engines too; drop the flag"
             )
     return out
 

@@ -89,12 +89,12 @@ def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, t
     )
     names = [model.name for model in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{file}: got two models with the name {twice[0]!r}, but requests name the model; rename one")
+        raise ConfigError(f"{file}: two models have the name {twice[0]!r}, but requests name the model; rename one")
     policies = [model.name for model in models if model.trained]
     if trains and len(policies) != 1:
         raise ConfigError(
-            f"{file}: got {policies or 'no model'} with update_weights, but the trainer sends its weights to one "
-            "model; set update_weights: true for the model with the path of --hf-checkpoint, false for the others"
+            f"{file}: update_weights is true for {', '.join(policies) or 'no model'}, but the trainer sends weights to "
+            "one model; set it to true for the model with the path of --hf-checkpoint, and to false for the others"
         )
     return Topology(models)
 
@@ -104,9 +104,7 @@ def first_path(file: str) -> str:
     entries = _entries(read_text(file, _FLAG, "YAML file"), file)
     paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
-        raise ConfigError(
-            f"{file}: got no model_path, so nothing says what is served; give one, or --hf-checkpoint DIR"
-        )
+        raise ConfigError(f"{file} has no model_path, so nothing says what is served; give one, or --hf-checkpoint DIR")
     return str(paths[0])
 
 
@@ -114,7 +112,7 @@ def _entries(text: str, file: str) -> list[Any]:
     """Returns the list of models in a file, as parsed YAML."""
     top = _known(parse_yaml(text, f"{_FLAG} {file}"), {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
-        raise ConfigError(f"{file}: got no list of models under `sglang`; give entries with name and server_groups")
+        raise ConfigError(f"{file} has no list of models under `sglang`; give entries with name and server_groups")
     return top
 
 
@@ -122,7 +120,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     fields = _known(entry, _MODEL_KEYS, where)
     name = _typed(fields, "name", str, where)
     if not name:
-        raise ConfigError(f"{where}: got no name; give one, requests name the model by it")
+        raise ConfigError(f"{where} has no name; give one, because requests name the model")
     where = f"{where} ({name})"
     path = _typed(fields, "model_path", str, where) or hf_checkpoint
     same = path.rstrip("/") == hf_checkpoint.rstrip("/")
@@ -130,14 +128,14 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     update = _typed(fields, "update_weights", bool, where)
     if update and not same:
         raise ConfigError(
-            f"{where}: got update_weights with model_path {path}, which is not --hf-checkpoint {hf_checkpoint}: the "
+            f"{where} has update_weights, but its model_path {path} is not --hf-checkpoint {hf_checkpoint}: the "
             "trainer has no weights for it; drop one of the two"
         )
     if "server_groups" in fields and "engine_groups" in fields:
-        raise ConfigError(f"{where}: got server_groups and engine_groups, which mean the same; give one")
+        raise ConfigError(f"{where} has server_groups and engine_groups, which mean the same; give one")
     groups = fields.get("server_groups", fields.get("engine_groups"))
     if not isinstance(groups, list) or not groups:
-        raise ConfigError(f"{where}: got no server_groups; give a list of entries with num_gpus")
+        raise ConfigError(f"{where} has no server_groups; give a list of entries with num_gpus")
     width = _positive(fields, "num_gpus_per_engine", where) or width
     made = tuple(_group(group, f"{where}.server_groups[{i}]", width) for i, group in enumerate(groups))
     model = ServedModel(name, path, made, trained=same if update is None else update)
@@ -149,19 +147,19 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
     fields = _known(entry, _GROUP_KEYS, where)
     kind = _typed(fields, "worker_type", str, where) or Worker.REGULAR.value
     if kind not in {worker.value for worker in Worker}:
-        raise ConfigError(f"{where}: got worker_type {kind!r}; known are {', '.join(w.value for w in Worker)}")
+        raise ConfigError(f"{where} has the worker_type {kind!r}; known are {', '.join(w.value for w in Worker)}")
     worker = Worker(kind)
     if worker is Worker.ENCODER:
         raise ConfigError(
-            f"{where}: got worker_type encoder, which serves only the vision part of a model; this release has no "
-            "such engines, let regular ones encode"
+            f"{where} has the worker_type encoder, an engine for only the vision part of a model, which this release "
+            "does not start; use regular engines, which encode images themselves"
         )
     num_gpus = _positive(fields, "num_gpus", where)
     if num_gpus is None:
-        raise ConfigError(f"{where}: got no num_gpus; give the GPUs of all engines of the group together")
+        raise ConfigError(f"{where} has no num_gpus; give the number of GPUs of all engines of the group together")
     each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
     if num_gpus % each:
-        raise ConfigError(f"{where}: got {num_gpus} GPUs for engines of {each}, which does not divide them")
+        raise ConfigError(f"{where}: num_gpus {num_gpus} is not a multiple of num_gpus_per_engine {each}; change one")
     return EngineGroup(num_gpus, each, worker, _overrides(fields.get("overrides") or {}, f"{where}.overrides"), where)
 
 
@@ -170,17 +168,17 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
     from slime.settings.schema import OWNED, flags_of_owner
 
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{where}: got {given!r}; give ServerArgs by name")
+        raise ConfigError(f"{where} is {given!r}, which is not a mapping; give ServerArgs by name")
     flags: dict[str, Flag] = {flag.dest: flag for flag in flags_of_owner("sglang")}
     out = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
         if name in OWNED["sglang"]:
-            raise ConfigError(f"{where}: got {key}, which slime sets itself; {OWNED['sglang'][name]}")
+            raise ConfigError(f"{where}: slime sets {key} itself; {OWNED['sglang'][name]}")
         if name in _OF_ALL:
-            raise ConfigError(f"{where}: got {key}, which all engines of a run share: {_OF_ALL[name]}")
+            raise ConfigError(f"{where}: all engines of a run share {key}: {_OF_ALL[name]}")
         if name not in flags:
-            raise ConfigError(f"{where}: got {key!r}, which SGLang does not know; see --help sglang")
+            raise ConfigError(f"{where}: SGLang does not know {key!r}; see --help sglang")
         out[name] = coerce(flags[name], value, where=f"{where}.{key}")
     return out
 
@@ -188,43 +186,44 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
 def _require_engines(model: ServedModel, where: str) -> None:
     workers = {group.worker for group in model.groups if group.runs}
     if not workers:
-        raise ConfigError(f"{where}: got only placeholders, so nothing would serve it; add a group that runs")
+        raise ConfigError(f"{where} has only placeholders, so nothing would serve the model; add a group that runs")
     if not model.in_pairs:
         return
     if Worker.REGULAR in workers:
         raise ConfigError(
-            f"{where}: got regular groups beside prefill and decode groups, but a model's router sends each request to "
-            "one engine or to a pair; use one kind, or serve the others as a model of their own"
+            f"{where} has regular groups beside prefill and decode groups, but a model's router sends requests either "
+            "to single engines or to pairs; use one kind, or serve the others as a separate model"
         )
     if absent := [worker.value for worker in PAIRED if worker not in workers]:
         raise ConfigError(
-            f"{where}: got no {absent[0]} group, but a prefill and a decode engine answer together; add one, or make "
-            "all groups regular"
+            f"{where} has no {absent[0]} group, but prefill and decode engines work in pairs; add one, or make all "
+            "groups regular"
         )
 
 
 def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     if not isinstance(mapping, Mapping):
-        raise ConfigError(
-            f"{where}: got {mapping!r}, which is not a mapping; known keys are {', '.join(sorted(known))}"
-        )
+        raise ConfigError(f"{where} is {mapping!r}, which is not a mapping; known keys are {', '.join(sorted(known))}")
     for key in mapping:
         if key not in known:
-            raise ConfigError(f"{where}: got unknown key {key!r}; known are {', '.join(sorted(known))}")
+            raise ConfigError(f"{where} has the unknown key {key!r}; known are {', '.join(sorted(known))}")
     return dict(mapping)
+
+
+_WANTED: Mapping[type, str] = {str: "text", bool: "true or false"}
 
 
 def _typed(fields: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     value = fields.get(key)
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{where}.{key}: got {value!r}; give a {kind.__name__}")
+        raise ConfigError(f"{where}.{key} is {value!r}, but must be {_WANTED[kind]}; correct it")
     return value
 
 
 def _positive(fields: Mapping[str, Any], key: str, where: str) -> int | None:
     value = fields.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{where}.{key}: got {value!r}; give a whole number of at least 1")
+        raise ConfigError(f"{where}.{key} is {value!r}, but must be an integer of at least 1; correct it")
     return value
 
 
@@ -241,17 +240,17 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
     pp_size, dp_size = int(sglang.get("pp_size") or 1), int(sglang.get("dp_size") or 1)
     if num_gpus < 1 or pp_size < 1 or num_gpus % pp_size:
         raise ConfigError(
-            f"got an engine of {num_gpus} GPUs with sglang_pp_size {pp_size}, which does not divide it; stages have "
-            "equal sizes: choose a divisor"
+            f"sglang_pp_size {pp_size} does not divide the {num_gpus} GPUs of an engine into equal stages; choose a "
+            "divisor"
         )
     if dp_size > 1 and not sglang.get("enable_dp_attention"):
         raise ConfigError(
-            f"got sglang_dp_size {dp_size} without --sglang-enable-dp-attention, but each copy of a model is an "
-            "engine of its own; drop it, and give more GPUs for more engines"
+            f"sglang_dp_size {dp_size} needs --sglang-enable-dp-attention, because each copy of a model is a separate "
+            "engine; drop it, and give more GPUs for more engines"
         )
     tp_size, dense = num_gpus // pp_size, sglang.get("moe_dense_tp_size")
     if dense not in (None, 1, tp_size):
-        raise ConfigError(f"got sglang_moe_dense_tp_size {dense}; SGLang knows 1, or {tp_size}, which is its default")
+        raise ConfigError(f"sglang_moe_dense_tp_size is {dense}, but must be 1, or {tp_size}, which is the default")
     return EngineLayout(
         tp_size=tp_size,
         pp_size=pp_size,
@@ -317,7 +316,7 @@ def _stages(given: str | None) -> tuple[int, ...]:
         return tuple(int(part) for part in given.split(","))
     except ValueError:
         raise ConfigError(
-            f"got {STAGES_ENV}={given!r} in the environment; give the layers of each pipeline stage, as in 14,14"
+            f"{STAGES_ENV} in the environment is {given!r}; give the layers of each pipeline stage, as in 14,14"
         ) from None
 
 
@@ -333,8 +332,8 @@ def address_file(given: Sequence[str]) -> Path | None:
         return None
     if len(given) > 1:
         raise ConfigError(
-            f"got --rollout-external-engine-addrs {' '.join(given)}, but a file is the whole list; give either one "
-            "file or addresses"
+            f"--rollout-external-engine-addrs {' '.join(given)} names a file and addresses, but a file is the whole "
+            "list; give either one file or addresses"
         )
     return Path(files[0].removeprefix(FILE_MARK))
 
@@ -351,11 +350,11 @@ def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"got --rollout-external-engine-addrs {given[0]}, which cannot be read: {error}") from error
+        raise ConfigError(f"--rollout-external-engine-addrs {given[0]} cannot be read: {error}") from error
     words = [(line.partition("#")[0].strip(), f"{file}:{number}") for number, line in enumerate(lines, 1)]
     found = _distinct([(word, where) for word, where in words if word])
     if not found:
-        raise ConfigError(f"got {file}, which has no address; write one HOST:PORT per line")
+        raise ConfigError(f"{file} has no address; write one HOST:PORT per line")
     return found
 
 
@@ -367,6 +366,6 @@ def _distinct(words: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if url in found:
-            raise ConfigError(f"{where}: got {word} twice; drop one of them")
+            raise ConfigError(f"{where}: the address {word} is given twice; drop one of them")
         found.append(url)
     return tuple(found)

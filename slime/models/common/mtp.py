@@ -124,5 +124,5 @@ def only_layer(hf_config: HfConfig) -> HfConfig | None:
     """
     count = int(hf_config.get("num_nextn_predict_layers") or 0)
     if count > 1:
-        raise ConfigError(f"with num_nextn_predict_layers {count}, but engines serve only one")
+        raise ConfigError(f"its num_nextn_predict_layers is {count}, but engines serve only one")
     return {**hf_config, "first_k_dense_replace": 0, "mlp_layer_types": None} if count else None

@@ -125,11 +125,11 @@ class AlgorithmSettings:
 RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.kl_coef and s.kl_loss_coef,
-        "got kl_coef {s.kl_coef} with kl_loss_coef {s.kl_loss_coef}, which would apply the KL twice; give one of them",
+        "kl_coef {s.kl_coef} and kl_loss_coef {s.kl_loss_coef} would apply the KL twice; give one of them",
     ),
     refuse_if(
         lambda s: s.calculate_per_token_loss and s.loss_aggregation != "token_mean",
-        "got --calculate-per-token-loss with --loss-aggregation {s.loss_aggregation}; give one of them",
+        "--calculate-per-token-loss contradicts --loss-aggregation {s.loss_aggregation}; give one of them",
     ),
 )
 
@@ -188,16 +188,17 @@ def distillation_has_a_teacher(args: Args) -> str | None:
     if not args.use_opd:
         return None
     if args.opd_type is None:
-        return "got --use-opd without --opd-type; give sglang (log-probs come with the samples) or megatron"
+        return "--use-opd needs --opd-type; give sglang (log-probs come with the samples) or megatron"
     if (args.opd_type == "megatron") != bool(args.opd_teacher_load):
         return (
-            f"got opd_type {args.opd_type} with opd_teacher_load {args.opd_teacher_load}: megatron needs the folder, "
-            "sglang does not use it; correct one of them"
+            f"opd_type {args.opd_type} does not fit opd_teacher_load {args.opd_teacher_load}: megatron needs the "
+            "folder, and sglang does not use one; correct one of the two"
         )
     if args.opd_teacher_url and (args.opd_type != "sglang" or args.rollout_temperature != 1.0):
         return (
-            f"got opd_teacher_url with opd_type {args.opd_type}, rollout_temperature {args.rollout_temperature}, but "
-            "it needs opd_type sglang and, because servers score tokens at temperature 1, rollout_temperature 1"
+            f"opd_teacher_url does not work with opd_type {args.opd_type} and rollout_temperature "
+            f"{args.rollout_temperature}: give opd_type sglang and, because servers score tokens at temperature 1, "
+            "rollout_temperature 1"
         )
     return None
 
@@ -279,7 +280,7 @@ def switches_and_list_agree(args: Args) -> str | None:
     listed, words = _listed(args), " ".join(args.off_policy_corrections)
     twice = [name for name, entry in zip(args.off_policy_corrections, listed, strict=True) if listed.count(entry) > 1]
     if twice:
-        return f"got --off-policy-corrections {words}, which would apply {twice[0]} twice; name it once"
+        return f"--off-policy-corrections {words} would apply {twice[0]} twice; name it once"
     if not args.was_given(_LIST):
         return None
     acting = {entry.asked_by for entry in listed}
@@ -288,14 +289,14 @@ def switches_and_list_agree(args: Args) -> str | None:
     if left_out:
         name = left_out[0]
         return (
-            f"got {_flag(registry.get(name).asked_by)} with --off-policy-corrections {words}, which does not name "
-            f"{name}: it would not act; add {name} to the list, or drop the switch"
+            f"{_flag(registry.get(name).asked_by)} would not act, because --off-policy-corrections {words} does not "
+            f"name {name}; add {name} to the list, or drop the switch"
         )
     for entry in listed:
         if entry.asked_by and args.was_given(entry.asked_by) and not getattr(args, entry.asked_by):
             return (
-                f"got {_flag(entry.asked_by, 'no-')} with --off-policy-corrections {words}, which names {entry.name}; "
-                "take it from the list, or drop the switch"
+                f"{_flag(entry.asked_by, 'no-')} contradicts --off-policy-corrections {words}, which names "
+                f"{entry.name}; take {entry.name} from the list, or drop the switch"
             )
     return None
 
@@ -351,24 +352,25 @@ def only_experts_are_routed(args: Args) -> str | None:
     flag = _replays(args) or (f"--sglang-{RECORD.replace('_', '-')}" if args.sglang.get(RECORD) else None)
     if flag is None or args.megatron["num_moe_experts"]:
         return None
-    return f"got {flag} for a checkpoint without experts, so there is nothing to route; drop the flag"
+    return f"{flag} has nothing to route, because the checkpoint is not a MoE model; drop the flag"
 
 
 def engines_record(args: Args) -> str | None:
     if args.use_rollout_routing_replay and args.sglang.get(RECORD) is False:
-        return f"got --use-rollout-routing-replay with --no-sglang-{RECORD.replace('_', '-')}; drop one of them"
+        return f"--use-rollout-routing-replay contradicts --no-sglang-{RECORD.replace('_', '-')}; drop one of them"
     lost = {
         "enable_hierarchical_cache": "keys and values lose their record on the way through host memory",
         "enable_two_batch_overlap": "both halves of a batch would be recorded in the same place",
     }
     if args.sglang.get(RECORD) and int(args.sglang.get("pp_size") or 1) > 1:
         return (
-            f"got sglang_pp_size {args.sglang['pp_size']} with routed experts, but each stage records only its own "
-            "layers, and only one stage answers; leave it out"
+            f"sglang_pp_size {args.sglang['pp_size']} does not work with the recording of routed experts: each stage "
+            "records only its own layers, and only one stage answers; leave it out"
         )
     for name, why in lost.items():
         if args.sglang.get(RECORD) and args.sglang.get(name):
-            return f"got --sglang-{name.replace('_', '-')} with routed experts, but {why}; drop the flag"
+            flag = f"--sglang-{name.replace('_', '-')}"
+            return f"{flag} does not work with the recording of routed experts: {why}; drop the flag"
     return None
 
 
@@ -379,12 +381,13 @@ def a_layer_runs_again_with_its_row(args: Args) -> str | None:
     selective = m["recompute_granularity"] == "selective" and "moe" in (m["recompute_modules"] or ())
     if selective or m["moe_layer_recompute"]:
         return (
-            f"got {flag} with selective recompute of experts, which does not know the row whose choices it needs; use "
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+            f"{flag} does not work with selective recompute of experts, which lacks the row whose choices it needs; "
+            "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         )
     if m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none":
         return (
-            f"got {flag} with CUDA graphs of layers, which would replay the choices of one row for all rows; drop them"
+            f"{flag} does not work with CUDA graphs of layers, which would replay the choices of one row for all rows; "
+            "drop the graphs"
         )
     return None
 
@@ -393,7 +396,8 @@ ROUTING_RULES: tuple[Rule, ...] = (
     only_experts_are_routed,
     refuse_if(
         lambda s: s.use_rollout_routing_replay and fine_tunes(s),
-        "got --use-rollout-routing-replay with loss_type sft_loss, for which no engine samples; drop the flag",
+        "--use-rollout-routing-replay does not work with loss_type sft_loss, for which no engine samples; drop the "
+        "flag",
     ),
     engines_record,
     a_layer_runs_again_with_its_row,

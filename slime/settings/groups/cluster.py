@@ -151,23 +151,23 @@ def ray_address_is_one(args: Args) -> str | None:
     address = args.ray_address
     if address in (None, "auto"):
         return None
-    said = f"got {ray_address_in_words(args)}"
+    said = ray_address_in_words(args)
     if address.startswith("ray://"):
         return (
-            f"{said}, an address of Ray Client, which would start the driver elsewhere; give the HOST:PORT that `ray "
+            f"{said} is an address of Ray Client, which would start the driver elsewhere; give the HOST:PORT that `ray "
             "start --head` printed (6379 unless you chose another), on a host of the cluster"
         )
     try:
         split_address(address)
     except ValueError:
-        return f"{said}, which is not HOST:PORT; give it as `ray start --head` printed it, or local"
+        return f"{said} is not HOST:PORT; give the address that `ray start --head` printed, or local"
     return None
 
 
 def variables_can_be_set(args: Args) -> str | None:
     for name, value in args.train_env_vars.items():
         if not name or "=" in name or "\0" in name + value:
-            return f"got train_env_vars with {name!r}, but a name is not empty and has no `=`; correct it"
+            return f"train_env_vars has the name {name!r}, but a name must not be empty or contain `=`; correct it"
     return None
 
 
@@ -178,8 +178,8 @@ def engines_divide(args: Args) -> str | None:
     if total > 0 and each > 0 and total % each == 0:
         return None
     return (
-        f"got rollout_num_gpus {total} for engines of {each}, which does not divide them; "
-        "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
+        f"rollout_num_gpus {total} is not a multiple of rollout_num_gpus_per_engine {each}; change --rollout-num-gpus "
+        "or --rollout-num-gpus-per-engine"
     )
 
 
@@ -189,8 +189,8 @@ RULES: tuple[Rule, ...] = (
     engines_divide,
     refuse_if(
         lambda s: s.actor_num_nodes > 1 and s.ray_address is None,
-        "got actor_num_nodes {s.actor_num_nodes} without a Ray cluster of several hosts: the run would start Ray only "
-        "on this host; give --ray-address HOST:PORT, or use --actor-num-gpus-per-node",
+        "actor_num_nodes {s.actor_num_nodes} needs a Ray cluster of several hosts, but the run would start Ray only on "
+        "this host; give --ray-address HOST:PORT, or use --actor-num-gpus-per-node",
     ),
 )
 
@@ -223,21 +223,22 @@ def restarts_have_a_checkpoint(args: Args) -> str | None:
     """A restart runs the same command again, so that command must load what it saved."""
     if not args.max_restarts:
         return None
-    said = f"got max_restarts {args.max_restarts}"
+    said = f"max_restarts {args.max_restarts}"
     if args.save is None:
-        return f"{said} without --save, so a restart could not continue; give --save FOLDER --load FOLDER"
+        return f"{said} needs --save, because a restart continues from a checkpoint; give --save FOLDER --load FOLDER"
     dropped = args.load is None and "--load is --save" in args.origins.get("load", "")
     if not dropped and (args.load is None or Path(args.load).resolve() != Path(args.save).resolve()):
         given = f"--load {args.load}" if args.load else "no --load"
         return (
-            f"{said} with --save {args.save} and {given}, but a restart has to load what the start before saved; give "
-            f"--load {args.save}, which may be empty at first"
+            f"{said} does not work with --save {args.save} and {given}: a restart must load what the previous start "
+            f"saved; give --load {args.save}, which may be empty at first"
         )
     if args.save_interval is None:
-        return f"{said} without --save-interval, so only the last step would be saved; give --save-interval STEPS"
+        return f"{said} needs --save-interval, because by default only the last step is saved; give it in steps"
     others = {"--ckpt-step": args.ckpt_step is not None, "--finetune": args.finetune}
     if again := [flag for flag, given in others.items() if given]:
-        return f"{said} with {' and '.join(again)}, so every start would go back to the same step; leave it out"
+        flags = " and ".join(again)
+        return f"{said} does not work with {flags}: every start would go back to the same step; drop {flags}"
     return None
 
 

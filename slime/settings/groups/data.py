@@ -79,15 +79,15 @@ def chat_template_is_there(args: Args) -> str | None:
     if file is None or (file.endswith(".jinja") and os.path.isfile(file) and os.path.getsize(file)):
         return None
     wrong = "does not end in .jinja" if os.path.isfile(file) and os.path.getsize(file) else "is missing or empty"
-    return f"got chat_template {file}, which {wrong}; give a Jinja template whose name ends in .jinja"
+    return f"chat_template {file} {wrong}; give a Jinja template whose name ends in .jinja"
 
 
 def tokenizer_is_no_code(args: Args) -> str | None:
     if args.debug_train_only or args.hf_checkpoint is None or not is_code(Path(args.hf_checkpoint)):
         return None
     return (
-        f"got hf_checkpoint {args.hf_checkpoint}, whose tokenizer is code (auto_map in tokenizer_config.json), but "
-        f"slime runs no code of a checkpoint; write a tokenizer.json into it, for Kimi-K2: slime tokenizer "
+        f"the tokenizer of hf_checkpoint {args.hf_checkpoint} is code (auto_map in tokenizer_config.json), but slime "
+        "runs no code of a checkpoint; write a tokenizer.json into the folder, for Kimi-K2: slime tokenizer "
         f"{args.hf_checkpoint}"
     )
 
@@ -117,11 +117,11 @@ def images_are_read(args: Args) -> str | None:
     if keys is None:
         return None
     if set(keys) != {KIND} or not all(isinstance(column, str) and column for column in keys.values()):
-        return f'got multimodal_keys {keys}, but only images are read; give \'{{"image": "COLUMN"}}\''
+        return f'multimodal_keys is {keys}, but only images are read; give \'{{"image": "COLUMN"}}\''
     if problem := images_problem_of(args.hf_checkpoint):
-        return f"got multimodal_keys with hf_checkpoint {args.hf_checkpoint}, but {problem}"
+        return f"multimodal_keys does not work with hf_checkpoint {args.hf_checkpoint}: {problem}"
     if not args.apply_chat_template and not fine_tunes(args):
-        return "got multimodal_keys without --apply-chat-template, which puts images into prompts; add it"
+        return "multimodal_keys needs --apply-chat-template, which puts images into prompts; add the flag"
     return None
 
 
@@ -130,7 +130,7 @@ def images_go_with_the_rest(args: Args) -> str | None:
     if args.multimodal_keys is None:
         return None
     wrong = list(_apart(args))
-    return None if not wrong else f"got multimodal_keys with {', '.join(wrong)}; drop one of the two"
+    return None if not wrong else f"multimodal_keys does not work with {wrong[0]}; drop one of the two"
 
 
 def _apart(args: Args) -> Iterator[str]:

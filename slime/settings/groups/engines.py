@@ -77,7 +77,7 @@ def strangers_need_a_key(args: Args) -> str | None:
     if args.debug_train_only or args.router.get("api_key") or is_loopback(args.router_host):
         return None
     return (
-        f"got router_host {args.router_host} without --router-api-key: everybody who reaches this host could use the "
+        f"router_host {args.router_host} needs --router-api-key: everybody who reaches this host could use the "
         "engines; give a key (--router-api-key @FILE), or leave the router on loopback"
     )
 
@@ -86,12 +86,12 @@ def an_existing_router_is_named_whole(args: Args) -> str | None:
     ip, port = args.sglang_router_ip, args.sglang_router_port
     if (ip is None) != (port is None):
         given, missing = ("ip", "port") if port is None else ("port", "ip")
-        return f"got --sglang-router-{given} alone; also give --sglang-router-{missing}"
+        return f"--sglang-router-{given} needs --sglang-router-{missing}; give both"
     if ip is None or args.router.get("api_key"):
         return None
     return (
-        "got --sglang-router-ip without --router-api-key: a router without a key lets anybody add servers, which then "
-        "get requests with the engines' key; start it with --api-key KEY, and give the key here too"
+        "--sglang-router-ip needs --router-api-key: a router without a key lets anybody add servers, which then get "
+        "requests with the engines' key; start the router with --api-key KEY, and give the key here too"
     )
 
 
@@ -100,7 +100,7 @@ def one_key(args: Args) -> str | None:
     keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
     if len(keys) < 2:
         return None
-    return "got a --router-api-key and another --sglang-api-key: requests carry one key for both; give one of them"
+    return "--router-api-key differs from --sglang-api-key, but requests carry one key for both; give one of them"
 
 
 def keys_need_one_front_door(args: Args) -> str | None:
@@ -109,8 +109,8 @@ def keys_need_one_front_door(args: Args) -> str | None:
     if num_workers == 1 or args.debug_train_only:
         return None
     return (
-        f"got --sglang-tokenizer-worker-num {num_workers}, with which SGLang cannot check keys, but engines always ask "
-        "for one; leave it out"
+        f"--sglang-tokenizer-worker-num {num_workers} is not supported: with several tokenizer processes SGLang cannot "
+        "check keys, and slime's engines always need one; leave it out"
     )
 
 
@@ -191,13 +191,13 @@ def engines_divide_heads(args: Args) -> str | None:
         ranks, (heads, kv_heads) = layout.attention_tp_size, _heads(args, engines.model)
         if heads % ranks:
             return engines.told(
-                f"got engines with {ranks} ranks that share attention ({layout}), which does not divide the {heads} "
-                "attention heads; choose another number of GPUs per engine"
+                f"the {ranks} ranks of an engine that share attention ({layout}) do not divide the {heads} attention "
+                "heads; choose a different number of GPUs per engine"
             )
         if kv_heads and args.device == "cuda" and kv_heads % ranks and ranks % kv_heads:
             return engines.told(
-                f"got engines with {ranks} ranks that share attention ({layout}) for {kv_heads} KV heads, but neither "
-                "number divides the other; choose another number of GPUs per engine"
+                f"an engine has {ranks} ranks that share attention ({layout}) and {kv_heads} KV heads, but neither "
+                "number divides the other; choose a different number of GPUs per engine"
             )
     return None
 
@@ -215,7 +215,9 @@ def _heads(args: Args, model: ServedModel) -> tuple[int, int]:
 def engines_divide_the_model(args: Args) -> str | None:
     for engines, layout in _laid_out(args, synced_engines(args)):
         if problem := layout_problem_of(engines.model.path, layout):
-            return engines.told(f"got engines of {layout} for this checkpoint: {problem}; choose another layout")
+            return engines.told(
+                f"engines of {layout} cannot hold this checkpoint: {problem}; choose a different layout"
+            )
     return None
 
 
@@ -224,8 +226,8 @@ def engines_serve_what_tables_say(args: Args) -> str | None:
         odd = [name for name, plain in UNVERIFIED.items() if engines.sglang.get(name) not in plain]
         if odd:
             return engines.told(
-                f"got --sglang-{odd[0].replace('_', '-')} {engines.sglang[odd[0]]}: the engine would not hold the "
-                "tensors that the trainer verifies after each sync; leave it out"
+                f"--sglang-{odd[0].replace('_', '-')} {engines.sglang[odd[0]]} is not supported: the engine would not "
+                "hold the tensors that the trainer verifies after each sync; leave it out"
             )
     return None
 
@@ -236,8 +238,8 @@ def engines_need_a_gpu(args: Args) -> str | None:
         if args.device == "cpu" and max(layout.ep_size, layout.dp_size) > 1:
             name = "ep_size" if layout.ep_size > 1 else "dp_size"
             return engines.told(
-                f"got sglang_{name} {getattr(layout, name)} on a CPU, where SGLang's kernels support neither expert "
-                "parallelism nor DP attention; leave it out there"
+                f"sglang_{name} {getattr(layout, name)} does not work on a CPU, where SGLang's kernels support neither "
+                "expert parallelism nor DP attention; leave it out"
             )
     return None
 
@@ -253,13 +255,13 @@ def engines_pause(args: Args) -> str | None:
         name = "chunked_prefill_size"
         if engines.sglang.get(name) != args.sglang.get(name):
             return engines.told(
-                f"got {name} {engines.sglang.get(name)}, but --pause-generation-mode {mode} needs "
+                f"{name} is {engines.sglang.get(name)}, but --pause-generation-mode {mode} needs "
                 f"{args.sglang.get(name)}; leave it out"
             )
         if int(engines.sglang.get("pp_size") or 1) > 1:
             return engines.told(
-                f"got --pause-generation-mode {mode} with sglang_pp_size {engines.sglang['pp_size']}: SGLang's "
-                "pipeline stages do not pause while weights change; use abort"
+                f"--pause-generation-mode {mode} does not work with sglang_pp_size {engines.sglang['pp_size']}: "
+                "SGLang's pipeline stages do not pause while weights change; use abort"
             )
     return None
 
@@ -280,17 +282,23 @@ def prefill_engines_are_some_of_all(args: Args) -> str | None:
     """--prefill-num-servers takes engines from the single group, and must leave some for decoding."""
     if args.prefill_num_servers is None or args.debug_train_only:
         return None
-    got = f"got --prefill-num-servers {args.prefill_num_servers}"
+    flag = f"--prefill-num-servers {args.prefill_num_servers}"
     if args.sglang_config is not None:
-        return f"{got} with --sglang-config, which says by worker_type which engines read prompts; drop one of the two"
+        return (
+            f"{flag} does not work with --sglang-config, whose worker_type says which engines read prompts; drop one "
+            "of the two"
+        )
     if args.rollout_external_engine_addrs:
-        return f"{got} with --rollout-external-engine-addrs, so the run starts no engine; drop one of the two"
+        return (
+            f"{flag} does not work with --rollout-external-engine-addrs, with which the run starts no engine; drop one "
+            "of the two"
+        )
     engines = args.rollout_num_gpus // max(1, args.rollout_num_gpus_per_engine)
     if args.prefill_num_servers < engines:
         return None
     return (
-        f"{got} of {engines} engine{'s' * (engines != 1)}, which leaves none to sample; lower it, or give a larger "
-        "--rollout-num-gpus"
+        f"{flag} leaves no engine to sample, because the run has {engines} engine{'s' * (engines != 1)}; lower it, or "
+        "give a larger --rollout-num-gpus"
     )
 
 
@@ -301,7 +309,7 @@ def pairs_work(args: Args) -> str | None:
     for model in topology_of(args).models:
         if model.in_pairs and (found := next(_against_pairs(args, model), None)) is not None:
             setting, why = found
-            return f"got {setting} with prefill and decode engines for model {model.name}: {why}"
+            return f"{setting} does not work with prefill and decode engines of model {model.name}: {why}"
     return None
 
 
@@ -360,21 +368,22 @@ _OFF = (None, False, "")
 
 
 def kept_prefixes(sglang: Mapping[str, Any], *, divided: bool) -> Iterator[str]:
-    """Yields a message, without "got", for each engine setting that would keep prefixes of old weights.
+    """Yields a message for each engine setting that would keep prefixes of old weights.
 
     `sglang` holds ServerArgs by field name; `divided` is whether requests continue through weight syncs.
     """
     for name, what in STORES.items():
         if sglang.get(name) not in _OFF:
             yield (
-                f"{_flag(name, sglang[name])}: {what} is keyed only by tokens and survives a flush, so prefixes read "
-                "by old weights would be served under new ones; leave it out"
+                f"{_flag(name, sglang[name])} would serve prefixes of old weights under new ones: {what} is keyed only "
+                "by tokens and survives a flush; leave it out"
             )
     for name, what in UNDIVIDED.items():
         if divided and sglang.get(name) not in _OFF:
             yield (
-                f"{_flag(name, sglang[name])}: {what} is not divided by weights, and cannot be flushed while requests "
-                "continue through a weight sync; leave it out, or use --pause-generation-mode abort"
+                f"{_flag(name, sglang[name])} would serve prefixes of old weights under new ones: {what} is not "
+                "divided by weights, and cannot be flushed while requests continue through a weight sync; leave it "
+                "out, or use --pause-generation-mode abort"
             )
 
 
@@ -388,13 +397,13 @@ def engines_forget_old_weights(args: Args) -> str | None:
     divided = args.pause_generation_mode != "abort"
     for engines in synced_engines(args):
         for problem in kept_prefixes(engines.sglang, divided=divided):
-            return engines.told(f"got --sglang-{problem.removeprefix('--')}")
+            return engines.told(f"--sglang-{problem.removeprefix('--')}")
         tree = os.environ.get(CPP_TREE_ENV, "")
         if divided and tree.lower() in ("true", "1", "yes", "y") and not engines.sglang.get("disable_radix_cache"):
             return engines.told(
-                f"got {CPP_TREE_ENV}={tree} in the environment with --pause-generation-mode "
-                f"{args.pause_generation_mode}: that tree ignores the key that separates prefixes of old and new "
-                "weights; unset it, or use --pause-generation-mode abort"
+                f"{CPP_TREE_ENV}={tree} in the environment does not work with --pause-generation-mode "
+                f"{args.pause_generation_mode}: SGLang's C++ tree ignores the key that separates prefixes of old and "
+                "new weights; unset the variable, or use --pause-generation-mode abort"
             )
     return None
 
@@ -427,8 +436,8 @@ def topology_adds_up(args: Args) -> str | None:
     if total == args.rollout_num_gpus:
         return None
     return (
-        f"got rollout_num_gpus {args.rollout_num_gpus}, but groups of {total} GPUs in {args.sglang_config}; drop "
-        "--rollout-num-gpus, or make them equal"
+        f"rollout_num_gpus is {args.rollout_num_gpus}, but the groups in {args.sglang_config} have {total} GPUs; drop "
+        "--rollout-num-gpus, or make the two equal"
     )
 
 
@@ -436,12 +445,13 @@ def models_are_folders(args: Args) -> str | None:
     if args.sglang_config is None:
         return None
     others = [model for model in topology_of(args).models if model.path != args.hf_checkpoint]
-    absent = [
-        f"{model.path} for model {model.name}" for model in others if not (Path(model.path) / "config.json").is_file()
-    ]
-    if not absent:
+    absent = next((model for model in others if not (Path(model.path) / "config.json").is_file()), None)
+    if absent is None:
         return None
-    return f"got model_path {', '.join(absent)} in {args.sglang_config}, without a config.json; give a folder"
+    return (
+        f"{args.sglang_config}: the model_path {absent.path} of model {absent.name} has no config.json; give a Hugging "
+        "Face folder"
+    )
 
 
 def external_engines_have_addresses(args: Args) -> str | None:
@@ -457,7 +467,7 @@ def external_engines_are_the_fleet(args: Args) -> str | None:
     if not args.rollout_external_engine_addrs:
         return None
     for flag, why in _against_external_engines(args):
-        return f"got --rollout-external-engine-addrs with {flag}: {why}"
+        return f"--rollout-external-engine-addrs does not work with {flag}: {why}"
     return None
 
 
@@ -532,13 +542,13 @@ class SpeculationSettings:
 def mtp_can_be_trained(args: Args) -> str | None:
     if not args.enable_mtp_training:
         return None
-    got = "got --enable-mtp-training"
+    wrong = "--enable-mtp-training does not work with"
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
-        return f"{got} for a checkpoint {problem}; drop the flag"
+        return f"{wrong} this checkpoint: {problem}; drop the flag"
     if args.use_prefix_sharing:
-        return f"{got} with --use-prefix-sharing, where several tokens may follow a token; drop one of them"
+        return f"{wrong} --use-prefix-sharing, where several tokens may follow a token; drop one of them"
     if args.lora_rank:
-        return f"{got} with --lora-rank, which trains only adapters; drop one of them"
+        return f"{wrong} --lora-rank, which trains only adapters; drop one of them"
     return None
 
 
@@ -549,7 +559,7 @@ def drafts_are_synced(args: Args) -> str | None:
             continue
         found = next(_against(args, engines.sglang), None)
         if found is not None:
-            return engines.told(f"got {found[0]} with a draft: {found[1]}")
+            return engines.told(f"{found[0]} does not work with speculative decoding: {found[1]}")
     return None
 
 
@@ -568,7 +578,7 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             "engines do not report a version for each of several tokens of one pass; use abort",
         )
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
-        yield "a checkpoint", f"{problem}; leave --sglang-speculative-... out"
+        yield "this checkpoint", f"{problem}; leave --sglang-speculative-... out"
 
 
 def _keeps_draft(s: Any) -> bool | None:
@@ -580,7 +590,7 @@ def _keeps_draft(s: Any) -> bool | None:
 SPECULATION_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.megatron["mtp_num_layers"] not in (None, 1),
-        "got mtp_num_layers {s.megatron[mtp_num_layers]}, but one layer of multi-token prediction is trained and "
+        "mtp_num_layers is {s.megatron[mtp_num_layers]}, but one layer of multi-token prediction is trained and "
         "served; leave it out",
     ),
     mtp_can_be_trained,

@@ -135,27 +135,30 @@ class EvalSettings:
 def evaluation_has_data(args: Args) -> str | None:
     data = args.eval_prompt_data
     if data is not None and len(data) % 2:
-        return f"got eval_prompt_data {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
+        return f"eval_prompt_data is {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
     if data is not None and args.eval_config is not None:
-        return "got --eval-prompt-data and --eval-config, which both name the datasets; give one of them"
+        return "--eval-prompt-data and --eval-config both name the datasets; give one of them"
     named = data is not None or args.eval_config is not None
     if args.eval_interval is not None and not named and args.eval_function_path is None:
-        return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
+        return f"eval_interval {args.eval_interval} needs --eval-prompt-data; give NAME FILE pairs"
     if args.num_rollout == 0 and not named and args.eval_function_path is None and not args.debug_rollout_only:
-        return "got num_rollout 0, which only evaluates, without --eval-prompt-data; give NAME FILE pairs"
+        return "num_rollout 0, which only evaluates, needs --eval-prompt-data; give NAME FILE pairs"
     return None
 
 
 def lengths_fit(args: Args) -> str | None:
     context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
     if args.was_given("eval_max_context_len") and context is not None and prompt is not None and prompt > context - 1:
-        return f"got eval_max_prompt_len {prompt} above eval_max_context_len {context} - 1; no token would be left"
+        return (
+            f"eval_max_prompt_len {prompt} is above eval_max_context_len {context} - 1, so no token would be left for "
+            "an answer; lower it"
+        )
     for one in eval_datasets(args) if args.eval_config is not None else ():
         longest, whole = one.max_prompt_len, one.max_context_len
         if longest is not None and whole is not None and longest > whole - 1:
             return (
-                f"got max_prompt_len {longest} above max_context_len {whole} - 1 for evaluation on {one.name}; no "
-                "token would be left"
+                f"max_prompt_len {longest} is above max_context_len {whole} - 1 for evaluation on {one.name}, so no "
+                "token would be left for an answer; lower it"
             )
     return None
 

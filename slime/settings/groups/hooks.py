@@ -152,7 +152,7 @@ def logits_are_of_whole_samples(args: Args) -> str | None:
     others = [text for holds, text in cases if holds]
     if not args.custom_loss_logits or not others:
         return None
-    return f"got --custom-loss-logits with {others[0]}; drop one of the two, or write the loss over log-probs"
+    return f"--custom-loss-logits does not work with {others[0]}; drop one of the two, or write the loss over log-probs"
 
 
 RULES: tuple[Rule, ...] = (logits_are_of_whole_samples,)

@@ -145,10 +145,10 @@ class DebugSettings:
 
 def halves_are_compatible(args: Args) -> str | None:
     if args.debug_rollout_only and args.debug_train_only:
-        return "got rollout-only and train-only together, so nothing would run; give one of them"
+        return "--debug-rollout-only and --debug-train-only together leave nothing to run; give one of them"
     part = args.load_debug_rollout_data_subsample
     if part is not None and not (0 < part <= 1 and args.load_debug_rollout_data):
-        return f"got load_debug_rollout_data_subsample {part}; give 0 < part <= 1 with --load-debug-rollout-data"
+        return f"load_debug_rollout_data_subsample {part} needs --load-debug-rollout-data; give both or neither"
     return None
 
 
@@ -157,8 +157,8 @@ def losses_have_a_trainer(args: Args) -> str | None:
     if not args.debug_rollout_only or not (names := [one.name for one in loss_datasets(args)]):
         return None
     return (
-        f"got --debug-rollout-only with held-out conversations ({', '.join(names)}), whose loss the trainer measures; "
-        "drop one of the two, or give --rm-type to score sampled answers"
+        f"--debug-rollout-only does not work with held-out conversations ({', '.join(names)}), whose loss the trainer "
+        "measures; drop one of the two, or give --rm-type to score sampled answers"
     )
 
 
@@ -171,8 +171,8 @@ def records_are_no_pickles(args: Args) -> str | None:
     if not found:
         return None
     return (
-        f"got load_debug_rollout_data {path}, but {found[0]} is a pickle, which could run code; give what "
-        "--save-debug-rollout-data of this slime wrote, or convert it: "
+        f"load_debug_rollout_data {path} finds {found[0]}, a pickle, which could run code; give what "
+        "--save-debug-rollout-data of this slime wrote, or convert the pickle: "
         f"slime convert {found[0]} {found[0].removesuffix(_PICKLE)}{_RECORD} --trust-pickle"
     )
 
@@ -261,7 +261,7 @@ def ranks_exist(args: Args) -> str | None:
     wrong = [rank for rank in args.profile_ranks if not 0 <= rank < world]
     if not args.use_pytorch_profiler or not wrong:
         return None
-    return f"got --profile-ranks {wrong[0]} with {world} training ranks; give ranks from 0 to {world - 1}"
+    return f"--profile-ranks names rank {wrong[0]}, but there are {world} training ranks; give 0 to {world - 1}"
 
 
 def every_target_runs(args: Args) -> str | None:
@@ -269,35 +269,37 @@ def every_target_runs(args: Args) -> str | None:
     if not args.use_pytorch_profiler or not idle:
         return None
     half = "--debug-train-only" if args.debug_train_only else "--debug-rollout-only"
-    return f"got --profile-target {' '.join(idle)} with {half}, which leaves that part out; drop it from the targets"
+    named = " ".join(idle)
+    return f"--profile-target names {named}, which {half} leaves out; drop {named} from the targets"
 
 
 PROFILING_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.use_pytorch_profiler and s.profile_step_start >= s.profile_step_end,
-        "got --profile-step-start {s.profile_step_start} and --profile-step-end {s.profile_step_end}, so no step is "
-        "traced; give a later end",
+        "--profile-step-end {s.profile_step_end} is not after --profile-step-start {s.profile_step_start}, so no step "
+        "would be traced; give a later end",
     ),
     ranks_exist,
     every_target_runs,
     refuse_if(
         lambda s: s.use_pytorch_profiler and ROLLOUT in s.profile_target and s.rollout_external_engine_addrs,
-        f"got --profile-target {ROLLOUT} with engines that already run, which write traces on their own hosts; use "
-        "their route /start_profile",
+        f"--profile-target {ROLLOUT} does not work with engines that already run, which write traces on their own "
+        "hosts; use their route /start_profile",
     ),
     refuse_if(
         lambda s: s.record_memory_history and s.memory_recorder == "memray",
-        "got --memory-recorder memray, which records host memory, from outside; use torch for GPU memory, or attach "
-        "memray to the process of a training rank",
+        "--memory-recorder memray is not supported: memray records host memory, from outside; use torch for GPU "
+        "memory, or attach memray to the process of a training rank",
     ),
     refuse_if(
         lambda s: s.record_memory_history and s.memory_recorder != "memray" and s.device == "cpu",
-        "got --record-memory-history on a CPU, where torch's allocator keeps no history; drop it, or run on CUDA",
+        "--record-memory-history does not work on a CPU, where torch's allocator keeps no history; drop it, or run on "
+        "CUDA",
     ),
     refuse_if(
         lambda s: "/" in s.memory_snapshot_path,
-        "got --memory-snapshot-path {s.memory_snapshot_path}, but it is only the end of a file name; give the folder "
-        "as --memory-snapshot-dir",
+        "--memory-snapshot-path {s.memory_snapshot_path} has a folder, but must be only the end of a file name; give "
+        "the folder as --memory-snapshot-dir",
     ),
 )
 

@@ -120,9 +120,9 @@ def grader_is_known(args: Args) -> str | None:
 def rewards_are_used_as_asked(args: Args) -> str | None:
     keys = ", ".join(grader_of(args.rm_type).score_keys) if args.rm_type and grader_is_known(args) is None else ""
     if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
-        return f"got --rm-type {args.rm_type}, which returns several numbers, without --reward-key; give one of {keys}"
+        return f"--rm-type {args.rm_type} returns several numbers and needs --reward-key; give one of {keys}"
     if args.rm_batch_size > 1 and not args.rm_url:
-        return f"got --rm-batch-size {args.rm_batch_size} without --rm-url; give the address that gets the batches"
+        return f"--rm-batch-size {args.rm_batch_size} needs --rm-url; give the address that gets the batches"
     return None
 
 
@@ -183,7 +183,7 @@ AGENT_RULES: tuple[Rule, ...] = (
     format_is_known,
     refuse_if(
         lambda s: s.agent_port and s.rollout_num_workers > 1,
-        "got agent_port {s.agent_port} with rollout_num_workers {s.rollout_num_workers}, but each worker needs a port "
-        "of its own; leave agent_port out, or give --rollout-num-workers 1",
+        "agent_port {s.agent_port} does not work with rollout_num_workers {s.rollout_num_workers}: each worker needs a "
+        "separate port; leave agent_port out, or give --rollout-num-workers 1",
     ),
 )

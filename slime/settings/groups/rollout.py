@@ -281,15 +281,15 @@ def one_length_of_the_run(args: Args) -> str | None:
     if epochs is None or args.num_rollout in (0, epochs):
         return None
     return (
-        f"got num_rollout {args.num_rollout}, but num_epoch {args.num_epoch} means {_why_rows(args)} = {epochs} steps; "
-        "give one of the two"
+        f"num_rollout {args.num_rollout} contradicts num_epoch {args.num_epoch}, which means {_why_rows(args)} = "
+        f"{epochs} steps; give one of the two"
     )
 
 
 def an_epoch_has_a_step(args: Args) -> str | None:
     if args.num_epoch is None or args.was_given("num_rollout") or args.num_rollout > 0:
         return None
-    return f"got {_why_rows(args)} = 0 steps, so nothing would be trained; lower --rollout-batch-size"
+    return f"{_why_rows(args)} = 0 steps, so nothing would be trained; lower --rollout-batch-size"
 
 
 def _leaves_no_token(s: Any) -> bool:
@@ -300,12 +300,12 @@ def _leaves_no_token(s: Any) -> bool:
 RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.rollout_temperature < LEAST_TEMPERATURE,
-        "got rollout_temperature {s.rollout_temperature}, at which the samples of a prompt are all equal, and the "
-        f"log-probs that are trained divide by it; give at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
+        "rollout_temperature {s.rollout_temperature} is too low: all samples of a prompt would be equal, and the "
+        f"trainer divides logits by it; give at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
     ),
     refuse_if(
         lambda s: not (LEAST_TOP_P <= s.rollout_top_p <= 1 and (s.rollout_top_k >= 1 or s.rollout_top_k == -1)),
-        "got rollout_top_p {s.rollout_top_p} and rollout_top_k {s.rollout_top_k}; "
+        "rollout_top_p {s.rollout_top_p} with rollout_top_k {s.rollout_top_k} is out of range; "
         f"give {LEAST_TOP_P} <= top_p <= 1, and top_k >= 1 or -1 for all",
     ),
     engines_divide_by_the_temperature,
@@ -318,7 +318,7 @@ RULES: tuple[Rule, ...] = (
     an_epoch_has_a_step,
     refuse_if(
         _leaves_no_token,
-        "got rollout_max_prompt_len {s.rollout_max_prompt_len} above rollout_max_context_len "
+        "rollout_max_prompt_len {s.rollout_max_prompt_len} is above rollout_max_context_len "
         "{s.rollout_max_context_len} - 1, so no token would be left for an answer; lower it",
     ),
 )

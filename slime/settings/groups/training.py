@@ -207,9 +207,10 @@ def world_divides(args: Args) -> str | None:
     if min(tp, pp, cp, ep) >= 1 and world % (tp * pp * cp) == 0 and world % (ep * pp) == 0:
         return None
     return (
-        f"got {world} training GPUs with tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, "
-        f"context_parallel_size {cp} and expert_model_parallel_size {ep}: the product of the first three sizes, or "
-        "that of the second and the last, does not divide the GPUs; change --actor-num-gpus-per-node or a size"
+        f"tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, context_parallel_size {cp} and "
+        f"expert_model_parallel_size {ep} do not divide the {world} training GPUs: the product of the first three "
+        "sizes must divide them, and so must the product of the second and the last; change --actor-num-gpus-per-node "
+        "or a size"
     )
 
 
@@ -219,8 +220,7 @@ def tensor_parallel_divides_heads(args: Args) -> str | None:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if m[name] % tp:
             return (
-                f"got tensor_model_parallel_size {tp}, which does not divide {name} {m[name]} of the checkpoint; "
-                "choose a divisor"
+                f"tensor_model_parallel_size {tp} does not divide {name} {m[name]} of the checkpoint; choose a divisor"
             )
     return None
 
@@ -230,7 +230,7 @@ def only_supported_parallelism(args: Args) -> str | None:
     pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
     if vp > 1 and pp == 1:
         return (
-            f"got virtual_pipeline_model_parallel_size {vp} without pipeline stages to interleave; give "
+            f"virtual_pipeline_model_parallel_size {vp} needs pipeline stages to interleave; give "
             "--pipeline-model-parallel-size, or drop it"
         )
     uneven = (
@@ -242,15 +242,15 @@ def only_supported_parallelism(args: Args) -> str | None:
     )
     if m["num_layers"] % (pp * vp) and not any(m[n] for n in uneven):
         return (
-            f"got {m['num_layers']} layers for pipeline_model_parallel_size {pp} and "
-            f"virtual_pipeline_model_parallel_size {vp}, which do not divide them; choose divisors, or give "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            f"pipeline_model_parallel_size {pp} and virtual_pipeline_model_parallel_size {vp} do not divide the "
+            f"{m['num_layers']} layers; choose divisors, or give --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers"
         )
     ep, experts = m["expert_model_parallel_size"] or 1, m["num_moe_experts"] or 0
     if ep > 1 and (not experts or experts % ep):
-        return f"got expert_model_parallel_size {ep} for {experts} experts; choose a divisor of their number"
+        return f"expert_model_parallel_size {ep} does not divide the {experts} experts; choose a divisor"
     if experts and (m["tensor_model_parallel_size"] or 1) > 1 and not m["sequence_parallel"]:
-        return "got --no-sequence-parallel, but experts need it under tensor parallelism; drop the flag"
+        return "--no-sequence-parallel does not work with MoE models under tensor parallelism; drop the flag"
     return None
 
 
@@ -263,21 +263,19 @@ def fused_kernels_can_run(args: Args) -> str | None:
         ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
     )
     found = " and ".join(reason for reason, holds in reasons if holds)
-    return f"got kernels fused, but {found}; use auto" if found else None
+    return f"kernels fused cannot be used: {found}; use auto" if found else None
 
 
 def prefixes_can_be_shared(args: Args) -> str | None:
     problem = prefix_problem_of(args.hf_checkpoint) if args.use_prefix_sharing else None
-    return None if problem is None else f"got --use-prefix-sharing for a checkpoint where {problem}; drop the flag"
+    return None if problem is None else f"--use-prefix-sharing does not work with this model: {problem}; drop the flag"
 
 
 def one_warm_up(args: Args) -> str | None:
     fraction, iters = args.megatron["lr_warmup_fraction"], args.megatron["lr_warmup_iters"]
     if fraction is None or not args.was_given("megatron.lr_warmup_iters"):
         return None
-    return (
-        f"got lr_warmup_fraction {fraction} and lr_warmup_iters {iters}, which both set the warm-up; give one of them"
-    )
+    return f"lr_warmup_fraction {fraction} and lr_warmup_iters {iters} both set the warm-up; give one of them"
 
 
 def warm_up_ends(args: Args) -> str | None:
@@ -286,8 +284,8 @@ def warm_up_ends(args: Args) -> str | None:
     if m["lr_decay_style"] == "constant" or not args.num_rollout or not length or warm_up < length:
         return None
     return (
-        f"got {warm_up} warm-up iterations in a schedule of {length} (lr_decay_style {m['lr_decay_style']}), so the "
-        "learning rate would never decay; lower --lr-warmup-iters, or raise --num-rollout or --lr-decay-iters"
+        f"the warm-up of {warm_up} iterations fills the schedule of {length} (lr_decay_style {m['lr_decay_style']}), "
+        "so the learning rate would never decay; lower --lr-warmup-iters, or raise --num-rollout or --lr-decay-iters"
     )
 
 
@@ -308,7 +306,7 @@ def learning_rate_can_warm_up(args: Args) -> str | None:
     for name, rate in rates.items():
         if rate is not None and m["lr_warmup_init"] > rate:
             return (
-                f"got lr_warmup_init {m['lr_warmup_init']} above {name} {rate}, so the rate could not warm up; lower "
+                f"lr_warmup_init {m['lr_warmup_init']} is above {name} {rate}, so the rate could not warm up; lower "
                 f"--lr-warmup-init or raise --{name.replace('_', '-')}"
             )
     return None
@@ -318,7 +316,7 @@ def state_dtypes_can_be_kept(args: Args) -> str | None:
     """The optimizer cannot round to other dtypes, and float16 cannot hold moments: they exceed its range."""
     for name, allowed in OPTIMIZER_DTYPES.items():
         if (value := args.megatron[name]) not in allowed:
-            return f"got {name} {value}, which the trainer cannot keep; choose {' or '.join(allowed)}"
+            return f"{name} is {value}, which the trainer does not support; choose {' or '.join(allowed)}"
     return None
 
 
@@ -331,7 +329,7 @@ def fixed_settings_are_left_alone(args: Args) -> str | None:
     """Refuses other values of fixed settings, which the trainer would silently override."""
     for name, (value, why) in (*FIXED.items(), *UNSUPPORTED.items()):
         if args.megatron[name] != value:
-            return f"got {name} {args.megatron[name]}; the trainer always uses {value} ({why}): drop the flag"
+            return f"{name} is {args.megatron[name]}, but the trainer always uses {value} ({why}); drop the flag"
     return None
 
 
@@ -341,30 +339,30 @@ RULES: tuple[Rule, ...] = (
     only_supported_parallelism,
     fused_kernels_can_run,
     prefixes_can_be_shared,
-    refuse_if(lambda s: s.megatron["fp16"] and s.megatron["bf16"], "got --fp16 and --bf16 together; give one of them"),
+    refuse_if(lambda s: s.megatron["fp16"] and s.megatron["bf16"], "--fp16 contradicts --bf16; give one of them"),
     one_warm_up,
     warm_up_ends,
     refuse_if(
         _decays_upwards,
-        "got min_lr {s.megatron[min_lr]} above lr {s.megatron[lr]}, so the rate could not decay; lower --min-lr or "
+        "min_lr {s.megatron[min_lr]} is above lr {s.megatron[lr]}, so the rate could not decay; lower --min-lr or "
         "raise --lr",
     ),
     learning_rate_can_warm_up,
     state_dtypes_can_be_kept,
     refuse_if(
         _couples_weight_decay,
-        "got --no-decoupled-weight-decay with --optimizer-cpu-offload or --use-precision-aware-optimizer, which are "
-        "AdamW; drop one of them",
+        "--no-decoupled-weight-decay does not work with --optimizer-cpu-offload and --use-precision-aware-optimizer, "
+        "which are AdamW; drop one of them",
     ),
     refuse_if(  # the seed of the rounding is the number of updates, which a reset sets back
         lambda s: s.reset_optimizer_states and s.megatron["use_precision_aware_optimizer"],
-        "got --reset-optimizer-states with --use-precision-aware-optimizer, which would round with the same random "
-        "numbers in every step; drop one of the two",
+        "--reset-optimizer-states does not work with --use-precision-aware-optimizer, which would round with the same "
+        "random numbers in every step; drop one of the two",
     ),
     refuse_if(
         lambda s: s.use_dynamic_batch_size and not s.max_tokens_per_gpu,
-        "got --max-tokens-per-gpu none, but it limits micro-batches that are filled by tokens; leave it out, or give "
-        "a number",
+        "--max-tokens-per-gpu is none, but micro-batches that are filled by tokens need this limit; leave the flag "
+        "out, or give a number",
     ),
     fixed_settings_are_left_alone,
 )
@@ -451,19 +449,19 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
         if args.ckpt_step is None or any((place / "manifest.json").is_file() for place in places):
             return None
         there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
-        return f"got ckpt_step {args.ckpt_step}, but {args.load} holds {', '.join(there)}; give one of these"
+        return f"load {args.load} has no checkpoint of ckpt_step {args.ckpt_step}; give one of {', '.join(there)}"
     if has_megatron_checkpoint(args.load):
-        return f"got load {args.load}, which is a Megatron checkpoint of pickles; {what_to_give(args.load)}"
+        return f"load {args.load} is a Megatron checkpoint of pickles; {what_to_give(args.load)}"
     return (
-        f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*) and no model in Hugging Face "
-        "format (no config.json); give the --save folder of the run to continue"
+        f"load {args.load} holds no checkpoint (no manifest.json, no step_*) and no model in Hugging Face format (no "
+        "config.json); give the --save folder of the run to continue"
     )
 
 
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.save_interval is not None and s.save is None and s.save_hf is None,
-        "got save_interval {s.save_interval} without --save or --save-hf; say where to save",
+        "save_interval {s.save_interval} needs --save or --save-hf; say where to save",
     ),
     load_holds_a_checkpoint,
 )
@@ -514,8 +512,8 @@ def one_way_to_say_what_is_trained(args: Args) -> str | None:
     if len(given) < 2:
         return None
     return (
-        f"got {' and '.join(given)}, but each of them says what is trained; give one (--lora-target-modules chooses "
-        "among adapters)"
+        f"{' and '.join(given)} both say what is trained; give one of them (--lora-target-modules chooses the layers "
+        "with adapters)"
     )
 
 
@@ -525,7 +523,7 @@ def patterns_are_regexes(args: Args) -> str | None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                return f"got {name} {pattern!r}, which is not a regular expression ({error}); correct it"
+                return f"{name} {pattern!r} is not a regular expression ({error}); correct it"
     return None
 
 
@@ -534,7 +532,7 @@ PARAMETER_RULES: tuple[Rule, ...] = (
     patterns_are_regexes,
     refuse_if(
         lambda s: s.lora_rank is not None and s.lora_rank > s.megatron["hidden_size"],
-        "got lora_rank {s.lora_rank} above the hidden_size {s.megatron[hidden_size]} of the checkpoint, so adapters "
+        "lora_rank {s.lora_rank} is above the hidden_size {s.megatron[hidden_size]} of the checkpoint, so adapters "
         "would be larger than their layers; lower it",
     ),
 )

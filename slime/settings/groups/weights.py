@@ -107,20 +107,21 @@ def agents_are_on_one_host(args: Args) -> str | None:
     if getattr(args, "update_weight_local_checkpoint_dir", None) is None or not wide:
         return None
     return (
-        f"got --update-weight-local-checkpoint-dir with engines of {args.rollout_num_gpus_per_engine} GPUs, which span "
-        "several hosts, but an engine's agent copies weights to one host; use --update-weight-transport distributed"
+        "--update-weight-local-checkpoint-dir does not work with engines that span several hosts "
+        f"(rollout_num_gpus_per_engine {args.rollout_num_gpus_per_engine}), because an engine's agent copies weights "
+        "to one host; use --update-weight-transport distributed"
     )
 
 
 RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.update_weight_mode == "delta" and s.update_weight_transport != "disk",
-        "got --update-weight-mode delta with --update-weight-transport {s.update_weight_transport}, but deltas are "
-        "files in a shared folder; use disk, or leave the transport out",
+        "--update-weight-mode delta does not work with --update-weight-transport {s.update_weight_transport}: deltas "
+        "are files in a shared folder; use disk, or leave the transport out",
     ),
     refuse_if(
         lambda s: not s.check_weight_update_equal,
-        "got --no-check-weight-update-equal, but every weight sync is verified; leave it out",
+        "--no-check-weight-update-equal is not supported, because every weight sync is verified; leave it out",
     ),
     agents_are_on_one_host,
 )
@@ -157,23 +158,23 @@ def engines_take_quantised_weights(args: Args) -> str | None:
     plain = "run `slime convert IN OUT --to bf16`, and give OUT"
     if args.device == "cpu":
         return (
-            f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), on a CPU, where SGLang has no "
-            f"such kernels; {plain}"
+            f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), and on a CPU SGLang has no such kernels; "
+            f"{plain}"
         )
     if args.sglang["dtype"] != "bfloat16":
         return (
-            f"got sglang_dtype {args.sglang['dtype']} with hf_checkpoint {args.hf_checkpoint}, which is quantised "
-            f"({method}), so engines compute in bfloat16; give --sglang-dtype bfloat16"
+            f"sglang_dtype {args.sglang['dtype']} does not work with hf_checkpoint {args.hf_checkpoint}, which is "
+            f"quantised ({method}), so engines compute in bfloat16; give --sglang-dtype bfloat16"
         )
     if (method, family) in NOT_LOADED:
         return (
-            f"got hf_checkpoint {args.hf_checkpoint}, a {family} in {method}, whose scales SGLang 0.5.16 does not "
-            f"load; {plain}"
+            f"hf_checkpoint {args.hf_checkpoint} is a {family} in {method}, whose scales SGLang 0.5.16 does not load; "
+            f"{plain}"
         )
     if args.rollout_external_engine_addrs:
         return (
-            f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), with engines that already run, "
-            f"which do not report codes and scales; let slime start them, or {plain}"
+            f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), but engines that already run do not report "
+            f"codes and scales; let slime start them, or {plain}"
         )
     return None
 
@@ -182,7 +183,7 @@ QUANTISED_RULES: tuple[Rule, ...] = (
     engines_take_quantised_weights,
     refuse_if(
         lambda s: s.trainer_weights != "plain" and s.lora_rank is not None,
-        "got --trainer-weights {s.trainer_weights} with --lora-rank {s.lora_rank}: engines quantise weights with "
-        "merged adapters, but the trainer adds adapters after the layer; leave one of them out",
+        "--trainer-weights {s.trainer_weights} does not work with --lora-rank {s.lora_rank}: engines quantise weights "
+        "with merged adapters, but the trainer adds adapters after the layer; leave one of them out",
     ),
 )
