@@ -331,7 +331,7 @@ def _missing(data: list[tuple[str, str, bool]]) -> str | None:
         try:
             check_data(spec, held_out=held_out)
         except ConfigError as error:
-            return f"{name}: {error}"
+            return str(error) if str(error).startswith("--") else f"{name}: {error}"
     return None
 
 

@@ -100,8 +100,8 @@ MISTAKES = (
     ),
     Mistake("settings as verl writes them", "actor_rollout_ref.actor.optim.lr=1e-6", ("use --lr",)),
     Mistake("a misspelt flag", "--rollout-batchsize 4", ("did you mean --rollout-batch-size?",)),
-    Mistake("a negative learning rate", "--lr -1e-5", ("got lr -1e-05", "at least 0")),
-    Mistake("a word for a number", "--lr fast", ("--lr: got 'fast', expected float",)),
+    Mistake("a negative learning rate", "--lr -1e-5", ("--lr is -1e-05", "at least 0")),
+    Mistake("a word for a number", "--lr fast", ("--lr is 'fast', but must be a number",)),
     Mistake(
         "a hub name", "--hf-checkpoint Qwen/Qwen3-0.6B", ("config.json does not exist", "hf download Qwen/Qwen3-0.6B")
     ),

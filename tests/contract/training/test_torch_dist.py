@@ -95,7 +95,7 @@ def test_every_family_goes_there_and_back(family: str, tmp_path: Path) -> None:
 def test_what_has_no_place_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_family(tmp_path / "hf", "gpt_oss")
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "torch_dist"), "--to", "torch_dist"]) == 2
-    assert "choose another --to" in capsys.readouterr().err and not (tmp_path / "torch_dist").exists()
+    assert "choose a different --to" in capsys.readouterr().err and not (tmp_path / "torch_dist").exists()
 
 
 @pytest.mark.parametrize("shape", quick(SHAPES, "dense"))

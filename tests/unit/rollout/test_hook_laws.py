@@ -35,7 +35,7 @@ def test_the_flag_is_repeatable_and_each_path_is_checked(tmp_path: Path) -> None
     args = rollout_args(tmp_path, *flags)
     assert args.rollout_sample_hook_path == paths
     check_hooks(args)
-    with pytest.raises(HookError, match=r"rollout-sample-hook-path.*slime cannot call"):
+    with pytest.raises(HookError, match=r"rollout-sample-hook-path.*cannot be called"):
         check_hooks(rollout_args(tmp_path, *flags, "--rollout-sample-hook-path", f"{PROBE}:single"))
 
 

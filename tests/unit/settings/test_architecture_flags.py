@@ -53,7 +53,7 @@ def test_the_same_in_other_words_is_taken(latent: list[str], flags: str) -> None
     ["--moe-layer-freq [0]*2+[1]*2", "--moe-layer-freq 1", "--moe-layer-freq [0]*3+__import__", "--v-head-dim 8"],
 )
 def test_another_model_than_the_checkpoint_is_refused(latent: list[str], flags: str) -> None:
-    assert "this checkpoint is trained with" in refused([*latent, *flags.split()])
+    assert "contradicts the checkpoint's config.json" in refused([*latent, *flags.split()])
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ FUNCTION = "--custom-tis-function-path json.loads"
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (f"{LIST} opsm --use-tis", "which does not name tis"),
-        (f"{LIST} opsm --rejection-level token", "which does not name rejection"),
-        (f"{LIST} opsm --get-mismatch-metrics", "which does not name tis_metrics"),
-        (f"{LIST} tis --use-opsm", "which does not name opsm"),
+        (f"{LIST} opsm --use-tis", "does not name tis"),
+        (f"{LIST} opsm --rejection-level token", "does not name rejection"),
+        (f"{LIST} opsm --get-mismatch-metrics", "does not name tis_metrics"),
+        (f"{LIST} tis --use-opsm", "does not name opsm"),
         (f"{LIST} tis --no-use-tis", "which names tis"),
         (f"{LIST} tis tis", "apply tis twice"),
         (f"{LIST} tis slime.algorithms.off_policy.tis:ImportanceSampling", "twice"),

@@ -231,7 +231,7 @@ def test_a_setting_that_acts_is_taken(base: list[str], flags: str) -> None:
 def test_a_coefficient_is_a_number_that_makes_sense(base: list[str], flags: str) -> None:
     message = refused([*base, *flags.split()])
     name, value = flags.split()[-2:]
-    assert f"{name}: got {float(value)}, which " in message
+    assert f"{name} is {float(value)}, " in message
 
 
 def test_no_setting_of_the_algorithm_is_forgotten() -> None:

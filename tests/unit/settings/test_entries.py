@@ -94,9 +94,7 @@ def test_a_setting_of_an_entry_that_is_not_chosen_has_no_effect() -> None:
 
 def test_ranges_hold_where_a_setting_is_given_or_acts() -> None:
     known = components()
-    assert "--line-width: got -1.0, which must be > 0" in next(
-        given_out_of_range(resolved(known, line_width=-1.0), known)
-    )
+    assert "--line-width is -1.0, but must be > 0" in next(given_out_of_range(resolved(known, line_width=-1.0), known))
     assert not list(derived_out_of_range(resolved(known, scale=-1.0), known)), "the derived radius is no square's"
 
 
@@ -116,9 +114,7 @@ def test_a_users_entry_is_known_once_it_is_named(star: str) -> None:
     settings = resolved(known, shape=star, num_points=7)
     assert settings.num_points == 7 and settings.line_width == 1.0
     assert idle(known, num_points=7)["num_points"].startswith("7, which needs shape ")
-    assert "--num-points: got 2, which must be at least 3" in next(
-        given_out_of_range(resolved(known, num_points=2), known)
-    )
+    assert "--num-points is 2, but must be at least 3" in next(given_out_of_range(resolved(known, num_points=2), known))
 
 
 def test_a_field_of_two_bases_is_refused(tmp_path: Path) -> None:
@@ -190,7 +186,7 @@ def test_a_users_entry_brings_flags_to_the_real_command_line(base: list[str], pi
     record = json.dumps(args.to_json_dict())
     assert '"num_pigeons": 4' in record and "hunter2" not in record
     assert "num_pigeons = 4    (command line)" in explain(args) and "hunter2" not in explain(args)
-    assert "--num-pigeons: got 0, which must be at least 1" in refused([*words, OVERRIDE, "--num-pigeons", "0"])
+    assert "--num-pigeons is 0, but must be at least 1" in refused([*words, OVERRIDE, "--num-pigeons", "0"])
     assert "pigeon in a storm" in refused([*words, OVERRIDE, "--num-pigeons", "13"])
     assert "unknown flag --num-pigeons" in refused([*base, "--num-pigeons", "4"])
     assert "unknown flag --num-pigeon;" in refused([*words, "--num-pigeon", "4"])
@@ -238,4 +234,4 @@ def test_a_check_that_answers_otherwise_is_refused(base: list[str], tmp_path: Pa
     path = tmp_path / "talker.py"
     path.write_text(TRANSPORT.replace('return "got', 'return ["got').replace('more" if', 'more"] if'))
     words = [*base, "--update-weight-transport", f"{path}:Pigeon"]
-    assert "whose check returns a list; return one message, or None" in refused([*words, "--num-pigeons", "13"])
+    assert "returned a list; return one message, or None" in refused([*words, "--num-pigeons", "13"])

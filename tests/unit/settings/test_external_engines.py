@@ -95,7 +95,7 @@ def test_a_router_that_runs_already_is_named_whole(base: list[str]) -> None:
     where = ["--sglang-router-ip", "10.0.0.1", "--sglang-router-port", "30000"]
     args = parse_args([*base, *where, "--router-api-key", "k"])
     assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.1", 30000)
-    for given, said in ((where[:2], "also give --sglang-router-port"), (where[2:], "also give --sglang-router-ip")):
+    for given, said in ((where[:2], "needs --sglang-router-port"), (where[2:], "needs --sglang-router-ip")):
         with pytest.raises(ConfigError, match=said):
             parse_args([*base, *given])
     with pytest.raises(ConfigError, match="lets anybody add servers"):

@@ -22,13 +22,13 @@ from tests.support.launch_scripts import launch_scripts
 
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
-    "a flag given twice": r"but one would be ignored",
+    "a flag given twice": r"contradict each other; keep one",
     "images": r"is not trained on images|--spec .* is a model of images",
-    "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
-    "training in FP8": r"got fp8",
+    "a draft of GLM-5": r"with speculative decoding: slime trains no multi-token prediction in glm_moe_dsa",
+    "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",
-    "prefill and decode on shared GPUs": r"with prefill and decode engines",
-    "a missing `--load` folder": r"got load \S+, which is not a folder",
+    "prefill and decode on shared GPUs": r"does not work with prefill and decode engines",
+    "a missing `--load` folder": r"\bload \S+ is not a folder",
 }
 """What docs/migration.md calls it -> the message."""
 REFUSED = {
@@ -156,7 +156,7 @@ def test_free_keys_of_the_yaml_are_the_users_where_a_function_may_read_them(base
     path = tmp_path / "own.yaml"
     path.write_text(FREE)
     words = [*base, "--custom-config-path", str(path)]
-    assert "got use_rs: True, which needs your own function to read it" in refused(words)
+    assert "has use_rs: True, which needs your own function to read it" in refused(words)
     args = parse_args([*words, "--custom-generate-function-path", "own.generate"])
     assert (args.custom["rs_level"], args.to_json_dict()["custom"]["use_rs"]) == ("token", True)
     assert "a setting of a similar name is rollout_temperature" in listed(args)
@@ -211,10 +211,10 @@ def test_a_checkpoint_of_megatron_is_refused_with_what_to_give(base: list[str], 
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
     words = [*base, "--advantage-estimator", "ppo", flag, str(folder)]
     said = refused(words)
-    assert "which is a Megatron checkpoint of pickles" in said and str(tmp_path / "model") in said
+    assert "is a Megatron checkpoint of pickles" in said and str(tmp_path / "model") in said
     assert f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" in said
     missing = refused([*base, "--ref-load", str(tmp_path / "other_torch_dist")])
-    assert "which is not a folder" in missing and str(tmp_path / "other") in missing
+    assert "is not a folder" in missing and str(tmp_path / "other") in missing
 
 
 def test_records_have_the_ending_of_what_they_are(base: list[str], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_layout_that_divides_is_taken(base: list[str], flags: str) -> None:
     ("flags", "said"),
     [
         ("--actor-num-gpus-per-node 3 --context-parallel-size 2", "context_parallel_size 2"),
-        ("--virtual-pipeline-model-parallel-size 2", "without pipeline stages"),
+        ("--virtual-pipeline-model-parallel-size 2", "needs pipeline stages"),
         (f"--actor-num-gpus-per-node 2 {PP2} --virtual-pipeline-model-parallel-size 2", "2 layers"),
         ("--actor-num-gpus-per-node 2 --expert-model-parallel-size 2", "0 experts"),
         ("--variable-seq-lengths", "drop the flag"),

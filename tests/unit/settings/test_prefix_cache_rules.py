@@ -29,7 +29,7 @@ def test_a_store_that_a_flush_does_not_empty_is_refused_however_engines_pause(
     base: list[str], flags: str, mode: str
 ) -> None:
     message = refused([*paused(base, mode), *flags.split()], synchronous=False)
-    assert f"got {flags[flags.rindex('--') :]}: " in message, message
+    assert f"{flags[flags.rindex('--') :]} would serve prefixes of old weights" in message, message
     assert "survives a flush" in message and "leave it out" in message
 
 
@@ -41,7 +41,8 @@ def test_what_is_flushed_and_not_divided_is_for_abort(base: list[str], flag: str
         parse_args(flags, synchronous=False)
     else:
         message = refused(flags, synchronous=False)
-        assert f"got {flag}: " in message and "not divided" in message and "--pause-generation-mode abort" in message
+        for said in (f"{flag} would serve", "not divided", "--pause-generation-mode abort"):
+            assert said in message
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -53,7 +54,7 @@ def test_the_tree_in_cpp_is_for_abort(base: list[str], mode: str, monkeypatch: p
     if mode == "abort":
         parse_args(flags, synchronous=False)
     else:
-        assert f"got {CPP_TREE_ENV}=True in the environment" in refused(flags, synchronous=False)
+        assert f"{CPP_TREE_ENV}=True in the environment" in refused(flags, synchronous=False)
         parse_args([*flags, "--sglang-disable-radix-cache"], synchronous=False)
 
 

@@ -65,16 +65,16 @@ def test_the_critic_s_start_and_rate_are_those_of_the_flags(ppo: list[str]) -> N
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"lr_warmup_iter": 2}, "got an unknown setting; did you mean lr_warmup_iters?"),
-    ({"tensor_model_parallel_size": 2}, "a setting of the ranks, which are split in one way for both"),
-    ({"context_parallel_size": 2}, "a setting of the ranks"),
-    ({"rollout_batch_size": 3}, "a setting of the whole run, so it cannot differ between roles"),
-    ({"sequence_parallel": 0}, "it is a switch; write true or false"),
-    ({"bf16": False}, "a setting of the whole run"),
+    ({"lr_warmup_iter": 2}, "is not a setting; did you mean lr_warmup_iters?"),
+    ({"tensor_model_parallel_size": 2}, "roles share ranks, which are split in one way"),
+    ({"context_parallel_size": 2}, "roles share ranks"),
+    ({"rollout_batch_size": 3}, "the run has a different value, and roles share this setting"),
+    ({"sequence_parallel": 0}, "is 0, but must be true or false"),
+    ({"bf16": False}, "roles share this setting"),
     ({"clip_grad": "much"}, "clip_grad"),
-    ({"adam_beta2": 2.0}, "which must be at least 0 and < 1"),
-    ({"weight_decay": -1}, "got -1.0, which must be at least 0"),
-    ({"optimizer_cpu_offload": "yes"}, "it is a switch; write true or false"),
+    ({"adam_beta2": 2.0}, "but must be at least 0 and < 1"),
+    ({"weight_decay": -1}, "is -1.0, but must be at least 0"),
+    ({"optimizer_cpu_offload": "yes"}, "is 'yes', but must be true or false"),
 ]
 
 
@@ -88,7 +88,7 @@ def test_a_role_may_say_again_what_the_run_has(ppo: list[str]) -> None:
     again = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "optimizer": "adam", "bf16": True}
     said = parsed(ppo, actor={**again, "rollout_batch_size": 4}, critic=again)
     assert dict(said.critic) == {} and not said.idle
-    assert "cannot differ" in refused(with_roles(ppo, actor={"optimizer": "sgd"}))
+    assert "the run has a different value" in refused(with_roles(ppo, actor={"optimizer": "sgd"}))
 
 
 def test_where_a_critic_would_be_saved_is_listed(ppo: list[str]) -> None:
@@ -103,10 +103,10 @@ def test_each_role_s_schedule_is_held_to_its_own_rate(ppo: list[str]) -> None:
     assert (critic.lr, critic.min_lr) == (1e-5, 5e-6)
     critic = critic_args(parsed(ppo, critic={"lr": 1e-5, "lr_warmup_init": 5e-6, "lr_warmup_iters": 1}))
     assert (critic.lr, critic.lr_warmup_init) == (1e-5, 5e-6)
-    assert "got min_lr 1e-06 above lr 1e-07" in refused(with_roles(ppo, critic={"lr": 1e-7, "min_lr": 1e-6}))
+    assert "min_lr 1e-06 is above lr 1e-07" in refused(with_roles(ppo, critic={"lr": 1e-7, "min_lr": 1e-6}))
     warms = {"lr": 1e-7, "lr_warmup_init": 1e-6, "lr_warmup_iters": 1}
-    assert "got lr_warmup_init 1e-06 above lr 1e-07" in refused(with_roles(ppo, critic=warms))
-    assert "role actor: got lr_warmup_init" in refused(with_roles(ppo, actor=warms))
+    assert "lr_warmup_init 1e-06 is above lr 1e-07" in refused(with_roles(ppo, critic=warms))
+    assert "role actor: lr_warmup_init" in refused(with_roles(ppo, actor=warms))
 
 
 def test_a_floor_in_common_is_lowered_to_the_critic_s_rate(ppo: list[str]) -> None:
@@ -119,18 +119,18 @@ def test_a_warm_up_in_common_begins_below_both_rates(ppo: list[str]) -> None:
     words = [*ppo, "--lr-warmup-iters", "1", "--lr-warmup-init", "5e-7"]
     assert parse_args(words).lr_warmup_init == 5e-7
     assert "above critic_lr 1e-08" in refused([*words, "--critic-lr", "1e-8"])
-    assert "role critic: got lr_warmup_init 5e-07 above lr 1e-08" in refused(with_roles(words, critic={"lr": 1e-8}))
+    assert "role critic: lr_warmup_init 5e-07 is above lr 1e-08" in refused(with_roles(words, critic={"lr": 1e-8}))
     own = parsed(words, critic={"lr": 1e-8, "lr_warmup_init": 1e-9})
     assert critic_args(own).lr_warmup_init == 1e-9
 
 
 FILES = [
-    ("megatron: {}", "the file has one, megatron, a list"),
-    ("sglang: []", "the file has one, megatron, a list"),
-    ("megatron: [{role: ref}]", "got role 'ref'; an entry has a role, actor or critic"),
-    ("megatron: [{role: critic, lr: 1}]", "got lr; an entry has name, role, overrides, args"),
+    ("megatron: {}", "needs the one key megatron, a list"),
+    ("sglang: []", "has the keys ['sglang'], but needs the one key megatron, a list"),
+    ("megatron: [{role: ref}]", "has the role 'ref'; give the role actor or critic"),
+    ("megatron: [{role: critic, lr: 1}]", "has the unknown keys lr; known are name, role, overrides, args"),
     ("megatron: [{role: critic}, {role: critic}]", "a second entry of role critic"),
-    ("megatron: [{role: critic, args: {lr: 1}, overrides: {lr: 1}}]", "overrides is one mapping"),
+    ("megatron: [{role: critic, args: {lr: 1}, overrides: {lr: 1}}]", "give overrides as one mapping"),
 ]
 
 

@@ -42,7 +42,7 @@ def test_engines_of_a_replaying_run_record(experts: list[str]) -> None:
 
 @pytest.mark.parametrize("flag", [OF_ROLLOUTS, OF_OLD_PASSES, RECORD])
 def test_a_dense_model_has_no_choice(flag: str, base: list[str]) -> None:
-    assert f"got {flag} for a checkpoint without experts" in refused([*base, *TWO_STEPS, flag])
+    assert f"{flag} has nothing to route" in refused([*base, *TWO_STEPS, flag])
 
 
 @pytest.mark.parametrize("flag", [OF_ROLLOUTS, OF_OLD_PASSES])

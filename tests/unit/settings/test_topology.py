@@ -53,41 +53,47 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
 
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ([], "no list of models under `sglang`"),
-    "no name": ([{"server_groups": [group()]}], r"sglang\[0\]: got no name"),
+    "no name": ([{"server_groups": [group()]}], r"sglang\[0\] has no name"),
     "two of a name": ([{"name": "a", "server_groups": [group()]}] * 2, "two models with the name 'a'"),
-    "no policy": ([{"name": "a", "model_path": "/m/x", "server_groups": [group()]}], "no model with update_weights"),
+    "no policy": (
+        [{"name": "a", "model_path": "/m/x", "server_groups": [group()]}],
+        "update_weights is true for no model",
+    ),
     "two policies": (
         [{"name": "a", "server_groups": [group()]}, {"name": "b", "server_groups": [group()]}],
-        r"\['a', 'b'\] with update_weights",
+        "update_weights is true for a, b",
     ),
     "training of another model": (
         [{"name": "a", "model_path": "/m/x", "update_weights": True, "server_groups": [group()]}],
         "the trainer has no weights for it",
     ),
-    "no groups": ([{"name": "a"}], "got no server_groups"),
+    "no groups": ([{"name": "a"}], "has no server_groups"),
     "both spellings": ([{"name": "a", "server_groups": [group()], "engine_groups": [group()]}], "mean the same"),
     "an unknown key": (
         [{"name": "a", "server_groups": [group(gpus=1)]}],
-        r"server_groups\[0\]: got unknown key 'gpus'",
+        r"server_groups\[0\] has the unknown key 'gpus'",
     ),
     "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "known are regular"),
-    "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "let regular ones encode"),
-    "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], r"\(a\): got no decode group"),
-    "nobody who reads": ([{"name": "a", "server_groups": [group(worker_type="decode")]}], "got no prefill group"),
+    "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "use regular engines"),
+    "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], r"\(a\) has no decode group"),
+    "nobody who reads": ([{"name": "a", "server_groups": [group(worker_type="decode")]}], "has no prefill group"),
     "pairs beside whole ones": (
         [{"name": "a", "server_groups": [group(), group(worker_type="prefill"), group(worker_type="decode")]}],
-        "got regular groups beside prefill and decode groups",
+        "has regular groups beside prefill and decode groups",
     ),
     "a mode of its own": (
         [{"name": "a", "server_groups": [group(overrides={"disaggregation_mode": "decode"})]}],
         "use --prefill-num-servers, or worker_type",
     ),
     "nothing that runs": ([{"name": "a", "server_groups": [group(worker_type="placeholder")]}], "only placeholders"),
-    "an uneven group": ([{"name": "a", "server_groups": [group(3)]}], "does not divide"),
-    "a number as text": ([{"name": "a", "server_groups": [{"num_gpus": "2"}]}], "give a whole number of at least 1"),
+    "an uneven group": ([{"name": "a", "server_groups": [group(3)]}], "not a multiple of num_gpus_per_engine"),
+    "a number as text": (
+        [{"name": "a", "server_groups": [{"num_gpus": "2"}]}],
+        "num_gpus is '2', but must be an integer",
+    ),
     "an owned argument": (
         [{"name": "a", "server_groups": [group(overrides={"tp_size": 2})]}],
-        "which slime sets itself; use --rollout-num-gpus-per-engine",
+        "slime sets tp_size itself; use --rollout-num-gpus-per-engine",
     ),
     "an unknown argument": ([{"name": "a", "server_groups": [group(overrides={"warp": 2})]}], "SGLang does not know"),
     "a key of its own": (
@@ -132,9 +138,9 @@ def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> N
     flags = [*base, "--sglang-config", str(file)]
     args = parse_args(flags)
     assert args.rollout_num_gpus == 5 and args.origins["rollout_num_gpus"] == "derived: the groups of --sglang-config"
-    with pytest.raises(ConfigError, match="rollout_num_gpus 4, but groups of 5 GPUs"):
+    with pytest.raises(ConfigError, match=r"rollout_num_gpus is 4, but the groups in \S+ have 5 GPUs"):
         parse_args([*flags, "--rollout-num-gpus", "4"])
-    with pytest.raises(ConfigError, match="with --sglang-config, which says by worker_type"):
+    with pytest.raises(ConfigError, match="does not work with --sglang-config, whose worker_type"):
         parse_args([*flags, "--prefill-num-servers", "1"])
 
 
@@ -146,7 +152,7 @@ def test_a_model_that_is_not_there_is_refused(base: list[str], tmp_path: Path) -
         "server_groups": [group(1, num_gpus_per_engine=1)],
     }
     file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [group()]}, judge]}))
-    with pytest.raises(ConfigError, match=r"nothing for model judge .* give a folder"):
+    with pytest.raises(ConfigError, match=r"nothing of model judge has no config.json; give a Hugging Face folder"):
         parse_args([*base, "--sglang-config", str(file)])
 
 
@@ -179,8 +185,11 @@ def test_engines_work_in_pairs_by_file_or_flag(base: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prefill-num-servers", "1"], "1 of 1 engine, which leaves none to sample"),
-        (["--rollout-num-gpus", "2", "--prefill-num-servers", "2"], "2 of 2 engines"),
+        (
+            ["--prefill-num-servers", "1"],
+            "--prefill-num-servers 1 leaves no engine to sample, because the run has 1 engine;",
+        ),
+        (["--rollout-num-gpus", "2", "--prefill-num-servers", "2"], "the run has 2 engines;"),
         (["--prefill-num-servers", "1", "--rollout-external-engine-addrs", "127.0.0.1:1"], "starts no engine"),
         (["--sglang-disaggregation-mode", "prefill"], "use --prefill-num-servers, or worker_type"),
         (["--router-pd-disaggregation"], "use --prefill-num-servers, or worker_type"),
@@ -224,5 +233,5 @@ def test_a_judge_in_pairs_on_gpus_of_its_own_stands_beside_a_policy_that_lends(b
         if accepted:
             assert parse_args(flags).offload_rollout
         else:  # the trainer's GPU is that of the first engine
-            with pytest.raises(ConfigError, match="for model judge"):
+            with pytest.raises(ConfigError, match="of model judge"):
                 parse_args(flags)

@@ -91,8 +91,8 @@ def test_engines_are_traced_while_they_generate_the_asked_steps(tmp_path: Path) 
 
 
 REFUSED = [
-    ("--use-pytorch-profiler --profile-step-start 2 --profile-step-end 2", "so no step is traced"),
-    ("--use-pytorch-profiler --profile-step-start 1 --profile-ranks 1", "give ranks from 0 to 0"),
+    ("--use-pytorch-profiler --profile-step-start 2 --profile-step-end 2", "so no step would be traced"),
+    ("--use-pytorch-profiler --profile-step-start 1 --profile-ranks 1", "give 0 to 0"),
     ("--use-pytorch-profiler --profile-target everything", "train_overall, train_actor, train_log_probs, rollout"),
     ("--record-memory-history --device cpu", "keeps no history; drop it, or run on CUDA"),
     ("--record-memory-history --memory-recorder memray", "attach memray"),
@@ -102,7 +102,7 @@ REFUSED = [
     ),
     (
         "--use-pytorch-profiler --profile-step-start 1 --debug-rollout-only --profile-target rollout train_actor",
-        "got --profile-target train_actor with --debug-rollout-only",
+        "--profile-target names train_actor, which --debug-rollout-only leaves out",
     ),
     ("--profile", "use --use-pytorch-profiler"),
 ]
