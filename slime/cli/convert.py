@@ -30,19 +30,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         choices=kinds,
-        help="a type; peft: only adapters; torch_dist: a folder that Megatron loads; default: keep the types",
+        help="type of the weights; peft: only adapters; torch_dist: a folder for Megatron; default: keep the types",
     )
     parser.add_argument(
         "--hf-checkpoint",
         type=Path,
-        help="for a torch_dist folder: the model that config and tokenizer come from; for a checkpoint or torch_dist "
-        "folder: source of tensors that training does not hold; with peft: the adapters' model",
+        help="for a torch_dist folder: the model with config and tokenizer; for a checkpoint or torch_dist folder: the "
+        "source of tensors that training does not hold; with peft: the adapters' model",
     )
     parser.add_argument("--model-family", help="your own model family: pkg.module, path/to/file.py, pkg.module:Class")
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="read IN although it holds pickles: only as data, so that nothing in it runs",
+        help="read IN although it holds pickles; they are read as data, and no code in them runs",
     )
 
 

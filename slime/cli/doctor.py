@@ -81,7 +81,11 @@ def check_versions() -> list[Finding]:
 def check_device(device: str) -> Finding:
     num_gpus = int(host_facts()["num_gpus"])
     if device == "cuda" and not num_gpus:
-        return Finding("device", FAIL, "no /dev/nvidia*: no GPU is visible; use --device cpu, or pass the GPUs in")
+        return Finding(
+            "device",
+            FAIL,
+            "no GPU is visible (no /dev/nvidia*); use --device cpu, or give the container access to the GPUs",
+        )
     chosen = "cuda" if num_gpus and device != "cpu" else "cpu"
     return Finding("device", OK, f"{chosen}; {num_gpus} GPUs, {usable_cores()} CPUs")
 
@@ -175,7 +179,9 @@ def check_import(name: str, code: str) -> Finding:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, FAIL, f"did not import within {IMPORT_LIMIT_S} s; is the disk slow or the memory full?")
+        return Finding(
+            name, FAIL, f"the import took more than {IMPORT_LIMIT_S} s; check for a slow disk or full memory"
+        )
     lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
     last = lines[-1] if lines else f"exit {run.returncode} without output"
     if run.returncode:
@@ -211,8 +217,8 @@ def _guarded(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what to check for")
-    parser.add_argument("--no-engines", action="store_true", help="do not import SGLang and Megatron (30 s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to check for")
+    parser.add_argument("--no-engines", action="store_true", help="do not import SGLang and Megatron, which takes 30 s")
     parser.add_argument(
         "--template",
         metavar="DIR",

@@ -35,9 +35,11 @@ class Command:
 COMMANDS = (
     Command("train", "train: generate and train in turn (train.py)", train.add_flags, train.run_sync, words="all"),
     Command("train-async", "train while generating (train_async.py)", train.add_flags, train.run_async, words="all"),
-    Command("serve", "engines and router alone, until Ctrl-C", serve.add_flags, serve.run, words="more"),
     Command(
-        "rerun", "run again with the settings that a run's folder recorded", rerun.add_flags, rerun.run, words="more"
+        "serve", "serve engines and router without training, until Ctrl-C", serve.add_flags, serve.run, words="more"
+    ),
+    Command(
+        "rerun", "run again with the settings recorded in a run's folder", rerun.add_flags, rerun.run, words="more"
     ),
     Command("recipe", "run a recipe that comes with slime", tools.add_recipe_flags, tools.run_recipe, words="more"),
     Command(

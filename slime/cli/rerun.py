@@ -44,8 +44,13 @@ LOOPS = {"train": True, "train-async": False}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="its folder; flags after it are for the loop, and win")
-    parser.add_argument("--start", type=int, default=0, help="which start of a resumed run (default 0)")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of the run; flags after it override the recorded flags of the loop",
+    )
+    parser.add_argument("--start", type=int, default=0, help="number of the start, for a resumed run (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,7 +25,9 @@ ONLY_SERVES = ("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-si
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "slime serve [TOPOLOGY.yaml] [--port N] [--host ADDRESS] [flags of the loop]"
     parser.add_argument("--port", type=_port, help=f"port of the router (default {DEFAULT_PORT})")
-    parser.add_argument("--host", help="address to listen on (default: loopback); another one needs --router-api-key")
+    parser.add_argument(
+        "--host", help="address to listen on (default: loopback); a different address needs --router-api-key"
+    )
 
 
 def _port(text: str) -> int:
@@ -65,10 +67,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", required=True, metavar="URL", help="the engine's address from here")
-    parser.add_argument("--name", metavar="HOST:PORT", help="the engine's address for the trainer (default: --engine)")
+    parser.add_argument("--engine", required=True, metavar="URL", help="the engine's address, as seen from this host")
     parser.add_argument(
-        "--disk-dir", required=True, metavar="DIR", help="the folder of --update-weight-disk-dir, as seen from here"
+        "--name", metavar="HOST:PORT", help="the engine's address, as the trainer names it (default: --engine)"
+    )
+    parser.add_argument(
+        "--disk-dir",
+        required=True,
+        metavar="DIR",
+        help="the folder of --update-weight-disk-dir, as seen from this host",
     )
     parser.add_argument(
         "--local-dir",

@@ -106,19 +106,19 @@ def _uses_cuda_graphs(s: Any) -> bool:
 _CONDITIONAL: Mapping[Need, str] = {
     Need(lambda s: s.enable_mtp_training, "--enable-mtp-training"): "mtp_num_layers mtp_loss_scaling_factor",
     Need(_balances, "--moe-aux-loss-coeff above 0"): "moe_router_load_balancing_type",
-    Need(_is_on("num_moe_experts"), "a checkpoint with experts"): (
+    Need(_is_on("num_moe_experts"), "an MoE checkpoint"): (
         "moe_ffn_hidden_size moe_layer_freq moe_layer_recompute moe_router_dtype moe_router_enable_expert_bias "
         "moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk "
         "moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size"
     ),
     Need(
         lambda s: bool(s.megatron["num_moe_experts"]) and s.megatron["moe_token_dispatcher_type"] != "flex",
-        "a checkpoint with experts and, as flex, DeepEP, which the trainer runs without: tokens go by all-to-all",
+        "an MoE checkpoint; the value flex also needs DeepEP, which the trainer runs without: tokens go by all-to-all",
     ): "moe_token_dispatcher_type",
     Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"): (
         "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
     ),
-    Need(_is_on("experimental_attention_variant"), "a checkpoint with layers of linear attention"): (
+    Need(_is_on("experimental_attention_variant"), "a checkpoint with linear-attention layers"): (
         "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
         "linear_value_head_dim"
     ),
@@ -132,7 +132,7 @@ _CONDITIONAL: Mapping[Need, str] = {
     Need(_decays, "a learning rate that decays: --lr-decay-style other than constant"): "min_lr",
     Need(
         lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
-        "a schedule whose length matters: --lr-decay-style other than constant, or --lr-warmup-fraction",
+        "a schedule with a length: --lr-decay-style other than constant, or --lr-warmup-fraction",
     ): "lr_decay_iters",
     Need(lambda s: s.megatron["lr_decay_style"] == "WSD", "--lr-decay-style WSD"): (
         "lr_wsd_decay_iters lr_wsd_decay_style"
@@ -142,7 +142,7 @@ _CONDITIONAL: Mapping[Need, str] = {
         lambda s: _decays(s) and s.megatron["decoupled_lr"] is not None,
         "--decoupled-lr, and --lr-decay-style other than constant",
     ): "decoupled_min_lr",
-    Need(_is_on("qk_layernorm"), "a checkpoint with norms of queries and keys"): "apply_wd_to_qk_layernorm",
+    Need(_is_on("qk_layernorm"), "a checkpoint with query and key norms"): "apply_wd_to_qk_layernorm",
     Need(lambda s: s.megatron["fp16"] and not s.megatron["loss_scale"], "--fp16, without --loss-scale"): (
         "hysteresis initial_loss_scale loss_scale_window min_loss_scale"
     ),

@@ -165,7 +165,7 @@ _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
   --override                                        flags after it replace those before it; without it, giving a setting
                                                     two values is an error
 """
-_AT_FILE = "@FILE reads it from a file: everybody on the host sees a command line (ps)."
+_AT_FILE = "@FILE reads the value from a file, because everybody on the host sees command lines (ps)."
 
 
 def help_or_version(words: Sequence[str]) -> str | None:
@@ -214,7 +214,7 @@ def _section(heading: str, flags: Iterable[Flag]) -> str:
 
 
 def _hooks() -> str:
-    lines = ["Hooks: what slime calls your code with; names in [] are passed only if it takes them"]
+    lines = ["Hooks: how slime calls your code; arguments in [] are passed only if your function accepts them"]
     for kind, contract in CONTRACTS.items():
         lines += [f"  {kind}: --{contract.flag.replace('_', '-')}", f"      {contract.shape}"]
     return "\n".join(lines) + "\n"

@@ -152,7 +152,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --num-epoch, or --num-rollout for a number of steps": (
         "epochs num-epochs max-epochs total-epochs n-epochs num-episodes num-train-epochs trainer.total_epochs"
     ),
-    "use --num-rollout, each step with --num-steps-per-rollout optimizer steps": (
+    "use --num-rollout; each step has --num-steps-per-rollout optimizer steps": (
         "steps num-steps max-iters iterations total-steps exit-interval max-steps trainer.total_training_steps"
     ),
     "use --n-samples-per-prompt, the samples of each prompt": (
@@ -206,7 +206,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --bf16 (the default), --fp16 or --no-bf16; the engines serve in the same dtype": (
         "dtype precision mixed-precision torch-dtype"
     ),
-    "use --tensor-model-parallel-size, and --rollout-num-gpus-per-engine of an engine": "tp tp-size",
+    "use --tensor-model-parallel-size and, for an engine, --rollout-num-gpus-per-engine": "tp tp-size",
     "use --pipeline-model-parallel-size": "pp pp-size",
     "use --expert-model-parallel-size": "ep ep-size",
     "use --context-parallel-size": "cp cp-size",
@@ -215,7 +215,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --rollout-top-p (evaluation: --eval-top-p)": "top-p",
     "use --rollout-top-k (evaluation: --eval-top-k)": "top-k",
     "use --rollout-shuffle": "shuffle data.shuffle",
-    "drop it: the tokenizer is that of --hf-checkpoint": (
+    "drop it: the tokenizer comes from --hf-checkpoint": (
         "tokenizer tokenizer-type tokenizer-model tokenizer-name-or-path"
     ),
     "use --ref-load DIR": "ref-model",
@@ -234,12 +234,10 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: samples are always packed without padding": "packing-samples packing",
     "use --num-rollout, or --num-epoch": "train-samples",
     "use --lr-warmup-iters and --lr-decay-iters": "lr-warmup-samples lr-decay-samples",
-    "drop it: the checkpoint's config.json says it": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
-    "drop it: attention is the trainer's own": "use-flash-attn use-mcore-models attn-implementation",
+    "drop it: the checkpoint's config.json gives the value": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
+    "drop it: the trainer has its own attention": "use-flash-attn use-mcore-models attn-implementation",
     "drop it: checkpoints have one format": "ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save",
-    "drop it: checkpoints have one format, and one is loaded whole or refused with what is missing": (
-        "dist-ckpt-strictness"
-    ),
+    "drop it: a checkpoint is loaded completely, or refused with the name of what is missing": ("dist-ckpt-strictness"),
     "use --no-save-optim, which leaves both out": "no-save-rng",
     "use --freeze-params-name-list, with patterns of names": "freeze-all-layers",
     "use --virtual-pipeline-model-parallel-size, the stages of each rank": "num-layers-per-virtual-pipeline-stage",
@@ -247,13 +245,13 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: --sglang-ep-size divides experts among the ranks of an engine": "sglang-enable-deepep-moe",
     "drop it: every step is logged": "log-interval timing-log-level log-throughput logging-steps",
     "use --recompute-granularity selective": "recompute-activations",
-    "drop it: an evaluation goes over its whole data set": "eval-iters",
-    "use --save DIR --save-interval N with --load DIR: a run that is ended goes on from its newest checkpoint": (
+    "drop it: an evaluation covers its whole data set": "eval-iters",
+    "use --save DIR --save-interval N with --load DIR: a run that was ended resumes from its newest checkpoint": (
         "exit-duration-in-mins"
     ),
     "use --loss-type sft_loss": "sft",
-    "drop it: training ranks leave it to Python when garbage is collected": "manual-gc",
-    "drop it: norms are logged of gradients, as train/grad_norm; parameters have none": "log-params-norm",
+    "drop it: Python decides when training ranks collect garbage": "manual-gc",
+    "drop it: the norm of gradients is logged, as train/grad_norm, but not that of parameters": "log-params-norm",
     "use --use-tensorboard: the times of every step are among the metrics, as perf/...": "log-timers-to-tensorboard",
     "use --use-pytorch-profiler, whose traces name the parts of a step": "nvtx-ranges",
     "use --use-pytorch-profiler, or --record-memory-history": "profile use-memory-profiler",
@@ -267,12 +265,12 @@ _INSTEAD_OF_FOREIGN = {
     "use --rollout-batch-size, counted in prompts per step; use --n-samples-per-prompt, the samples of each prompt": (
         "generation-batch-size"
     ),
-    "use --num-steps-per-rollout: optimizer steps per generated batch, each on other samples": (
+    "use --num-steps-per-rollout: optimizer steps per generated batch, each on different samples": (
         "steps-per-generation num-iterations actor_rollout_ref.actor.ppo_epochs"
     ),
     "use --eps-clip-high": "epsilon-high actor_rollout_ref.actor.clip_ratio_high",
     "use --eps-clip-c, the bound of dual clipping": "delta",
-    "use --disable-grpo-std-normalization to leave the division by the standard deviation out": (
+    "use --disable-grpo-std-normalization to omit the division by the standard deviation": (
         "scale-rewards algorithm.norm_adv_by_std_in_grpo"
     ),
     "use --adam-eps": "adam-epsilon",
@@ -292,7 +290,7 @@ _INSTEAD_OF_FOREIGN = {
         "vllm-tensor-parallel-size actor_rollout_ref.rollout.tensor_model_parallel_size"
     ),
     "use --sglang-context-length": "vllm-max-model-length",
-    "drop it: only the model families of slime are trained, with code of its own": "trust-remote-code",
+    "drop it: slime trains only its own model families, with its own code": "trust-remote-code",
     "drop it: the distributed optimizer shards already; for more see --tensor-model-parallel-size": (
         "deepspeed fsdp fsdp-config zero-stage"
     ),

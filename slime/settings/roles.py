@@ -206,10 +206,10 @@ def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, 
     for key, value in values.items():
         name = str(key)
         if name in _PLACES:
-            idle[name] = f"{value}, which needs ranks of its own; policy and critic share those of the trainer"
+            idle[name] = f"{value}, which needs separate ranks; policy and critic share the trainer's ranks"
             continue
         if role == "critic" and name == "save":
-            idle[name] = f"{value}, which needs checkpoints of its own; those below --save hold both roles"
+            idle[name] = f"{value}, which needs separate checkpoints; each checkpoint in --save holds both roles"
             continue
         try:
             found = _setting(role, name, value, table, given, where=f"{where}.{name}")

@@ -352,7 +352,7 @@ def only_experts_are_routed(args: Args) -> str | None:
     flag = _replays(args) or (f"--sglang-{RECORD.replace('_', '-')}" if args.sglang.get(RECORD) else None)
     if flag is None or args.megatron["num_moe_experts"]:
         return None
-    return f"{flag} has nothing to route, because the checkpoint is not a MoE model; drop the flag"
+    return f"{flag} has nothing to route, because the checkpoint is not an MoE model; drop the flag"
 
 
 def engines_record(args: Args) -> str | None:

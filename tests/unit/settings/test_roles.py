@@ -92,7 +92,7 @@ def test_a_role_may_say_again_what_the_run_has(ppo: list[str]) -> None:
 
 
 def test_where_a_critic_would_be_saved_is_listed(ppo: list[str]) -> None:
-    assert "critic.save x, which needs checkpoints of its own" in listed(
+    assert "critic.save x, which needs separate checkpoints" in listed(
         parse_args(with_roles(ppo, critic={"save": "x"}))
     )
 
@@ -144,7 +144,7 @@ def test_what_does_not_act_for_its_role_is_listed(base: list[str], ppo: list[str
     places = {"num_nodes": 1, "num_gpus_per_node": 8}
     told = listed(parse_args(with_roles(base, critic={"lr": 1e-5}, actor=places)))
     assert "critic.lr 1e-05, which needs an advantage_estimator with a critic" in told
-    assert "actor.num_nodes 1, which needs ranks of its own" in told
+    assert "actor.num_nodes 1, which needs separate ranks" in told
     idle = {"lr_decay_style": "constant", "min_lr": 1e-7}
     assert "critic.min_lr 1e-07, which needs a learning rate that decays" in listed(
         parse_args(with_roles(ppo, critic=idle))
