@@ -234,7 +234,7 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: samples are always packed without padding": "packing-samples packing",
     "use --num-rollout, or --num-epoch": "train-samples",
     "use --lr-warmup-iters and --lr-decay-iters": "lr-warmup-samples lr-decay-samples",
-    "drop it: the checkpoint's config.json gives the value": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
+    "drop it: config.json has the value": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
     "drop it: the trainer has its own attention": "use-flash-attn use-mcore-models attn-implementation",
     "drop it: checkpoints have one format": "ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save",
     "drop it: a checkpoint is loaded completely, or refused with the name of what is missing": ("dist-ckpt-strictness"),
