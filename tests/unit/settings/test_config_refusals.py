@@ -14,7 +14,7 @@ REFUSALS = [
     ("--global-batch-size 3", "does not divide"),
     ("--global-batch-size 4 --num-steps-per-rollout 1", "only one of the two"),
     ("--over-sampling-batch-size 2", "over_sampling_batch_size 2"),
-    ("--tensor-model-parallel-size 2", "does not divide"),
+    ("--tensor-model-parallel-size 2", "do not divide the 1 training GPUs"),
     ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 3", "does not divide"),
     ("--rollout-num-gpus-per-engine 3", "attention heads"),
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "rollout_num_gpus 3 is not a multiple"),

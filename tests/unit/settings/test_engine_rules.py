@@ -48,7 +48,7 @@ def group(width: int = 1, num_gpus: int | None = None, worker: str = "regular", 
 
 RETRACT = ["--fully-async", "--pause-generation-mode", "retract"]
 BROKEN: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "heads": (group(3), [], "3 ranks that share .* 4 attention heads"),
+    "heads": (group(3), [], "3 ranks of an engine that share .* 4 attention heads"),
     "copies": (group(2, dp_size=2), [], "needs --sglang-enable-dp-attention"),
     "stages": (group(3, pp_size=2), [], "sglang_pp_size 2 does not divide the 3 GPUs of an engine"),
     "stages of the run": (group(1), ["--sglang-pp-size", "2"], "pp_size 2 does not divide the 1 GPUs"),
@@ -84,7 +84,7 @@ def test_a_frozen_model_is_held_to_its_own_checkpoint(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (group(4), "4 ranks that share .* 6 attention heads"),
+        (group(4), "4 ranks of an engine that share .* 6 attention heads"),
         (group(1, dp_size=2), "sglang_dp_size 2"),
         (group(2, ep_size=2), "sglang_ep_size 2 does not work on a CPU"),
         (group(1, pp_size=2), "sglang_pp_size 2"),

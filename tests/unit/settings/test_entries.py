@@ -120,7 +120,7 @@ def test_a_users_entry_is_known_once_it_is_named(star: str) -> None:
 def test_a_field_of_two_bases_is_refused(tmp_path: Path) -> None:
     path = tmp_path / f"other_{tmp_path.name}.py"
     path.write_text(OWN.format(name=f"other_{tmp_path.name}").replace("num_points", "radius"))
-    with pytest.raises(ConfigError, match="radius of Star and of Circle, which would share a flag"):
+    with pytest.raises(ConfigError, match="Star and Circle both declare the setting radius and would share a flag"):
         components(("shape", str(path)))
 
 

@@ -233,7 +233,7 @@ def test_records_have_the_ending_of_what_they_are(base: list[str], tmp_path: Pat
     with pytest.raises(ConfigError, match=r"could run code.*slime convert \S+/0\.pt \S+/0\.jsonl\.zst --trust-pickle"):
         parse_args([*base, "--load-debug-rollout-data", str(pickled)])
     template = ["--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")]
-    with pytest.raises(ConfigError, match=r"but \S+/0\.pt is a pickle"):
+    with pytest.raises(ConfigError, match=r"finds \S+/0\.pt, a pickle"):
         parse_args([*base, *template])
     (tmp_path / "0.jsonl.zst").touch()
     assert parse_args([*base, *template]).load_debug_rollout_data == str(tmp_path / "{rollout_id}.jsonl.zst")

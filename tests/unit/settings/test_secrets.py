@@ -79,11 +79,11 @@ def test_a_secret_may_stand_in_a_file(base: list[str], tmp_path: Path) -> None:
     assert f"@{file}" in args.command, "another start reads it again"
     assert "cannot be read" in refused([*base, "--router-api-key", f"@{tmp_path / 'none'}"])
     file.write_text("\n")
-    assert "is empty" in refused([*base, "--router-api-key", f"@{file}"])
+    assert "an empty file" in refused([*base, "--router-api-key", f"@{file}"])
 
 
 def test_help_says_so_of_every_secret() -> None:
     for topic in ("slime", "sglang", "router"):
         shown = help_text(topic)
         expected = sum(flag.owner == topic and not flag.internal for flag in SECRETS)
-        assert expected and " ".join(shown.split()).count("@FILE reads it from a file") >= expected, topic
+        assert expected and " ".join(shown.split()).count("@FILE reads the value from a file") >= expected, topic

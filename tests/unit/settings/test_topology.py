@@ -54,7 +54,7 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ([], "no list of models under `sglang`"),
     "no name": ([{"server_groups": [group()]}], r"sglang\[0\] has no name"),
-    "two of a name": ([{"name": "a", "server_groups": [group()]}] * 2, "two models with the name 'a'"),
+    "two of a name": ([{"name": "a", "server_groups": [group()]}] * 2, "two models have the name 'a'"),
     "no policy": (
         [{"name": "a", "model_path": "/m/x", "server_groups": [group()]}],
         "update_weights is true for no model",
