@@ -90,7 +90,7 @@ WORDS = (
     ('--train-env-vars {{"A":1}}', "the value of A is 1, which is not a string", 'write "A": "1"'),
     ('--train-env-vars {{"A":"1","A":"2"}}', "the key 'A' occurs twice", "keep one"),
     ('--train-env-vars {{"A=B":"1"}}', "train_env_vars has the name 'A=B'", "correct it"),
-    ("--sglang-nnodes 2", "slime sets itself", "an engine spans the hosts"),
+    ("--sglang-nnodes 2", "slime sets --sglang-nnodes itself", "an engine spans the hosts"),
     ("---lr 3", "unknown flag ---lr; did you mean --lr?"),
     ("--lerning-rate 3", "unknown flag --lerning-rate"),
     ("-lr 3", "'-lr 3' belongs to no flag", "--name value"),
