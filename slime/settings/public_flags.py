@@ -14,14 +14,14 @@ from slime.settings.groups.launch_scripts import LaunchScriptSettings
 DIFFERENT: Mapping[str, str] = {
     "`--hidden-size`, `--num-layers` and the model's other sizes, `--spec`, `--use-gated-attention`, "
     "`--post-mlp-layernorm`, `--use-rope-scaling`, `--model-name`": (
-        "taken when they say what `config.json` says, otherwise refused"
+        "accepted if they agree with `config.json`, otherwise refused"
     ),
     "`--attention-backend`, `--transformer-impl`, `--moe-enable-deepep` and other flags of Megatron": (
         "listed as without effect, with the reason; refused with `--strict`"
     ),
     "`--moe-router-dtype fp32`": (
-        "router logits in float32, even if the model has them in its own dtype; engines keep theirs, and the mismatch "
-        "is measured"
+        "router logits in float32, even if the model uses its own dtype; engines keep their dtype, and the mismatch is "
+        "measured"
     ),
     "`--ref-load X`": (
         "the trainer's initial weights, and the reference: a folder in Hugging Face format. For a `torch_dist` folder: "
@@ -29,80 +29,81 @@ DIFFERENT: Mapping[str, str] = {
         "([checkpoints](checkpoints.md#megatrons-torch_dist))"
     ),
     "`--load X`": (
-        "a checkpoint of slime, or a folder in Hugging Face format, whose weights come before those of `--ref-load`. A "
-        "missing folder is refused, unless it is `--save`"
+        "a checkpoint of slime, or a folder in Hugging Face format, which takes precedence over `--ref-load`. A "
+        "missing folder is refused, unless it is also the `--save` folder"
     ),
     "`--save X`": (
-        "slime's own checkpoints; `--save-hf` for Hugging Face folders; for Megatron: `slime convert X OUT --to "
-        "torch_dist`"
+        "slime's own checkpoints. Use `--save-hf` for Hugging Face folders, and `slime convert X OUT --to torch_dist` "
+        "for Megatron"
     ),
-    "a tool that converts to or from `torch_dist`": "`slime convert`, without GPUs and without ranks",
+    "a tool that converts to or from `torch_dist`": "`slime convert`, which needs no GPUs and no ranks",
     "`--save-debug-rollout-data X.pt`": (
-        "the same path with the ending `.jsonl.zst`, without pickles; `.npz` for `--save-debug-train-data`"
+        "the same path, but ending in `.jsonl.zst` (`.npz` for `--save-debug-train-data`), without pickles"
     ),
     "`--load-debug-rollout-data X.pt`": (
-        "`slime convert X.pt X.jsonl.zst --trust-pickle` first, for each file ([workflows](workflows.md))"
+        "convert each file first: `slime convert X.pt X.jsonl.zst --trust-pickle` ([workflows](workflows.md))"
     ),
     "`--multimodal-keys`": (
         '`{"image": COLUMN}` with a dense Qwen3-VL; the tower is frozen, videos and audio are refused '
         "([vision.md](vision.md))"
     ),
-    "`--eval-prompt-data FILE`": "a data set called aime",
+    "`--eval-prompt-data FILE`": "a dataset named aime",
     "`--eval-prompt-data` without `--eval-interval`": "listed as without effect",
     "`--eval-prompt-data` under `--loss-type sft_loss`": "the held-out loss",
     "`--custom-config-path` with keys that name no setting": (
-        "your own settings, as `args.name`, if the run has a function of your own; listed"
+        "your own settings, available as `args.name` if the run has a function of your own; the start lists them"
     ),
     "`--megatron-config-path`": (
-        "settings of one role; settings that roles share, such as parallel sizes, are refused if they differ from the "
-        "run's. `load` of the critic is `--critic-load`"
+        "settings of one role; shared settings, such as parallel sizes, are refused if they differ from the run's. The "
+        "critic's `load` is `--critic-load`"
     ),
     "`--balance-by-flops`": "`--balance-data`, which always balances by floating-point operations",
     "`--kl-loss-type`": "the default is low_var_kl; k1 with a coefficient is refused",
-    "`--kl-coef`": "acts with every estimator",
+    "`--kl-coef`": "takes effect with every estimator",
     "`--actor-num-gpus-per-node`": "the default is 1",
     "`--rollout-max-response-len`": (
-        "the default is 1024; the limit of each answer, as there; `--rollout-max-total-response-len` limits a whole "
-        "execution"
+        "the default is 1024; it limits each response, as in the public slime; `--rollout-max-total-response-len` "
+        "limits a whole execution"
     ),
     "`--rollout-max-context-len`, `--eval-max-context-len`": (
-        "also limit generation: an answer ends when its conversation reaches this length"
+        "also limit generation: a response ends when its conversation reaches this length"
     ),
     "`--log-probs-chunk-size`": "the default is 1024",
     "`--rollout-health-check-interval`": "the default is 5 s, not 30; processes are also checked every second",
-    "`--use-fault-tolerance`": "on by default; with `--no-use-fault-tolerance` the run ends when an engine does",
-    "`--check-weight-update-equal`": "always on: every weight sync is verified, and its `--no-` is refused",
+    "`--use-fault-tolerance`": "on by default; with `--no-use-fault-tolerance`, the run ends when an engine ends",
+    "`--check-weight-update-equal`": "always on: every weight sync is verified, and the `--no-` form is refused",
     "`--use-tis` with `--fully-async`": (
         "on by default for the policy loss, unless `--use-rollout-logprobs`, `--rejection-level` or a list of "
         "corrections replaces it"
     ),
     "`--qwen-gdn-backend`": (
-        "the default is auto: fla if its kernels are installed and can run, else torch, which is plain PyTorch"
+        "the default is auto: fla if its kernels are installed and can run, otherwise torch, which is plain PyTorch"
     ),
     "`--global-batch-size` that does not divide the executions of a rollout": (
-        "refused: some executions would never be trained, and nothing is dropped"
+        "refused, because some executions would never be trained, and slime drops nothing"
     ),
     "`--offload`, `--offload-train`, `--offload-rollout` without `--colocate`": (
-        "listed as without effect: nothing else needs the memory"
+        "listed as without effect, because nothing else needs the memory"
     ),
-    "`--n-samples-per-prompt 1` with normalised rewards": "refused: every advantage would be zero",
-    "`--update-weights-interval` in train.py": "refused unless it is 1: every step syncs",
+    "`--n-samples-per-prompt 1` with normalised rewards": "refused, because every advantage would be zero",
+    "`--update-weights-interval` in train.py": "refused unless it is 1, because every step syncs",
     "`--custom-loss-function-path`": (
-        "gets log-probs; with `--custom-loss-logits` the logits `[1, T, V]`. Of the batch `unconcat_tokens`, "
-        "`total_lengths`, `response_lengths` and `loss_masks` are lists with one entry per sample; `advantages` and "
-        "its like are flat tensors over all response tokens, to be split by `response_lengths`; the old `log_probs` "
-        "are `old_log_probs` ([customization.md](customization.md#advantages-and-losses))"
+        "gets log-probs, or with `--custom-loss-logits` the logits `[1, T, V]`. In the batch, `unconcat_tokens`, "
+        "`total_lengths`, `response_lengths` and `loss_masks` are lists with one entry per sample. `advantages` and "
+        "similar fields are flat tensors over all response tokens; split them by `response_lengths`. The old "
+        "`log_probs` are named `old_log_probs` ([customization.md](customization.md#advantages-and-losses))"
     ),
     "`--custom-rm-path`": (
-        "called with one sample at a time, also for a fan-out (with `--group-rm`: all samples of a prompt), in a "
-        "process of its own, with `--reward-timeout-s`"
+        "called with one sample at a time, even for a fan-out (with `--group-rm`: all samples of a prompt), in a "
+        "separate process, with the limit `--reward-timeout-s`"
     ),
     "`--profile-target`, `--memory-snapshot-dir`": (
-        "traces are in the run folder, as are snapshots by default; all three parts are traced; `rollout` is a target"
+        "traces are in the run folder, and by default so are snapshots; all three parts are traced; `rollout` is a "
+        "further target"
     ),
     "`--sglang-router-ip`, `--sglang-router-port`": "the router must require a key, `--router-api-key`",
     "`--rollout-external-engine-addrs`": (
-        "engines are contacted at the start of the run, not while flags are parsed; they need a few flags "
+        "the run contacts engines when it starts, not while it parses flags. Engines need a few flags "
         "([topologies.md](topologies.md#engines-that-run-already)), and may end, come back, join and leave"
     ),
 }
@@ -111,7 +112,7 @@ DIFFERENT: Mapping[str, str] = {
 _INSTEAD_OF_REFUSED = {
     "use --model-family, a family of your own: a model that only the trainer can build reaches no engine, checkpoint "
     "or export": "custom-model-provider-path",
-    "leave --prompt-data out, with your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
+    "leave out --prompt-data, with your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
     "use --load-debug-rollout-data, which replays rollouts without engines": "load-forge-rollout-data",
     "use --offload-train, which leaves the GPU to the engines": "release-train",
     "use --adam-beta1 0 --adam-beta2 0, which make the same update; --use-precision-aware-optimizer and "
@@ -337,18 +338,18 @@ the reward), and the difference would go unnoticed. The advice states the differ
 def tables() -> str:
     """Returns three Markdown tables: flags with a different meaning, flags without effect, refused flags."""
     parts = [
-        "These are accepted, but mean something else or more:",
-        _table(("in a script", "here"), list(DIFFERENT.items())),
-        "These are accepted and listed as without effect; `--strict` refuses them:",
+        "These flags are accepted, but have a different or additional meaning:",
+        _table(("in a script", "in slime"), list(DIFFERENT.items())),
+        "These flags are accepted and listed as without effect; `--strict` refuses them:",
         _table(("in a script", "why"), list(_without_effect())),
-        "These are refused by name, with what to do in the message:",
+        "These flags are refused by name, and the message says what to do:",
         refused_table(),
     ]
     return "\n\n".join(parts)
 
 
 def refused_table() -> str:
-    return _table(("flag", "do"), list(_grouped(REFUSED)))
+    return _table(("flag", "what to do"), list(_grouped(REFUSED)))
 
 
 def _without_effect() -> Iterator[tuple[str, str]]:

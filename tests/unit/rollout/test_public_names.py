@@ -274,7 +274,7 @@ def test_requests_that_would_be_answered_otherwise_are_refused(tmp_path: Path) -
         "    url = f'http://{args.sglang_router_ip}:{args.sglang_router_port}/generate'\n"
         "    await post(url, {'input_ids': [2], 'sampling_params': sampling_params, 'lora_path': 'x'})\n"
     )
-    with pytest.raises(HookError, match="/generate with lora_path"):
+    with pytest.raises(HookError, match="/generate has lora_path"):
         a_step(rollout_args(tmp_path, "--custom-generate-function-path", f"{tmp_path}/odd.py:generate"))
 
 
