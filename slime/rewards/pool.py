@@ -28,7 +28,7 @@ import copy
 import dataclasses
 import inspect
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,10 +75,15 @@ class _Lane:
     """Number of running requests that have released their slots. Each allows one process beyond `max_processes`."""
 
     @contextlib.asynccontextmanager
-    async def slot(self, limit_s: float) -> AsyncIterator[None]:
-        """Takes a slot for the block. A slow request releases it early, so that hung requests do not block others."""
+    async def slot(self, limit_s: float) -> AsyncIterator[Callable[[], None]]:
+        """Takes a slot for the block, which calls the yielded function when a process begins the request.
+
+        A request that is slow from then on releases its slot early, so that hung requests do not block others. The
+        start of a process does not count: on a busy machine it would make the pool start even more processes.
+        """
         await self.slots.acquire()
         slow = False
+        timer: asyncio.TimerHandle | None = None
 
         def give_way() -> None:
             nonlocal slow
@@ -87,10 +92,13 @@ class _Lane:
                 self.num_slow += 1
                 self.slots.release()
 
-        slow_s = min(SLOW_S, SLOW_SHARE * limit_s)
-        timer = asyncio.get_running_loop().call_later(slow_s, give_way) if self.per_process == 1 else None
+        def begin() -> None:
+            nonlocal timer
+            if self.per_process == 1:
+                timer = asyncio.get_running_loop().call_later(min(SLOW_S, SLOW_SHARE * limit_s), give_way)
+
         try:
-            yield
+            yield begin
         finally:
             if timer is not None:
                 timer.cancel()
@@ -244,8 +252,8 @@ class GraderPool:
             "samples": [_wire(s, whole=choice.custom) for s in samples],
         }
         for _ in range(MAX_TRIES):
-            async with lane.slot(self._timeout_s):
-                reply = await self._ask(lane, message)
+            async with lane.slot(self._timeout_s) as begin:
+                reply = await self._ask(lane, message, begin)
             if isinstance(reply, dict):
                 return self._scores(choice, reply, len(samples))
             failed = reply
@@ -272,10 +280,11 @@ class GraderPool:
             for e in entries
         ]
 
-    async def _ask(self, lane: _Lane, message: dict[str, Any]) -> dict[str, Any] | _Failed:
-        """Tries the request once. Returns the reply, or why the try failed."""
+    async def _ask(self, lane: _Lane, message: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any] | _Failed:
+        """Tries the request once; calls `begin` once a process is found. Returns the reply, or why the try failed."""
         try:
             process = await self._process(lane, message)
+            begin()
         except (GraderDied, OSError) as problem:
             return _Failed(f"no grader process could be started: {problem!r}")
         try:

@@ -28,6 +28,8 @@ class FakeEngine:
 
     tick_s: float = 0.0
     stop_after: int | None = None
+    hold_at: int | None = None
+    """The number of tokens at which every response waits, until a test sets None or the request is aborted."""
     weight_version: str = "1"
     records: bool = True
     """Whether it returns routed experts to those who ask: of a model with one layer, two of 200 experts for each token,
@@ -148,6 +150,8 @@ class FakeEngine:
         ids = self._sampled.get(body["rid"], [])
         reason: dict[str, Any] = {"type": "length", "length": limit}
         while len(ids) < limit:
+            while len(ids) == self.hold_at and not stop.is_set():
+                await asyncio.sleep(0.005)
             if stop.is_set():
                 reason = {"type": "abort", "message": "Aborted"}
                 break

@@ -176,9 +176,11 @@ def test_the_flag_reaches_the_sandbox(tmp_path: Path) -> None:
 
 def test_sleeping_through_the_tests_is_failing_them() -> None:
     """Law: a program cannot leave its tests unjudged by taking the time of all of them."""
-    tests = {"inputs": [""] * 8, "outputs": ["1"] * 8}
-    sample = Sample(response="```\nimport time\ntime.sleep(0.25)\nprint(1)\n```", metadata={"tests": tests})
-    assert 0.125 <= ProgramTests().grade(sample, 0.6) <= 0.375
+    tests = {"inputs": ["0", *["3600"] * 7], "outputs": ["1"] * 8}
+    program = "```\nimport time\ntime.sleep(float(input()))\nprint(1)\n```"
+    limits_s = (0.6, 3.0, 15.0, 75.0)  # a busy machine may need more than the first for the one test that passes
+    scores = (ProgramTests().grade(Sample(response=program, metadata={"tests": tests}), limit) for limit in limits_s)
+    assert next(filter(None, scores), 0.0) == 1 / 8
 
 
 def test_a_sandbox_that_fails_is_no_verdict() -> None:

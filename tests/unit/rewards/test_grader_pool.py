@@ -613,3 +613,16 @@ def test_workers_die_with_their_parent() -> None:
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
+
+
+async def test_a_start_does_not_count_as_a_slow_request() -> None:
+    """Law: only the grading can release a slot early. On a busy machine, starts would otherwise cause more starts."""
+    lane = pool_module._Lane(1, 1, asyncio.Semaphore(1))
+    async with lane.slot(limit_s=0.0) as begin:
+        await asyncio.sleep(0.05)
+        assert lane.num_slow == 0 and lane.slots.locked()
+        begin()
+        while lane.num_slow == 0:
+            await asyncio.sleep(0.001)
+        assert not lane.slots.locked()
+    assert lane.num_slow == 0 and not lane.slots.locked()

@@ -228,12 +228,12 @@ def test_every_answer_of_an_evaluation_is_counted_once_as_what_became_of_it(tmp_
         "    kind = -sample.index % 4\n"
         "    if kind == 3:\n        raise RuntimeError('the sandbox is gone')\n"
         "    made = await default(args, sample, sampling_params)\n"
-        "    made.response = 'burn' if kind == 1 and sample.group_index == -1 else 'fine'\n"
+        "    made.response = 'segfault' if kind == 1 and sample.group_index == -1 else 'fine'\n"
         "    made.custom_rm_path = f'{__file__}:lost' if kind == 2 else None\n"
         "    return made\n"
     )
     engine = FakeEngine()
-    flags = ("--rm-type", str(HOSTILE_GRADER), "--reward-timeout-s", "0.5", "--eval-max-failed-fraction", "1")
+    flags = ("--rm-type", str(HOSTILE_GRADER), "--eval-max-failed-fraction", "1")
     hook = ("--custom-generate-function-path", f"{own}:generate", "--n-samples-per-eval-prompt", "4")
     metrics = evaluate(tmp_path, engine, *hook, *flags)
     for name, num in (("held", 5), ("more", 3)):

@@ -334,7 +334,7 @@ async def test_the_wait_for_an_engine_has_a_limit_and_a_name() -> None:
 async def test_half_an_answer_is_for_those_alone_who_ask_for_it() -> None:
     """Law: what the run takes back is an error, unless its caller asks for the part; its execution is told in any case,
     and what it asks later does not change that. Others go on."""
-    async with serve(Deterministic(tick_s=0.01)) as engine:
+    async with serve(Deterministic(hold_at=1)) as engine:
         client, transcripts = EngineClient(engine.url, end=END), [Transcript() for _ in range(4)]
         scope = RequestScope()
 
@@ -360,6 +360,7 @@ async def test_half_an_answer_is_for_those_alone_who_ask_for_it() -> None:
         for task in (whole, streamed):
             with pytest.raises(TakenBack, match=r"took a request back after \d+ tokens"):
                 await task
+        engine.hold_at = None
         check([[3]], [await other])
         check([[1]], [await asked(1, scope)])
         assert [one.taken_back for one in transcripts] == [True, True, True, False]
