@@ -45,8 +45,8 @@ class Ledger:
         """Raises `LedgerError` if invariant 3 does not hold."""
         if self.issued != self.accounted:
             raise LedgerError(
-                f"got {self.issued} groups issued and {self.accounted} accounted for ({self}), because one was lost or "
-                "counted twice; do: report this with the run folder, the next checkpoint cannot be trusted"
+                f"{self.issued} groups were issued but {self.accounted} are accounted for ({self}), so a group was "
+                "lost or counted twice, and the next checkpoint cannot be trusted; report this with the run folder"
             )
 
     def metrics(self) -> dict[str, float]:
@@ -112,13 +112,13 @@ class Account:
         """Raises `LedgerError` unless each group is in flight and listed once."""
         repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
         if repeated:
-            raise LedgerError(f"got groups {repeated} more than once to be {verb}; each group is settled once")
+            raise LedgerError(f"groups {repeated} are to be {verb} more than once; settle each group once")
         stray = [index for index in group_indices if index not in self.in_flight]
         if not stray:
             return
         states = {index: self._state_of(index) for index in stray[:8]}
         raise LedgerError(
-            f"got groups {states} to be {verb}, because only groups in flight can be; do: settle each issued group once"
+            f"groups {states} cannot be {verb}, because only groups in flight can be; settle each issued group once"
         )
 
     def _state_of(self, group_index: int) -> str:

@@ -69,7 +69,7 @@ class DataBuffer:
     ) -> None:
         """Raises `DataError` on an empty dataset or `n_samples_per_prompt < 1`."""
         if n_samples_per_prompt < 1:
-            raise DataError(f"got n_samples_per_prompt={n_samples_per_prompt}; it must be at least 1")
+            raise DataError(f"n_samples_per_prompt is {n_samples_per_prompt}; it must be at least 1")
         self._walk = None if prompts is None else PromptWalk(prompts, shuffle=shuffle, seed=seed)
         self._n_samples_per_prompt = n_samples_per_prompt
         self._buffer_filter = buffer_filter
@@ -88,7 +88,7 @@ class DataBuffer:
     def get_groups(self, n: int) -> list[Group]:
         """Issues exactly `n` groups: first returned groups in the order of their return, then new prompts."""
         if n < 0:
-            raise DataError(f"got a request for {n} groups; it must not be negative")
+            raise DataError(f"{n} groups were requested; the number must not be negative")
         with self._lock:
             taken = self._take_buffered(n)
             groups = [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
@@ -363,4 +363,4 @@ class DataBuffer:
         try:
             self._load(SavedState.of(read_checkpoint_json(path), path))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"got a damaged buffer state in {path}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"the buffer state in {path} is damaged: {type(error).__name__}: {error}") from error

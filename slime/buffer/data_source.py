@@ -31,7 +31,7 @@ class DataSourceBuffer(DataBuffer):
     def __init__(self, source: SampleSource) -> None:
         """Raises `HookError` if `source` lacks a method."""
         if missing := [name for name in METHODS if not callable(getattr(source, name, None))]:
-            raise HookError(f"got a data source {type(source).__name__} without {missing}; it needs {METHODS}")
+            raise HookError(f"the data source {type(source).__name__} lacks {missing}; define all of {METHODS}")
         super().__init__(None)
         self._source = source
         self._lent: dict[int, int] = {}
@@ -43,7 +43,7 @@ class DataSourceBuffer(DataBuffer):
         nests = self._source.get_samples(n)
         if len(nests) != n:
             raise DataError(
-                f"got {len(nests)} of {n} groups from {type(self._source).__name__}.get_samples; it must return all"
+                f"{type(self._source).__name__}.get_samples returned {len(nests)} of {n} groups; it must return all"
             )
         groups = [self._receive(nest) for nest in nests]
         for group, record in groups:
@@ -62,13 +62,14 @@ class DataSourceBuffer(DataBuffer):
             return again, record
         if index < self._account.next_group_index:
             raise LedgerError(
-                f"got group {index} from the data source, because it was issued before and not given back; do: let "
-                "get_samples return each group once, with rising ids or None"
+                f"the data source returned group {index}, which was issued before and not given back; get_samples must "
+                "return each group once, with rising ids or None"
             )
         executions = [s.index for s in samples if s.index is not None]
         if len(executions) != len(samples) or min(executions) < self._account.next_index:
             raise LedgerError(
-                f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
+                f"the data source returned group {index} with execution ids {executions}; get_samples must give all "
+                "samples ids above the known ones, or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
         record = GroupRecord.of(group)  # may raise, so before the group is counted
@@ -103,7 +104,7 @@ class DataSourceBuffer(DataBuffer):
         Raises `DataError` without a `rollout_id`.
         """
         if rollout_id is None:
-            raise DataError("got no rollout_id to save under, but a custom data source files its state by step")
+            raise DataError("a custom data source saves its state by step, but there is no rollout_id; pass one")
         with self._lock:
             self._saved_at = rollout_id
             write = super().begin_save(path)
@@ -119,5 +120,7 @@ class DataSourceBuffer(DataBuffer):
 def behind_buffer(source: SampleSource, buffer_filter: object = None) -> DataBuffer:
     """Returns the buffer over a source that serves samples. Raises `HookError` with `--buffer-filter-path`."""
     if buffer_filter is not None:
-        raise HookError("got --buffer-filter-path beside your own data source, which chooses in its get_samples")
+        raise HookError(
+            "--buffer-filter-path has no effect on your own data source, whose get_samples chooses; leave it out"
+        )
     return DataSourceBuffer(source)

@@ -45,8 +45,8 @@ def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) ->
     both = chosen + kept
     if len(chosen) > n or len(set(both)) < len(both) or not set(both) <= set(by_index):
         raise LedgerError(
-            f"got groups {chosen} from the buffer filter, which leaves {kept} of {sorted(by_index)}, because it must "
-            f"take at most {n} and remove what it takes from the list in place; do: correct --buffer-filter-path"
+            f"the buffer filter took groups {chosen} and left {kept} of {sorted(by_index)}, but it must take at most "
+            f"{n} and remove those from the list in place; correct the function of --buffer-filter-path"
         )
     return [by_index[index] for index in chosen], [by_index[index] for index in kept]
 
@@ -60,7 +60,7 @@ def group_index_of(samples: Sequence[Sample]) -> int:
     found = {s.group_index for s in samples}
     index = next(iter(found), None)
     if len(found) != 1 or index is None:
-        raise DataError(f"got a group whose samples have group_index {sorted(map(str, found))}; they must share one")
+        raise DataError(f"the samples of a group have group_index {sorted(map(str, found))}; they must share one")
     return index
 
 
@@ -219,7 +219,7 @@ def _content(group: Group, samples: Sequence[Sample]) -> Content:
     except (TypeError, ValueError) as error:
         raise DataError(
             f"group {group.group_index} holds something that is not JSON ({error}), but the buffer is part of every "
-            "checkpoint; do: keep plain numbers, strings, lists and dicts in the fields of samples"
+            "checkpoint; store only plain numbers, strings, lists and dicts in the fields of samples"
         ) from error
     return Content(zlib.compress(b"[" + b",".join(texts) + b"]", LEVEL), tuple(arrays))
 

@@ -42,7 +42,7 @@ class PromptWalk:
     def __init__(self, prompts: Prompts, *, shuffle: bool, seed: int) -> None:
         """Raises `DataError` on an empty dataset."""
         if len(prompts) == 0:
-            raise DataError("got a dataset without rows; there is nothing to generate from")
+            raise DataError("the dataset has no rows, so there is nothing to generate from; give one with rows")
         self.prompts = prompts
         self.epoch = 0
         self.offset = 0
@@ -87,22 +87,22 @@ class PromptWalk:
         saved, here = Fingerprint.from_dict(state["fingerprint"]), self.prompts.fingerprint
         if not saved.same_data(here):
             raise CheckpointError(
-                f"got a dataset of {here.num_rows} rows ({here.source}, {here.digest[:12]}), but the checkpoint was "
-                f"saved over {saved.num_rows} rows ({saved.source}, {saved.digest[:12]}), because the file, its slice, "
-                "the template or a filter changed since and the saved position would skip or repeat prompts; do: "
-                "restore them, or start a new run from the saved weights"
+                f"the dataset has {here.num_rows} rows ({here.source}, {here.digest[:12]}), but the checkpoint was "
+                f"saved with {saved.num_rows} rows ({saved.source}, {saved.digest[:12]}); the file, its slice, the "
+                "template or a filter has changed, so the saved position would skip or repeat prompts; restore them, "
+                "or start a new run from the saved weights"
             )
         if (state["shuffle"], state["seed"]) != (self._shuffle, self._seed):
             raise CheckpointError(
-                f"got shuffle={self._shuffle} seed={self._seed}, but the checkpoint was saved with "
-                f"shuffle={state['shuffle']} seed={state['seed']}, because another order would skip or repeat prompts; "
-                "do: resume with the saved --rollout-shuffle and --rollout-seed"
+                f"the run has shuffle={self._shuffle} seed={self._seed}, but the checkpoint was saved with "
+                f"shuffle={state['shuffle']} seed={state['seed']}, and a different order would skip or repeat prompts; "
+                "resume with the saved --rollout-shuffle and --rollout-seed"
             )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         if self._order_digest() != state["order_digest"]:
             raise CheckpointError(
-                "got another shuffle of the same rows from the same seed, because NumPy's generator changed between "
-                "versions; do: resume with the NumPy version of the first run"
+                "the same seed shuffles the same rows differently than when the checkpoint was saved, because NumPy's "
+                "generator has changed; resume with the NumPy version of the first run"
             )
 
 

@@ -92,12 +92,15 @@ class SavedState:
         """Reads a state of format 1, or of format 2 with its files beside `path`. Raises `CheckpointError`."""
         if state.get("format") not in (1, FORMAT):
             raise CheckpointError(
-                f"got a buffer state of format {state.get('format')}; this version reads 1 and {FORMAT}"
+                f"the buffer state has format {state.get('format')}, but this version reads 1 and {FORMAT}; resume "
+                "with the version that wrote it"
             )
         read: Callable[[Mapping[str, Any]], GroupRecord] = _of_group
         if state["format"] == FORMAT:
             if path is None:
-                raise CheckpointError("got the JSON of a buffer state alone; its records are in the files beside it")
+                raise CheckpointError(
+                    "the records of a buffer state are in files beside its JSON; give the path of the JSON"
+                )
             read = _Files([path.with_name(name) for name in state["files"]]).record
         entry = "record" if state["format"] == FORMAT else "group"
         issued = [
@@ -156,7 +159,8 @@ class _Files:
         name = str(described["group_index"])
         if name not in self.handles:
             raise CheckpointError(
-                f"got no record of group {name} in {[str(p) for p in self.paths]}; it was saved there"
+                f"the record of group {name} is missing in {[str(p) for p in self.paths]}, where it was saved; load an "
+                "earlier checkpoint"
             )
         body = _OnDisk(self, name)
         return GroupRecord(body=body, saved=body, **described)
@@ -185,10 +189,13 @@ def _readable(*paths: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, ValueError) as error:
         names = ", ".join(map(str, paths))
-        raise CheckpointError(f"got no readable records in {names} ({error}); the checkpoint is incomplete") from error
+        raise CheckpointError(
+            f"the records in {names} cannot be read ({error}), so the checkpoint is incomplete; load an earlier one"
+        ) from error
 
 
 def check_dataset(state: Mapping[str, Any], *, has_walk: bool) -> None:
     """Raises `CheckpointError` if only one of the runs has a dataset."""
     if (state["walk"] is not None) != has_walk:
-        raise CheckpointError("got a buffer state with a dataset for a run without one, or the other way round")
+        has, lacks = ("this run", "the saved one") if has_walk else ("the saved run", "this one")
+        raise CheckpointError(f"{has} has a dataset, but {lacks} has none; resume with the same data settings")

@@ -84,8 +84,8 @@ class ChatRenderer:
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "got a tokenizer without a chat template, because the checkpoint has none (a base model?); give "
-                "one as --chat-template FILE, use the chat checkpoint, or put rendered text into the dataset and drop "
+                "the tokenizer has no chat template, because the checkpoint has none (a base model?); give one as "
+                "--chat-template FILE, use the chat checkpoint, or write rendered prompts into the dataset and drop "
                 "--apply-chat-template"
             )
         self._tokenizer = tokenizer

@@ -68,10 +68,10 @@ class CheckpointTemplate:
             source = file.read_text(encoding="utf-8")
             _compiled(source)
         except UnicodeDecodeError as error:
-            raise DataError(f"got chat_template {file}, which is not UTF-8 ({error}); do: save it as UTF-8") from error
+            raise DataError(f"--chat-template {file} is not UTF-8 ({error}); save it as UTF-8") from error
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"got chat_template {file}, line {error.lineno} of which is not Jinja: {error.message}; do: correct it"
+                f"--chat-template {file} is not Jinja at line {error.lineno}: {error.message}; correct it"
             ) from error
         return dataclasses.replace(self, has_template=True, source=source)
 
@@ -117,7 +117,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise DataError(f"got {path}, which is not JSON ({error}); do: fetch the checkpoint again") from error
+        raise DataError(f"{path} is not JSON ({error}); download the checkpoint again") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -207,8 +207,8 @@ def write_fast(folder: Path) -> int:
     pattern = PATTERNS.get(str(config.get("tokenizer_class")))
     if not is_code(folder) or pattern is None or not (folder / RANKS).is_file():
         raise ConfigError(
-            f"got {folder}, whose {CONFIG} (class {config.get('tokenizer_class')}) and {RANKS} are not those of "
-            f"{', '.join(PATTERNS)} with a tokenizer still to write; give a released folder of Kimi-K2"
+            f"{folder} is not a released folder of Kimi-K2: its {CONFIG} must name the class {' or '.join(PATTERNS)} "
+            f"(it names {config.get('tokenizer_class')}) and refer to Python code, beside a {RANKS}; give such a folder"
         )
     tokenizer = fast_tokenizer(folder / RANKS, pattern, config.get("added_tokens_decoder") or {})
     own = {k: v for k, v in config.items() if k != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -229,7 +229,10 @@ def fast_tokenizer(ranks: Path, pattern: str, named: Mapping[str, Mapping[str, A
     tokenizer: Tokenizer = TikTokenConverter(str(ranks), pattern=pattern).converted()
     first = tokenizer.get_vocab_size()
     if outside := sorted(int(i) for i in named if not first <= int(i) < first + NUM_RESERVED):
-        raise ConfigError(f"got added tokens with ids {outside[:8]}, which are not the {NUM_RESERVED} behind {ranks}")
+        raise ConfigError(
+            f"added tokens have ids {outside[:8]}, outside the {NUM_RESERVED} ids reserved after the tokens of "
+            f"{ranks}; download the checkpoint again"
+        )
     behind = []
     for number in range(first, first + NUM_RESERVED):
         says = named.get(str(number)) or {}

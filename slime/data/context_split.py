@@ -94,8 +94,8 @@ def _chunk_sizes(cu_seqlens: npt.NDArray[np.integer], cp_size: int) -> list[int]
     lengths = np.diff(cu_seqlens)
     if (lengths % (2 * cp_size)).any():
         raise DataError(
-            f"got sequences of {lengths.tolist()} tokens, which {cp_size} context-parallel ranks cannot split into "
-            f"{2 * cp_size} chunks each; pack with pad_each_to={2 * cp_size}"
+            f"sequences of {lengths.tolist()} tokens cannot be split into {2 * cp_size} equal chunks each for "
+            f"{cp_size} context-parallel ranks; pack with pad_each_to={2 * cp_size}"
         )
     sizes: list[int] = (lengths // (2 * cp_size)).tolist()
     return sizes

@@ -94,8 +94,8 @@ def trained_turns(messages: Sequence[Message]) -> list[int]:
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
     if not found:
         raise DataError(
-            f"got no assistant message to learn from in {len(messages)} messages: it must follow a message of another "
-            "role and have no mask of 0; do: add one to the messages, or leave this row out"
+            f"none of {len(messages)} messages can be trained: an assistant message must follow a message of a "
+            "different role and have no mask of 0; add one, or leave this row out"
         )
     return found
 
@@ -150,8 +150,8 @@ class _Conversation:
         if missing:
             raise DataError(
                 f"the chat template leaves out {', '.join(missing)} of message {self._rows[number]}, whose turn reads "
-                f"{self._plain(text)[:200]!r}; do: use a template that writes it (--chat-template FILE), or write the "
-                "message as this one wants it (some: reasoning within <think> tags of the content)"
+                f"{self._plain(text)[:200]!r}; use a template that writes it (--chat-template FILE), or write the "
+                "message in the form that this template reads (some read reasoning in <think> tags of the content)"
             )
         return _Turn(prompt, text, is_thoughtless=False)
 
@@ -178,7 +178,7 @@ class _Conversation:
                 continue
             raise DataError(
                 f"the chat template leaves out message {row} (role {message['role']}): {text[:80]!r} is not in the "
-                "prompt behind it; do: write it in a role that the template knows, or give --chat-template FILE"
+                "prompt after it; change its role to one that the template knows, or give --chat-template FILE"
             )
 
     def _write(self, messages: Sequence[Message], *, asked: bool) -> str:
@@ -235,8 +235,8 @@ class _Conversation:
             ends = ", ".join(self._chat.ends) or "none is known"
             raise DataError(
                 f"the chat template writes no token at which engines stop ({ends}) after message {self._rows[number]}, "
-                f"whose turn ends with {self._plain(body)[-60:]!r}, so the model would not learn to stop; do: name the "
-                "token that ends a turn in eos_token_id of the checkpoint's generation_config.json"
+                f"whose turn ends with {self._plain(body)[-60:]!r}, so the model would not learn to stop; add the "
+                "token that ends a turn to eos_token_id in the checkpoint's generation_config.json"
             )
         return body + end
 
@@ -283,7 +283,7 @@ class _Conversation:
         if ids[-1] not in own or own & set(ids[:-1]):
             raise DataError(
                 f"the ids of the turn {self._plain(text)[:200]!r} contain a token at which engines stop "
-                f"({', '.join(self._chat.ends)}) before their end; do: leave this row out"
+                f"({', '.join(self._chat.ends)}) before their end; leave this row out"
             )
         return ids
 
@@ -303,8 +303,8 @@ class _Conversation:
         text = self._talk.rendered(marked)
         if tokens != self._chat.encode(text) and self._chat.decode(tokens) != text.text:
             raise DataError(
-                f"the ids of prompt and turns, put together, decode to {self._chat.decode(tokens)[:200]!r} and not to "
-                f"{text.text[:200]!r}, because this tokenizer encodes a text differently when split; do: leave this "
+                f"the joined ids of prompt and turns decode to {self._chat.decode(tokens)[:200]!r} instead of "
+                f"{text.text[:200]!r}, because this tokenizer encodes a text differently when it is split; leave this "
                 "row out"
             )
         return SftTokens(tuple(tokens), tuple(mask[mask.index(1) :]))
@@ -314,10 +314,10 @@ class _Conversation:
         same = next((i for i, c in enumerate(prompt) if whole[i : i + 1] != c), len(prompt))
         low = max(same - 30, 0)
         return (
-            f"the chat template asks for message {self._rows[number]} with {self._plain(prompt[low:])[-90:]!r}, and "
-            f"writes the message as {self._plain(whole[low : same + 80])!r}, so the model would learn an answer to "
-            "another prompt than it gets; do: use --chat-template FILE or --apply-chat-template-kwargs with which the "
-            "turn continues its prompt"
+            f"the generation prompt for message {self._rows[number]} is {self._plain(prompt[low:])[-90:]!r}, but the "
+            f"chat template writes the message as {self._plain(whole[low : same + 80])!r}, so the model would learn an "
+            "answer to a different prompt; with --chat-template FILE or --apply-chat-template-kwargs, make the turn "
+            "continue its prompt"
         )
 
 
@@ -378,7 +378,7 @@ def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str
     if further.startswith(turn) and turn.startswith(prompt) and turn[len(prompt) :].lstrip().startswith("b"):
         return None
     return (
-        f"got a chat template on which add_generation_prompt changes nothing: it writes {prompt[-60:]!r} after a "
-        f"question and {turn[-60:]!r} after an answer, so nothing shows where an answer begins; do: use one that "
-        "writes a generation prompt on request (--chat-template FILE)"
+        f"the chat template ignores add_generation_prompt: it writes {prompt[-60:]!r} after a question and "
+        f"{turn[-60:]!r} after an answer, so nothing shows where an answer begins; use a template that writes a "
+        "generation prompt on request (--chat-template FILE)"
     )

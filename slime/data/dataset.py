@@ -91,8 +91,8 @@ class PromptDataset:
         if not self._rows:
             named = f". First: {_named(self.quarantined)}" if self.quarantined else ""
             raise DataError(
-                f"got no usable row from {source}, because {len(self.quarantined)} were malformed and {num_too_long} "
-                f"too long; do: check the file, its slice and the prompt length limit{named}"
+                f"{source} has no usable row: {len(self.quarantined)} are malformed and {num_too_long} too long; check "
+                f"the file, its slice and the prompt length limit{named}"
             )
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class PromptDataset:
         always allowed, unless it is 0), `ConfigError` for a length limit or template without a tokenizer.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
-            raise ConfigError("got a chat template or a prompt length limit without a tokenizer; do: pass one")
+            raise ConfigError("a chat template and a prompt length limit need a tokenizer, but there is none; pass one")
         chat = None
         if apply_chat_template:
             kwargs = apply_chat_template_kwargs
@@ -243,13 +243,13 @@ class _Loader:
         """Logs refused rows. Raises `DataError` if no row was read, or too many were refused."""
         num_bad, num_read = len(self.quarantined), len(self.quarantined) + len(self.rows)
         if num_read == 0:
-            raise DataError(f"got no rows in {source}, because the file or its slice is empty; do: correct the path")
+            raise DataError(f"{source} has no rows, because the file or its slice is empty; correct the path")
         named = _named(self.quarantined)
         limit = max(1.0, max_bad_fraction * num_read) if max_bad_fraction > 0 else 0.0
         if num_bad > limit:
             raise DataError(
-                f"got {num_bad} malformed rows of {num_read} in {source}, because at most {max_bad_fraction:.0%} may "
-                f"be left out; do: correct the file or the key options. First: {named}"
+                f"{source} has {num_bad} malformed rows of {num_read}, but at most {max_bad_fraction:.0%} may be left "
+                f"out; correct the file or the key options. First: {named}"
             )
         if num_bad:
             logger.warning("%s: %d of %d rows quarantined. First: %s", source, num_bad, num_read, named)
@@ -271,8 +271,8 @@ def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[li
         return rows, 0
     if any(row.prompt_tokens is None for row in rows):
         raise ConfigError(
-            "got a prompt length limit for prompts that are messages, because their length is unknown until a template "
-            "is applied; do: add --apply-chat-template or drop the limit"
+            "the prompts are messages, whose length is unknown until a template renders them, so a prompt length limit "
+            "cannot be applied; add --apply-chat-template or drop the limit"
         )
     kept = [row for row in rows if len(row.prompt_tokens or ()) <= max_prompt_tokens]
     if len(kept) < len(rows):
@@ -292,9 +292,9 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
     tools = _decoded(value, keys.tools, list)
     if tools:
         if not all(isinstance(tool, dict) for tool in tools):
-            raise DataError(f"{keys.tools!r} holds something that is not an object")
+            raise DataError(f"{keys.tools!r} has an entry that is not an object; each tool must be one")
         if metadata.get("tools", tools) != tools:
-            raise DataError(f"tools in {keys.tools!r} and other tools in {keys.metadata!r}")
+            raise DataError(f"{keys.tools!r} and {keys.metadata!r} list different tools; remove one list")
         metadata["tools"] = tools
     label = value[keys.label] if keys.label is not None else None
     prompt = _checked_prompt(value[keys.prompt], keys.prompt)
@@ -313,7 +313,7 @@ def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
         try:
             found = json.loads(found)
         except ValueError as error:
-            raise DataError(f"{key!r} is text that is not JSON: {error}") from error
+            raise DataError(f"{key!r} is text, but not JSON: {error}") from error
     if found is None:
         return kind()
     if not isinstance(found, kind):
@@ -325,13 +325,13 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{key!r} must be text or messages, not empty; got {repr(prompt)[:80]}")
+        raise DataError(f"{key!r} is {repr(prompt)[:80]}; it must be text or messages, and not empty")
     messages = []
     for i, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {i} of {key!r} must be an object with a role; got {repr(message)[:80]}")
+            raise DataError(f"message {i} of {key!r} is {repr(message)[:80]}; it must be an object with a role")
         if not isinstance(message.get("content"), str | list | None) or not {"content", "tool_calls"} & set(message):
-            raise DataError(f"message {i} of {key!r} must have content (text or parts); got {repr(message)[:80]}")
+            raise DataError(f"message {i} of {key!r} is {repr(message)[:80]}; it must have content (text or parts)")
         # Parquet fills every message with every column, but templates check whether a key exists.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages

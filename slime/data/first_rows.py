@@ -77,14 +77,14 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
     """Why a checkpoint cannot render messages; None if it can. `because`: the setting that requires rendering."""
     if not checkpoint.has_tokenizer:
         return (
-            f"got hf_checkpoint {checkpoint.folder}, which holds no tokenizer (tokenizer.json); do: fetch all files of "
-            "the checkpoint, not its weights alone"
+            f"--hf-checkpoint {checkpoint.folder} has no tokenizer (tokenizer.json); download all files of the "
+            "checkpoint, not only its weights"
         )
     if checkpoint.has_template:
         return None
     return (
-        f"got {because} with hf_checkpoint {checkpoint.folder}, which has no chat template (a base model?); do: use "
-        "the chat checkpoint, give --chat-template FILE, or write prompts as text and drop --apply-chat-template"
+        f"--hf-checkpoint {checkpoint.folder} has no chat template (a base model?), but {because} needs one; use the "
+        "chat checkpoint, give --chat-template FILE, or write prompts as text and drop --apply-chat-template"
     )
 
 
@@ -109,12 +109,12 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
     except (ConfigError, DataError) as error:
         return _unreadable(look, error)
     if not num_rows:
-        return f"got {look.name} {look.path}, which has no rows; do: correct the file or its slice"
+        return f"{look.name} {look.path} has no rows; correct the file or its slice"
     if too_long:
         return _shortest_too_long(look, checkpoint, too_long, num_rows)
     (reason, _), *_ = refusals.most_common(1)
     which = "" if num_rows < MOST_ROWS else "first "
-    return f"got {look.name} {look.path}, but none of its {which}{num_rows} rows can be used: {reason}"
+    return f"{look.name} {look.path}: none of its {which}{num_rows} rows can be used: {reason}"
 
 
 _Form = tuple[str | None, Spelling | None]
@@ -141,8 +141,8 @@ def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: 
         return None
     if look.grader is not None and row.label is None and "rm_type" not in row.metadata:
         raise DataError(
-            f"no label, which the grader {look.grader} compares with (label_key {look.label_key}); give "
-            f"--label-key, one of {_columns(raw)}"
+            f"the row has no label (--label-key is {look.label_key}), but the grader {look.grader} needs one; set "
+            f"--label-key to one of {_columns(raw)}"
         )
     if not look.template:
         return row.prompt if isinstance(row.prompt, str) else None
@@ -153,15 +153,15 @@ def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: 
 
 
 def messages_problem(look: Look) -> str | None:
-    """Why messages cannot be prompts, as a clause; None if they can."""
+    """Why messages cannot be prompts, as a clause that begins with "but"; None if they can."""
     if look.template:
         return None
     if not look.conversations and not look.takes_messages:
-        return "and nothing renders them; do: add --apply-chat-template"
+        return "but nothing renders them; add --apply-chat-template"
     if look.row_limit:
         other = "" if look.conversations else " or add --apply-chat-template"
-        cannot = f"so {look.row_limit} cannot judge them"
-        return f"whose length is unknown until they are rendered, {cannot}; do: drop that limit{other}"
+        unknown = "their length is unknown until they are rendered"
+        return f"but {look.row_limit} cannot be applied to them, because {unknown}; drop that limit{other}"
     return None
 
 
@@ -169,12 +169,12 @@ def _row(look: Look, raw: RawRow) -> PromptRow:
     keys = {"label_key": look.label_key, "metadata_key": look.metadata_key, "tool_key": look.tool_key}
     for flag, key in (("--input-key", look.input_key), ("--label-key", look.label_key)):
         if raw.value is not None and key is not None and key not in raw.value:
-            raise DataError(f"there is no column {key!r}; give {flag}, one of {_columns(raw)}")
+            raise DataError(f"there is no column {key!r}; set {flag} to one of {_columns(raw)}")
     try:
         return read_row(raw, input_key=look.input_key, **keys)
     except DataError as error:
         raise DataError(
-            f"{error}; do: write one JSON object a row, its prompt as text or a list of messages"
+            f"{error}; write each row as one JSON object, with its prompt as text or a list of messages"
         ) from error
 
 
@@ -190,8 +190,9 @@ def _check_conversation(
     if look.template or messages is None:
         got = "rendered prompts (--apply-chat-template)" if look.template else f"text in {look.input_key!r}"
         raise DataError(
-            f"fine-tuning learns from messages and renders them itself, but got {got}; do: leave --apply-chat-template "
-            "out, and let --input-key name a column with a list of messages, or --label-key that of the answers"
+            f"fine-tuning learns from messages and renders them itself, but the row has {got}; leave out "
+            "--apply-chat-template, and set --input-key to a column with lists of messages, or --label-key to the "
+            "column of answers"
         )
     numbers = trained_turns(messages)
     problem, spelling = form()
@@ -222,8 +223,8 @@ def _shortest_too_long(
         least = min(counts) if least is None else min(least, *counts)
     which = "all" if num_rows < MOST_ROWS else f"the first {num_rows}"
     return (
-        f"got {look.name} {look.path}, of which {which} prompts are too long: the shortest has {least} tokens, "
-        f"more than {look.max_prompt_tokens} ({look.limit}); do: raise that limit or shorten the prompts"
+        f"{look.name} {look.path}: {which} prompts are too long; the shortest has {least} tokens, more than "
+        f"{look.max_prompt_tokens} ({look.limit}); raise that limit or shorten the prompts"
     )
 
 
@@ -237,10 +238,12 @@ def _unreadable(look: Look, error: ConfigError | DataError) -> str:
             file = path
         out = file.with_suffix(".parquet").name
         command = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{file}'), '{out}')"
-        each = "" if file == path else " (and so for each of the files)"
-        return f'got {look.name} {path}; slime reads .jsonl, .jsonl.zst and .parquet; do: python -c "{command}"{each}'
+        each = "" if file == path else " (and the same for each file)"
+        unknown = f"{look.name} {path} is CSV, but slime reads .jsonl, .jsonl.zst and .parquet"
+        return f'{unknown}; convert it with python -c "{command}"{each}'
     if path.suffix == ".json":
-        return f"got {look.name} {path}; do: write one JSON object on each line, and call the file {path.stem}.jsonl"
+        jsonl = f"write one JSON object on each line of a file {path.stem}.jsonl"
+        return f"{look.name} {path} is a .json file, but slime reads JSON lines; {jsonl}"
     return f"{look.name}: {error}"
 
 
@@ -281,7 +284,7 @@ def _made_rows(look: Look) -> str | None:
     if found is None or not found[0].makes_messages(found[1]):
         return None
     problem = messages_problem(look)
-    return None if problem is None else f"got {look.name} {look.path}, whose prompts are messages, {problem}"
+    return None if problem is None else f"{look.name} {look.path}: its prompts are messages, {problem}"
 
 
 def _prompts(args: Args) -> Look:

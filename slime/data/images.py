@@ -74,8 +74,8 @@ class ImageColumn:
         found = sum(token == self.processor.token_id for token in ids)
         if found != len(images.digests):
             raise DataError(
-                f"the rendered prompt has {found} placeholders for {len(images.digests)} images; does the chat "
-                "template know images?"
+                f"the rendered prompt has {found} placeholders for {len(images.digests)} images; use a chat template "
+                "that writes one for each image"
             )
         counts = iter(images.num_tokens)
         return [t for token in ids for t in ([token] * next(counts) if token == self.processor.token_id else [token])]
@@ -87,7 +87,9 @@ def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dic
     messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))
     if found != num_images:
-        raise DataError(f"the prompt has {found} images ({MARK}, or parts of type image) and {num_images} in its row")
+        raise DataError(
+            f"the prompt has places for {found} images ({MARK}, or parts of type image), but its row has {num_images}"
+        )
     return messages
 
 
@@ -105,7 +107,7 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
             image.convert("RGB").save(out, "PNG", compress_level=1)
     except Exception as error:  # decoders may raise anything on a damaged file
         raise DataError(
-            f"{len(content)} bytes that PIL cannot read as an image ({type(error).__name__}: {error})"
+            f"PIL cannot read its {len(content)} bytes as an image ({type(error).__name__}: {error})"
         ) from error
     return out.getvalue(), size
 
@@ -116,18 +118,18 @@ def _bytes_of(image: Any, folder: Path) -> bytes:
     if isinstance(image, bytes):
         return image
     if not isinstance(image, str):
-        raise DataError(f"a {type(image).__name__}; give bytes, a data URI or a path")
+        raise DataError(f"it is a {type(image).__name__}; give bytes, a data URI or a path")
     if image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"a data URI that is not base64: {error}") from error
+            raise DataError(f"its data URI is not base64: {error}") from error
     if re.match(r"[a-z]+://", image) and not image.startswith("file://"):
-        raise DataError(f"{image[:80]}, which is not downloaded; do: fetch it, and give its path")
+        raise DataError(f"{image[:80]} is a URL, and slime downloads nothing; download it, and give its path")
     try:
         return (folder / image.removeprefix("file://")).read_bytes()
     except OSError as error:
-        raise DataError(f"{image[:80]}, which cannot be read: {error}") from error
+        raise DataError(f"{image[:80]} cannot be read: {error}") from error
 
 
 def _parts(content: Any) -> Any:

@@ -134,22 +134,22 @@ def _check(
 ) -> None:
     if not len(num_tokens_S) == len(execution_S) == len(costs):
         raise DataError(
-            f"got {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; "
-            "give one of each per sample"
+            f"there are {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; give one "
+            "of each per sample"
         )
     if len(num_tokens_S) == 0:
-        raise DataError("got a batch without samples; there is nothing to train, look at what the rollout filtered")
+        raise DataError("the batch has no samples, so there is nothing to train; check what the rollout filtered")
     if min(num_tokens_S) < 1:
-        raise DataError(f"got a sample of {min(num_tokens_S)} tokens; each needs at least one")
+        raise DataError(f"a sample has {min(num_tokens_S)} tokens; each needs at least one")
     if not all(0 < c < math.inf for c in costs):
-        raise DataError("got a sample whose cost is not a positive finite number; each must be one")
+        raise DataError("a sample's cost is not a positive finite number; correct cost_S")
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise ConfigError(f"got {name}={value}; it must be at least 1")
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
     if sizes["micro_batch_size"] is not None and sizes["max_tokens_per_gpu"] is not None:
-        raise ConfigError("got micro_batch_size and max_tokens_per_gpu, but only one can size a micro-batch; give one")
+        raise ConfigError("micro_batch_size and max_tokens_per_gpu both set the size of a micro-batch; give only one")
     if (sizes["global_batch_size"] is None) == (sizes["num_steps"] is None):
-        raise ConfigError("got both or none of global_batch_size and num_steps, but exactly one sizes a step; give one")
+        raise ConfigError("global_batch_size or num_steps sets the size of a step; give exactly one of them")
 
 
 def _split_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
@@ -162,10 +162,10 @@ def _split_into_steps(executions: list[int], global_batch_size: int | None, num_
     assert global_batch_size is not None, "_check requires a size"
     if total > global_batch_size and total % global_batch_size:
         raise ConfigError(
-            f"got {total} executions in one rollout and --global-batch-size {global_batch_size}, because "
-            f"{total % global_batch_size} would be left over after whole steps and no sample is dropped; do: choose "
-            "rollout_batch_size * n_samples_per_prompt divisible by global_batch_size, or give "
-            "--use-dynamic-global-batch-size, which trains any number in even steps"
+            f"the {total} executions of a rollout do not divide into steps of --global-batch-size {global_batch_size}: "
+            f"{total % global_batch_size} would be left over, and no sample is dropped; make rollout_batch_size * "
+            "n_samples_per_prompt divisible by global_batch_size, or give --use-dynamic-global-batch-size, which "
+            "trains any number in even steps"
         )
     return [executions[i : i + global_batch_size] for i in range(0, total, global_batch_size)]
 

@@ -96,7 +96,7 @@ def pack(
     `DataError` for a sample without tokens, or without a token before its response.
     """
     if pad_to_multiple < 1 or pad_each_to < 1:
-        raise ConfigError(f"got pad_to_multiple={pad_to_multiple}, pad_each_to={pad_each_to}; they must be at least 1")
+        raise ConfigError(f"pad_to_multiple={pad_to_multiple} and pad_each_to={pad_each_to} must be at least 1")
     for s in samples:
         _check_sample(s)
     shared = [NOTHING] * len(samples) if shared is None else shared
@@ -136,6 +136,6 @@ def _check_sample(sample: TrainSample) -> None:
         raise DataError(f"sample {sample.index} has no tokens; a sequence needs at least one")
     if sample.response_length >= sample.num_tokens:
         raise DataError(
-            f"sample {sample.index}: {sample.response_length} response tokens of {sample.num_tokens}, because the "
-            "first response token is predicted from the token before it; give every sample a prompt"
+            f"sample {sample.index} has {sample.response_length} response tokens of {sample.num_tokens}, but the first "
+            "response token is predicted from the token before it; give every sample a prompt"
         )

@@ -1,8 +1,8 @@
 """The child process that makes rows of a reasoning-gym task: a JSON request on stdin, rows as JSON lines on stdout.
 
-The request has `task`, `size`, `seed`, `split`, `system` and `settings`. The answer is `{"row": ...}` for each row, or
-`{"error": "because ...; do: ..."}`. The parent (`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, because
-some tasks order words by hash.
+The request has `task`, `size`, `seed`, `split`, `system` and `settings`. The response is `{"row": ...}` for each row,
+or `{"error": message}`. The parent (`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, because some tasks
+order words by hash.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def is_held_out(question: str) -> bool:
 
 
 def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the requested rows. Raises `ConfigError` with a message that continues "got NAME, "."""
+    """Yields the requested rows. Raises `ConfigError` for an unknown task or setting, and if rows cannot be made."""
     _import_when_used("cellpylib")  # it imports matplotlib, which doubles the start-up time for a single task
     from reasoning_gym.factory import DATASETS, create_dataset
 
     name, size, split = request["task"], int(request["size"]), request["split"]
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)
-        raise ConfigError(f"but reasoning-gym has no task {name!r}; give one of {', '.join(near)}")
+        raise ConfigError(f"reasoning-gym has no task {name!r}; give one of {', '.join(near)}")
     settings = _settings(DATASETS[name][1], request["settings"])
     system = _system(request["system"])
     share = {"train": HELD_OUT_OF / (HELD_OUT_OF - 1), "eval": HELD_OUT_OF, "all": 1}[split]
@@ -58,11 +58,11 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     return (_row(name, settings, one, system) for one in found)
         except Exception as error:  # tasks use assertions as checks, and their generators raise anything
             said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"but the task refuses it ({said}); do: correct its settings") from error
+            raise ConfigError(f"the task refuses these settings ({said}); correct them") from error
         num_drawn *= 2
     raise ConfigError(
-        f"because only {len(found)} of {num_drawn // 2} drawn entries are of the split {split}; do: lower size, change "
-        "the task's settings, or give split=all if no other data of this task are held out"
+        f"only {len(found)} of {num_drawn // 2} drawn entries are of the split {split}; lower size, change the task's "
+        "settings, or give split=all if no other data of this task are held out"
     )
 
 
@@ -84,7 +84,7 @@ def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in fields:
             near = nearest(name, fields)
             hint = f"did you mean {near}? " if near else ""
-            raise ConfigError(f"but the task has no setting {name!r}; {hint}it has {', '.join(fields)}")
+            raise ConfigError(f"the task has no setting {name!r}; {hint}it has {', '.join(fields)}")
         out[name] = tuple(value) if isinstance(value, list) and isinstance(fields[name].default, tuple) else value
     return out
 
@@ -94,7 +94,7 @@ def _system(name: str | None) -> str | None:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name is not None and name not in SYSTEM_PROMPTS:
-        raise ConfigError(f"but there is no system prompt {name!r}; give one of {', '.join(SYSTEM_PROMPTS)}")
+        raise ConfigError(f"there is no system prompt {name!r}; give one of {', '.join(SYSTEM_PROMPTS)}")
     return None if name is None else str(SYSTEM_PROMPTS[name])
 
 

@@ -56,7 +56,7 @@ def _read_files(files: list[Path], rows: slice) -> Iterator[RawRow]:
     try:
         sizes = [count_file_rows(path) for path in files]
     except Exception as error:  # zstandard and pyarrow have their own errors
-        raise DataError(f"got unreadable {files[0].parent}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{files[0].parent} cannot be read: {type(error).__name__}: {error}") from error
     start, stop, _ = rows.indices(sum(sizes))
     for path, size in zip(files, sizes, strict=True):
         low, high = max(start, 0), min(stop, size)
@@ -70,7 +70,7 @@ def _read_file(path: Path, rows: slice) -> Iterator[RawRow]:
         return _read_parquet(path, rows)
     if path.suffixes[-1:] == [".jsonl"] or path.suffixes[-2:] == [".jsonl", ".zst"]:
         return _read_jsonl(path, rows)
-    raise ConfigError(f"got dataset {path.name}; give a .jsonl, .jsonl.zst or .parquet file")
+    raise ConfigError(f"slime cannot read the dataset {path.name}; give a .jsonl, .jsonl.zst or .parquet file")
 
 
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
@@ -80,7 +80,7 @@ def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
         for n, text in itertools.islice(lines, rows.start, rows.stop) if from_the_start else list(lines)[rows]:
             yield _parse_line(path.name, n, text)
     except Exception as error:  # zstandard has its own errors
-        raise DataError(f"got unreadable {path}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _parse_line(file: str, line: int, text: bytes) -> RawRow:
@@ -91,7 +91,7 @@ def _parse_line(file: str, line: int, text: bytes) -> RawRow:
     except (ValueError, RecursionError) as error:
         return RawRow(file, line, None, f"not valid JSON: {error}")
     if not isinstance(value, dict):
-        return RawRow(file, line, None, f"got a JSON {type(value).__name__}, a row is an object")
+        return RawRow(file, line, None, f"the row is a JSON {type(value).__name__}; it must be an object")
     return RawRow(file, line, value)
 
 
@@ -115,4 +115,4 @@ def _read_parquet(path: Path, rows: slice) -> Iterator[RawRow]:
             if first >= stop:
                 return
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        raise DataError(f"got unreadable {path}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -325,7 +325,7 @@ def is_trained(message: Message) -> bool:
     """Whether the message is trained. Raises `DataError` for a weight other than 0 and 1."""
     for key in MASK_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
-            raise DataError(f'got "{key}": {value!r} in a message, which is learned or not; do: write 1 or 0')
+            raise DataError(f'a message has "{key}": {value!r}; write 1 if the message is trained, 0 if it is not')
     return message.get("role") == "assistant" and all(message.get(key) != 0 for key in MASK_KEYS)
 
 
@@ -372,9 +372,9 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
             is_last = first + most >= len(calls)
             if len(own) < len(some) and not is_last:
                 raise DataError(
-                    f"message {row} has {len(calls)} calls at once, of which this chat template writes {most} in a "
-                    f"turn, and {len(own)} results for the first {len(some)}, so it is unclear after which result the "
-                    "model would make the next call; do: put a tool message for each call after it, or leave this row "
+                    f"message {row} has {len(calls)} calls at once, but this chat template writes {most} in a turn, "
+                    f"and there are {len(own)} results for the first {len(some)}, so it is unclear after which result "
+                    "the model would make the next call; add a tool message for each call after it, or leave this row "
                     "out"
                 )
             for i in [*results] if is_last else own:

@@ -53,7 +53,9 @@ class DataSource(ABC):
         """Returns the buffer over this source. Called once per run."""
 
     def check(self, args: Args) -> str | None:
-        """A message (got / because / do) if the settings cannot work with this source, else None. Called at start."""
+        """A message if the settings cannot work with this source (what is wrong, why, what to do), else None. Called at
+        start.
+        """
         return None
 
 
@@ -130,7 +132,7 @@ class UserClass(DataSource):
     def check(self, args: Args) -> str | None:
         if args.data_source_path is not None:
             return None
-        return "got --data-source user_class without a class; give its path as --data-source-path"
+        return "--data-source user_class needs a class; give its path as --data-source-path"
 
     def open(self, context: SourceContext) -> DataBuffer:
         """Raises `HookError` if the class lacks a method, or with `--buffer-filter-path`."""

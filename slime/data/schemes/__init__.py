@@ -27,7 +27,7 @@ INPUT, LABEL, METADATA, TOOLS = "input", "label", "metadata", "tools"
 
 
 class DataScheme(ABC):
-    """Rows made from a name. Errors are `ConfigError` (got / because / do)."""
+    """Rows made from a name. Raises `ConfigError` with what is wrong, why, and what to do."""
 
     name: ClassVar[str]
     grader: ClassVar[str | None] = None

@@ -52,16 +52,16 @@ def parse(rest: str) -> Task:
     for pair in filter(None, query.split("&")):
         key, equals, text = pair.partition("=")
         if not equals or not key or key in given:
-            raise ConfigError(f"got rg:{rest}, where {pair!r} is not one name=value; do: write rg:{name}?size=500")
+            raise ConfigError(f"rg:{rest}: {pair!r} must be one name=value, as in rg:{name}?size=500")
         given[key] = _value(unquote(text))
     own = {key: given.pop(key) for key in ("size", "seed", "split", "system") if key in given}
     task = Task(name, **own, settings=given)
     for key, least in (("size", 1), ("seed", 0)):
         number = getattr(task, key)
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ConfigError(f"got {key}={number} in rg:{rest}; give a whole number, at least {least}")
+            raise ConfigError(f"rg:{rest}: {key}={number} must be a whole number of at least {least}")
     if task.split is not None and task.split not in SPLITS:
-        raise ConfigError(f"got split={task.split} in rg:{rest}; give one of {', '.join(SPLITS)}, or leave it out")
+        raise ConfigError(f"rg:{rest}: split={task.split} must be one of {', '.join(SPLITS)}, or left out")
     return task
 
 
@@ -112,14 +112,12 @@ class ReasoningGym(DataScheme):
                 timeout=LIMIT_S,
             )
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"got rg:{rest}, but its rows were not made within {LIMIT_S:g} s; do: lower size"
-            ) from error
+            raise ConfigError(f"rg:{rest}: its rows were not made within {LIMIT_S:g} s; lower size") from error
         for line in child.stdout.splitlines():
             answer = json.loads(line)
             if "error" in answer:
-                raise ConfigError(f"got rg:{rest}, {answer['error']}")
+                raise ConfigError(f"rg:{rest}: {answer['error']}")
             yield answer["row"]
         if child.returncode:
             said = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {child.returncode}"]
-            raise ConfigError(f"got rg:{rest}, but its rows could not be made: {said[0]}; do: try other settings")
+            raise ConfigError(f"rg:{rest}: its rows could not be made ({said[0]}); try other settings")

@@ -31,19 +31,19 @@ class Mistake:
 
 
 MISTAKES = (
-    Mistake("the wrong input key", "--input-key prompt", ("'prompt'", "--input-key, one of input, label"), quick=True),
-    Mistake("the wrong label key", "--label-key answer", ("'answer'", "--label-key, one of input, label")),
-    Mistake("no label for a grader", "--label-key none", ("math", "--label-key, one of input, label")),
+    Mistake("the wrong input key", "--input-key prompt", ("'prompt'", "to one of input, label"), quick=True),
+    Mistake("the wrong label key", "--label-key answer", ("'answer'", "--label-key to one of input, label")),
+    Mistake("no label for a grader", "--label-key none", ("math", "--label-key to one of input, label")),
     Mistake("a CSV file", "--prompt-data {csv}", ("read_csv", ".parquet"), quick=True),
     Mistake("a JSON array", "--prompt-data {json}", ("one JSON object on each line", ".jsonl")),
-    Mistake("rows that are no objects", "--prompt-data {strings}", ("one JSON object a row",)),
+    Mistake("rows that are no objects", "--prompt-data {strings}", ("each row as one JSON object",)),
     Mistake("an empty file", "--prompt-data {empty}", ("no rows", "correct the file")),
     Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "give a .jsonl or .parquet file")),
     Mistake("messages that nothing renders", "--prompt-data {messages}", ("add --apply-chat-template",)),
     Mistake(
         "a base model", "--hf-checkpoint {base_model} --apply-chat-template", ("--chat-template FILE",), quick=True
     ),
-    Mistake("weights alone", "--hf-checkpoint {weights} --apply-chat-template", ("tokenizer.json", "fetch all files")),
+    Mistake("weights alone", "--hf-checkpoint {weights} --apply-chat-template", ("tokenizer.json", "all files")),
     Mistake(
         "a template that refuses the messages",
         "--hf-checkpoint {no_system} --prompt-data {messages} --apply-chat-template",
@@ -64,21 +64,23 @@ MISTAKES = (
     Mistake(
         "a task's messages that nothing renders",
         "--prompt-data rg:spell_backward?system=simple",
-        ("whose prompts are messages", "add --apply-chat-template"),
+        ("its prompts are messages", "add --apply-chat-template"),
     ),
     Mistake(
         "a template that is not Jinja",
         "--apply-chat-template --chat-template {broken}",
-        ("broken.jinja, line 2", "correct it"),
+        ("broken.jinja is not Jinja at line 2", "correct it"),
     ),
     Mistake(
         "a prompt limit for conversations",
         "--loss-type sft_loss --rollout-max-prompt-len 64 --prompt-data {talks}",
-        ("rollout_max_prompt_len 64 cannot judge", "drop that limit"),
+        ("rollout_max_prompt_len 64 cannot be applied", "drop that limit"),
     ),
-    Mistake("fine-tuning on text", "--loss-type sft_loss --prompt-data {texts}", ("list of messages", "--input-key")),
+    Mistake("fine-tuning on text", "--loss-type sft_loss --prompt-data {texts}", ("lists of messages", "--input-key")),
     Mistake(
-        "nothing to learn from", "--loss-type sft_loss --prompt-data {messages}", ("no assistant message", "add it")
+        "nothing to learn from",
+        "--loss-type sft_loss --prompt-data {messages}",
+        ("an assistant message must follow", "add one"),
     ),
     Mistake("a GPU that is not there", "--device cuda", ("--device cpu",), quick=True),
     Mistake(

@@ -225,7 +225,7 @@ def test_no_dataset_gives_blank_samples() -> None:
         (lambda: DataBuffer(Rows(5, "x"), shuffle=True, seed=3), "skip or repeat"),
         (lambda: DataBuffer(Rows(5), shuffle=True, seed=4), "seed=4"),
         (lambda: DataBuffer(Rows(5), shuffle=False, seed=3), "shuffle=False"),
-        (lambda: DataBuffer(None), "without one"),
+        (lambda: DataBuffer(None), "the saved run has a dataset, but this one has none"),
     ],
 )
 def test_a_state_of_other_data_is_refused(other, match: str) -> None:
@@ -250,7 +250,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             make().load(cut)
     with pytest.raises(CheckpointError, match="missing"):
         make().load(tmp_path / "missing.json")
-    with pytest.raises(CheckpointError, match="files beside it"):
+    with pytest.raises(CheckpointError, match="files beside its JSON"):
         make().load_state_dict(json.loads(text))
     state = buffer.state_dict()
     state["trained"] += 1

@@ -228,7 +228,7 @@ def test_a_source_of_the_user_is_named_by_its_path_and_has_settings(tmp_path: Pa
     groups = build(args).get_groups(2)
     assert [s.prompt for g in groups for s in g.samples] == ["3", "3"]
     assert parse_args([*words, "--data-source-path", f"{HERE}:Source"]).data_source == "user_class"
-    with pytest.raises(ConfigError, match="without a class"):
+    with pytest.raises(ConfigError, match="user_class needs a class"):
         parse_args([*words, "--data-source", "user_class"])
     with pytest.raises(ConfigError, match="did you mean prompt_data"):
         parse_args([*words, "--data-source", "prompt_date"])

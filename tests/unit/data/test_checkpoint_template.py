@@ -93,5 +93,5 @@ def test_a_template_is_found_wherever_a_checkpoint_may_hold_it(
 def test_a_damaged_file_is_named(tiny_qwen3: Path, tmp_path: Path) -> None:
     folder = with_template(tiny_qwen3, tmp_path / "model", None)
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json.*fetch"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json.*download"):
         CheckpointTemplate.of(folder)

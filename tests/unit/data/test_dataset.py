@@ -104,7 +104,7 @@ BAD_LINES = {
     "'metadata' is a list": b'{"input": "x", "label": 1, "metadata": [1]}',
     "'metadata' is text": b'{"input": "x", "label": 1, "metadata": "{"}',
     "'tools'": b'{"input": "x", "label": 1, "tools": [1]}',
-    "other tools": b'{"input": "x", "label": 1, "tools": [{"a": 1}], "metadata": {"tools": [{"a": 2}]}}',
+    "different tools": b'{"input": "x", "label": 1, "tools": [{"a": 1}], "metadata": {"tools": [{"a": 2}]}}',
 }
 
 

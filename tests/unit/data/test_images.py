@@ -103,16 +103,16 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"problem": "what?", "images": ["red.png"]}, r"the prompt has 0 images .* and 1 in its row"),
-        ({"problem": "<image>?", "images": []}, r"the prompt has 1 images .* and 0 in its row"),
+        ({"problem": "what?", "images": ["red.png"]}, r"the prompt has places for 0 images .* its row has 1"),
+        ({"problem": "<image>?", "images": []}, r"the prompt has places for 1 images .* its row has 0"),
         ({"problem": "<image>"}, r"no column 'images'; it has \['answer', 'problem'\]"),
-        ({"problem": "<image><image>", "images": ["red.png"]}, r"the prompt has 2 images .* and 1 in its row"),
-        ({"problem": "<image>", "images": ["gone.png"]}, r"image 0 of 'images': gone.png, which cannot be read"),
-        ({"problem": "<image>", "images": ["https://host/red.png"]}, r"which is not downloaded; do: fetch it"),
-        ({"problem": "<image>", "images": ["broken.png"]}, r"7 bytes that PIL cannot read"),
-        ({"problem": "<image>", "images": [7]}, r"a int; give bytes, a data URI or a path"),
+        ({"problem": "<image><image>", "images": ["red.png"]}, r"the prompt has places for 2 images .* its row has 1"),
+        ({"problem": "<image>", "images": ["gone.png"]}, r"image 0 of 'images': gone.png cannot be read"),
+        ({"problem": "<image>", "images": ["https://host/red.png"]}, r"is a URL, and slime downloads nothing"),
+        ({"problem": "<image>", "images": ["broken.png"]}, r"PIL cannot read its 7 bytes"),
+        ({"problem": "<image>", "images": [7]}, r"it is a int; give bytes, a data URI or a path"),
         ({"problem": "<image>", "images": ["narrow.png"]}, r"image 0 of 'images': too narrow"),
-        ({"problem": "<image>", "images": ["data:image/png;base64,%"]}, r"a data URI that is not base64"),
+        ({"problem": "<image>", "images": ["data:image/png;base64,%"]}, r"its data URI is not base64"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(

@@ -77,7 +77,7 @@ def test_a_pattern_of_csv_files_is_answered_with_one_of_them(tmp_path: Path) -> 
     (tmp_path / "b.csv").write_text("input\n1\n")
     (tmp_path / "a.csv").write_text("input\n1\n")
     told = check_rows(dataclasses.replace(LOOK, path=f"{tmp_path}/*.csv"), None)
-    assert told is not None and f"read_csv('{tmp_path}/a.csv'), 'a.parquet'" in told and "each of the files" in told
+    assert told is not None and f"read_csv('{tmp_path}/a.csv'), 'a.parquet'" in told and "for each file" in told
 
 
 def test_the_template_counts(tmp_path: Path, tiny: CheckpointTemplate) -> None:
@@ -90,24 +90,24 @@ def test_the_template_counts(tmp_path: Path, tiny: CheckpointTemplate) -> None:
 @pytest.mark.parametrize(
     ("row", "changes", "told"),
     [
-        ({"prompt": "a"}, {}, "there is no column 'input'; give --input-key, one of prompt"),
-        ({"input": "a"}, {"label_key": "label"}, "there is no column 'label'; give --label-key, one of input"),
-        ({"input": "a"}, {"grader": "math"}, "no label, which the grader math compares with"),
+        ({"prompt": "a"}, {}, "there is no column 'input'; set --input-key to one of prompt"),
+        ({"input": "a"}, {"label_key": "label"}, "there is no column 'label'; set --label-key to one of input"),
+        ({"input": "a"}, {"grader": "math"}, "the grader math needs one"),
         ({"input": ["a"]}, {}, "must be an object with a role"),
-        ({"input": "a", "metadata": "{"}, {}, "text that is not JSON"),
+        ({"input": "a", "metadata": "{"}, {}, "is text, but not JSON"),
         ({"input": [{"role": "user", "content": "a"}]}, {}, "add --apply-chat-template"),
         (
             {"input": [{"role": "user", "content": "a"}]},
             {"takes_messages": True, "row_limit": "rollout_max_prompt_len 9"},
-            "so rollout_max_prompt_len 9 cannot judge them",
+            "rollout_max_prompt_len 9 cannot be applied to them",
         ),
         (
             {"input": [{"role": "assistant", "content": "a"}]},
             {"conversations": True, "row_limit": "eval_max_prompt_len 9"},
-            "do: drop that limit",
+            "drop that limit",
         ),
-        ({"input": "a"}, {"conversations": True}, "a column with a list of messages"),
-        ({"input": [{"role": "user", "content": "a"}]}, {"conversations": True}, "no assistant message"),
+        ({"input": "a"}, {"conversations": True}, "a column with lists of messages"),
+        ({"input": [{"role": "user", "content": "a"}]}, {"conversations": True}, "an assistant message must follow"),
     ],
 )
 def test_what_is_wrong_with_all_rows_is_told(
@@ -143,7 +143,7 @@ def test_a_template_that_ignores_add_generation_prompt_is_refused_for_fine_tunin
     for template, is_right in ((turns + "{{ '<|assistant|>' }}", False), (turns, False), (CHAT_TEMPLATE, True)):
         file.write_text(template)
         told = check_rows(at, checkpoint_of(str(tiny_qwen3), str(file)))
-        assert told is None if is_right else told is not None and "add_generation_prompt changes nothing" in told
+        assert told is None if is_right else told is not None and "ignores add_generation_prompt" in told
 
 
 def test_arguments_as_text_reach_a_template_that_reads_objects(tmp_path: Path, tiny_qwen3: Path) -> None:
@@ -171,7 +171,7 @@ def test_calls_at_once_pass_where_a_template_writes_one_a_turn(tmp_path: Path, t
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
-    for behind, told in ((results, None), (results[:0], "2 calls at once, of which this chat template writes 1")):
+    for behind, told in ((results, None), (results[:0], "2 calls at once, but this chat template writes 1")):
         at = look(tmp_path, [{"input": [{"role": "user", "content": "a"}, answer, *behind]}], conversations=True)
         found = check_rows(at, checkpoint_of(str(tiny_qwen3), str(file)))
         assert found is None if told is None else found is not None and told in found
@@ -180,10 +180,10 @@ def test_calls_at_once_pass_where_a_template_writes_one_a_turn(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "own.jinja, line 2 of which is not Jinja"),
-        (b"{% for m in messages %}", "own.jinja, line 1 of which"),
+        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "own.jinja is not Jinja at line 2"),
+        (b"{% for m in messages %}", "own.jinja is not Jinja at line 1"),
         (b"{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
-        (b"\xff{{ messages }}", "own.jinja, which is not UTF-8"),
+        (b"\xff{{ messages }}", "own.jinja is not UTF-8"),
     ],
 )
 def test_a_template_of_the_users_that_is_none_is_refused(
@@ -232,4 +232,4 @@ def test_parquet_is_read_too(tmp_path: Path) -> None:
     assert check_rows(dataclasses.replace(LOOK, path=str(file), input_key="question"), None) is None
     file.write_text("no parquet")
     broken = check_rows(dataclasses.replace(LOOK, path=str(file)), None)
-    assert broken is not None and "unreadable" in broken
+    assert broken is not None and "cannot be read" in broken

@@ -116,7 +116,7 @@ def _refused(family: str, rows: list[Row]) -> int:
             turns = sft_families.expected(family, row)
         except sft_families.RefusedError:
             num_refused += 1
-            with pytest.raises(DataError, match="; do: "):
+            with pytest.raises(DataError, match=r"; (use|leave|add|with|change) "):
                 sft_row(row.messages, chat, tools=row.tools)
             continue
         made = sft_row(row.messages, chat, tools=row.tools)
@@ -198,7 +198,7 @@ def test_a_single_call_of_deepseek_ends_as_two_do() -> None:
 
 def test_a_template_that_always_writes_a_generation_prompt_is_refused() -> None:
     """That of Llama 3 as its package has it."""
-    with pytest.raises(DataError, match="on which add_generation_prompt changes nothing"):
+    with pytest.raises(DataError, match="ignores add_generation_prompt"):
         sft_row(TALK[:2], published_chat("llama3 of its package"))
 
 
@@ -207,7 +207,7 @@ def test_a_template_that_never_writes_a_generation_prompt_is_refused() -> None:
     template, at = tokenizer.chat_template, tokenizer.chat_template.index("{% if add_generation_prompt")
     tokenizer.chat_template = template[:at]
     try:
-        with pytest.raises(DataError, match="on which add_generation_prompt changes nothing"):
+        with pytest.raises(DataError, match="ignores add_generation_prompt"):
             sft_row(TALK[:2], published_chat("phi4"))
     finally:
         tokenizer.chat_template = template

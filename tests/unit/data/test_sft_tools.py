@@ -50,7 +50,7 @@ def test_a_masked_turn_is_context(key: str) -> None:
     row = sft_row(messages, published_chat("qwen3", enable_thinking=False), tools=TOOLS)
     assert spans(tokenizer, row) == ["4.<|im_end|>"] and "calculate" in tokenizer.decode(row.samples[0].tokens)
     messages[5][key] = 0.5
-    with pytest.raises(DataError, match=f'"{key}": 0.5 in a message'):
+    with pytest.raises(DataError, match=f'a message has "{key}": 0.5'):
         sft_row(messages, published_chat("qwen3"), tools=TOOLS)
 
 
