@@ -102,7 +102,7 @@ def test_every_setting_that_the_router_reads_is_the_checkpoints(config: dict[str
 @pytest.mark.parametrize(
     "flags, word",
     [
-        ("--moe-aux-loss-coeff 0.01", "moe_aux_loss_coeff 0.01"),
+        ("--moe-aux-loss-coeff 0.01", "moe_aux_loss_coeff is 0.01"),
         ("--moe-z-loss-coeff 1e-3", "moe_z_loss_coeff"),
         ("--moe-input-jitter-eps 0.1", "moe_input_jitter_eps"),
         ("--moe-expert-capacity-factor 1.0", "moe_expert_capacity_factor"),
