@@ -9,13 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from slime.agent.adapters import Adapter, AgentAdapter
 from slime.agent.template import ConversationTemplate
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.engine_client import EngineClient
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_templates import with_template
 from tests.support.fake_engine import FakeEngine, serve
 
 END = "<|im_end|>"
@@ -88,8 +86,7 @@ def turns_with_calls(call: str) -> str:
 @asynccontextmanager
 async def agent_room(*, family: str = "qwen3", template: str | None = None, **settings: Any) -> AsyncIterator[Room]:
     """`template`: instead of the family's. `settings`: of the adapter."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(family))
-    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer = with_template(family, template)
     model = ScriptedModel(tokenizer=tokenizer)
     conversations = ConversationTemplate(ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids(END)])
     async with serve(model):

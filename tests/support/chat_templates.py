@@ -215,7 +215,7 @@ def published_tokenizer(name: str) -> Any:
     from transformers import AddedToken
 
     known = PUBLISHED[name]
-    tokenizer = copy.deepcopy(_loaded(known.tokenizer))
+    tokenizer = copy.deepcopy(loaded_tokenizer(known.tokenizer))
     if known.tokenizer == "bytes":
         tokens = [*known.tokens, *(end for end in known.ends if end not in (*known.tokens, *known.swallowing))]
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
@@ -253,9 +253,16 @@ def tekken_file() -> Path:
     return Path(package.origin).parent / "data" / "tekken_240718.json"
 
 
+def with_template(family: str, template: str | None = None) -> Any:
+    """A family's own tokenizer, with `template` if given. A copy: loading a tokenizer takes seconds."""
+    tokenizer = copy.copy(loaded_tokenizer(family))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
 @functools.cache
-def _loaded(package: str) -> Any:
-    """Loading one takes seconds, copying one does not."""
+def loaded_tokenizer(package: str) -> Any:
+    """Shared by all tests: copy it before changing it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.integrations.mistral import convert_tekken_tokenizer

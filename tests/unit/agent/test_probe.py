@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from slime.agent.parsers import FORMATS, format_of
 from slime.agent.probe import PLAIN, Outcome, ProbeReport, State, features, probe, tools_problem
@@ -17,7 +16,7 @@ from slime.cli.main import main
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
 from tests.support.chat_hooks import FAMILIES, tokenizer_folder
-from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
+from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer, with_template
 from tests.support.marks import quick
 
 END = {"deepseek-v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}  # of the others: <|im_end|>
@@ -34,9 +33,7 @@ WITH_TOOLS = {
 
 
 def report(family: str, template: str | None = None, ends: tuple[str, ...] = (), **kwargs: Any) -> ProbeReport:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(family))
-    if template is not None:
-        tokenizer.chat_template = template
+    tokenizer = with_template(family, template)
     words = ends or (END.get(family, "<|im_end|>"),)
     return probe(ChatRenderer(tokenizer, kwargs=kwargs), [tokenizer.convert_tokens_to_ids(word) for word in words])
 
