@@ -85,10 +85,10 @@ class TrainSample:
         num_response = sample.response_length
         if sample.prompt_length < 1 and num_response > 0:
             raise DataError(
-                f"sample {sample.index}: no prompt token before the response; its first log-prob is undefined"
+                f"sample {sample.index} has no prompt token before the response, so its first log-prob is undefined"
             )
         if sample.group_index is None or sample.index is None:
-            raise DataError(f"sample without identity: group_index={sample.group_index} index={sample.index}")
+            raise DataError(f"a sample has group_index {sample.group_index} and index {sample.index}; it needs both")
         mask = _as(sample.column("loss_mask"), np.float32)
         mask = np.ones(num_response, np.float32) if mask is None else mask
         if sample.remove_sample:

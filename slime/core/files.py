@@ -73,7 +73,7 @@ def read_checkpoint_json(path: Path, *, or_else: str = "load another checkpoint"
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is missing or damaged ({error}); {or_else}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object but {type(value).__name__}; {or_else}")
+        raise CheckpointError(f"{path} contains a {type(value).__name__} instead of a JSON object; {or_else}")
     return value
 
 

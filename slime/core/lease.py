@@ -101,8 +101,8 @@ class Lease:
         owner = self._read()
         if owner is not None and self._is_other(owner):
             raise CheckpointError(
-                f"{self.folder} belongs to {_who(owner)} now, which took it when this run had been silent for "
-                f"{SILENCE_S:.0f} s; this run writes nothing more there: end it, or the other one"
+                f"{self.folder} now belongs to {_who(owner)}, which took it after this run was silent for "
+                f"{SILENCE_S:.0f} s, so this run writes nothing more there; end one of the two runs"
             )
 
     def _take(self) -> None:

@@ -162,7 +162,7 @@ class Sample:
         tokens = first if tokens is None else tokens
         if trainable is not None and trainable != (log_probs is not None):
             said = "without log-probs" if trainable else "with log-probs"
-            raise DataError(f"trainable={trainable} {said}: only sampled tokens are trained, with their log-probs")
+            raise DataError(f"trainable={trainable} {said}; only sampled tokens are trained, with their log-probs")
         if meta_info is not None:
             weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or int(meta_info.get("weight_version", NOT_SAMPLED))
             ended = (meta_info.get("finish_reason") or {}).get("type") if update_terminal_info else None
@@ -247,7 +247,9 @@ class Sample:
         """Raises `DataError` if invariant 1, 2 or 5 of the module is broken."""
         num_tokens = len(self.held("tokens"))
         if not 0 <= self.response_length <= num_tokens:
-            raise DataError(f"sample {self.index}: response_length {self.response_length} of {num_tokens} tokens")
+            raise DataError(
+                f"sample {self.index} has {num_tokens} tokens, but its response_length is {self.response_length}"
+            )
         for name in PER_TOKEN[1:]:
             value = self.held(name)
             if value is not None and len(value) != self.response_length:
@@ -257,8 +259,8 @@ class Sample:
         experts = self.rollout_routed_experts
         if experts is not None and (experts.start or experts.end >= max(num_tokens, 1)):
             raise DataError(
-                f"sample {self.index}: routed experts of tokens {experts.start} to {experts.end} for "
-                f"{num_tokens} tokens; they begin with the first, and the last one has none"
+                f"sample {self.index} has routed experts for tokens {experts.start} to {experts.end} of {num_tokens}; "
+                "they must begin with the first token, and the last token must have none"
             )
 
     def copy(self) -> Sample:
@@ -292,7 +294,7 @@ class Sample:
         """The sample from `to_dict`. Raises `DataError` for unknown fields."""
         unknown = set(data) - {f.name for f in FIELDS}
         if unknown:
-            raise DataError(f"unknown sample fields {sorted(unknown)}; did another version of slime write them?")
+            raise DataError(f"slime has no sample fields {sorted(unknown)}; load them with the version that wrote them")
         experts = data.get("rollout_routed_experts")
         restored = None if experts is None else RoutedExperts.from_dict(experts)
         return cls(**{**data, "status": Status(data["status"]), "rollout_routed_experts": restored})

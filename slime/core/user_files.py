@@ -171,9 +171,9 @@ def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str,
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or give another") from error
+        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or give a different file") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{flag} {path} does not hold a JSON object; give a {what}")
+        raise ConfigError(f"{flag} {path} is not a JSON object; give a {what}")
     return content
 
 

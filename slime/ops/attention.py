@@ -126,12 +126,12 @@ def flash_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     names = [argument.name for argument in operator.default._schema.arguments] if operator is not None else []
     known = tuple(names[: len(FLASH_ARGUMENTS)]) == FLASH_ARGUMENTS
-    return (*_kernel_problems(device, dtype), *(() if known else ("torch's operator takes other arguments",)))
+    return (*_kernel_problems(device, dtype), *(() if known else ("torch's operator has different arguments",)))
 
 
 def varlen_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     there = importlib.util.find_spec("torch.nn.attention.varlen") is not None
-    return (*_kernel_problems(device, dtype), *(() if there else ("this torch does not have it",)))
+    return (*_kernel_problems(device, dtype), *(() if there else ("this version of torch lacks it",)))
 
 
 def _kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:

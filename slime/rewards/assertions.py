@@ -185,13 +185,13 @@ class Peer:
         """Waits for one message. Raises `Broken`."""
         (length,) = HEADER.unpack(self._read(HEADER.size))
         if length > MAX_MESSAGE_BYTES:
-            raise self._break(Broken(f"a message of {length} bytes"))
+            raise self._break(Broken(f"the program sent a message of {length} bytes"))
         try:
             message = json.loads(self._read(length))
         except (ValueError, RecursionError) as error:
-            raise self._break(Broken(f"a message that is not JSON: {error}")) from None
+            raise self._break(Broken(f"the program sent a message that is not JSON: {error}")) from None
         if not isinstance(message, dict):
-            raise self._break(Broken("a message that is not an object"))
+            raise self._break(Broken("the program sent a message that is not an object"))
         return message
 
     def _read(self, size: int) -> bytes:
@@ -222,7 +222,7 @@ class Peer:
             sent_and_got = zip(args, call["args"], answer.get("args", ()) if value is None else (), strict=False)
             after = [(arg, self.decode(got)) for arg, sent, got in sent_and_got if got != sent]
         except Exception as problem:
-            raise self._break(Broken(f"an answer that cannot be read: {problem!r}")) from None
+            raise self._break(Broken(f"the program sent a reply that cannot be read: {problem!r}")) from None
         if error is not None:
             raise error
         for arg, content in after:
@@ -237,7 +237,7 @@ class Peer:
             if "answer" in got:
                 answer = got["answer"]
                 if not isinstance(answer, dict):
-                    raise self._break(Broken("an answer that is not an object"))
+                    raise self._break(Broken("the program sent a reply that is not an object"))
                 return answer
             self.send({"answer": self.serve(got)})
 
@@ -342,7 +342,7 @@ class Peer:
                 if len(items) <= MAX_ITEMS:
                     return {"iterator": [self.encode(item) for item in items]}
             if not callable(value) and type(value).__module__ != TESTS:
-                raise NotPlain(f"the test hands a {type(value).__name__} to the program, which takes only plain data")
+                raise NotPlain(f"the test passes a {type(value).__name__} to the program, which takes only plain data")
         key = self._keys.setdefault(id(value), len(self._keys))
         self._kept[key] = value  # keeps its id from being reused
         return {"mine": key}

@@ -204,7 +204,7 @@ class GraderPool:
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise ConfigError(
-                f"sample {sample.index} has no grader: give --rm-type, --custom-rm-path or metadata rm_type"
+                f"sample {sample.index} has no grader; give --rm-type, --custom-rm-path or metadata rm_type"
             )
         return self._grader(str(rm_type))
 
@@ -351,7 +351,7 @@ class GraderPool:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise SlimeError("the grader pool is closed; nothing can be scored any more")
+            raise SlimeError("the grader pool is closed and scores nothing more")
 
     async def _drop(self, lane: _Lane, process: GraderProcess) -> None:
         if process in lane.processes:

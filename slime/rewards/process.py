@@ -203,7 +203,7 @@ class GraderProcess:
                 raise GradingTimeout(f"timeout after {limit_s:g} s of processor time", by_answer=waiting.looks)
             if time.monotonic() >= end:
                 wall_s = WALL_FACTOR * limit_s
-                raise GradingTimeout(f"timeout after {wall_s:g} s (of which a processor had it for {used_s:.1f} s)")
+                raise GradingTimeout(f"timeout after {wall_s:g} s (in which it had a processor for {used_s:.1f} s)")
 
     def _processor_s(self) -> float:
         return processor_s([self.pid])

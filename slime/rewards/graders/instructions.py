@@ -195,7 +195,7 @@ def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         raise DataError(f"the instructions {unknown} are unknown; known are {', '.join(CHECKS)}")
     kwargs = metadata.get("kwargs") or [{}] * len(ids)
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
-        raise DataError(f"the kwargs {str(kwargs)!r:.100} do not fit {len(ids)} instruction ids; write one object each")
+        raise DataError(f"the kwargs {str(kwargs)!r:.100} do not fit {len(ids)} instructions; write one object per id")
     return [(i, {k: v for k, v in (k or {}).items() if v is not None}) for i, k in zip(ids, kwargs, strict=True)]
 
 

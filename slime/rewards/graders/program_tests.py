@@ -201,7 +201,7 @@ class ProgramTests(Grader):
                 if case.kind == "stdin":
                     passed = ended.code == 0 and same_output(ended.output, case.expected)
                 elif case.kind == "assert" and ended.result is not None and isinstance(ended.result[0], str):
-                    raise DataError(f"a test cannot be checked from outside of the program: {ended.result[0]}")
+                    raise DataError(f"a test cannot be checked from outside the program: {ended.result[0]}")
                 else:
                     passed = ended.result is not None and same_value(ended.result[0], case.expected)
                 num_passed += passed

@@ -57,7 +57,7 @@ async def post(session: Any, url: str, payload: Any) -> Any:
                 async for chunk in response.content.iter_chunked(65536):
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
-                        raise EngineError(f"the reward service answered more than {MAX_ANSWER_BYTES} bytes")
+                        raise EngineError(f"the reward service sent more than {MAX_ANSWER_BYTES} bytes")
                 if response.status == 200:
                     return json.loads(body)
                 if response.status != 429 and response.status < 500:
@@ -130,7 +130,7 @@ def _another_shape(answer: Any, num_samples: int) -> BaseException:
     if isinstance(answer, BaseException):
         return answer
     size = len(answer) if isinstance(answer, list) else type(answer).__name__
-    return DataError(f"the reward service gave {size} for {num_samples} samples; it must answer a list of rewards")
+    return DataError(f"the reward service returned {size} for {num_samples} samples; it must return a list of rewards")
 
 
 @GRADERS.register("remote_rm")

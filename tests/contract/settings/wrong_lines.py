@@ -107,7 +107,7 @@ LONG = "x" * 5000
 PLACES = (
     ("--hf-checkpoint {data}", "config.json does not exist", "give a local folder in HF format"),
     ("--hf-checkpoint {binary_config}", "config.json is not text", "fetched again"),
-    ("--hf-checkpoint {broken_config}", "config.json is not JSON", "correct it, or give another"),
+    ("--hf-checkpoint {broken_config}", "config.json is not JSON", "correct it, or give a different file"),
     ("--hf-checkpoint {mamba}", "there is no model family for a checkpoint of model_type mamba", "known are"),
     ("--prompt-data nowhere:nope", "there is no such data scheme", "known are rg"),
     ("--eval-prompt-data held nowhere.jsonl", "evaluation data held: nowhere.jsonl does not exist"),

@@ -91,7 +91,7 @@ def test_assertions_hold_or_do_not() -> None:
         (["x = 1", "assert x == 1"], {}, "name no function of the program"),
         ("def check(candidate):\n    assert candidate(1)", {}, "name no function of the program"),
         ("assert f(1)", {"entry_point": "f"}, "do not define check"),
-        (["import math\nassert f(math)"], {}, "hands a module to the program"),
+        (["import math\nassert f(math)"], {}, "passes a module to the program"),
     ],
 )
 def test_rows_that_cannot_be_tested_are_errors_not_zeros(tests: Any, metadata: dict[str, Any], said: str) -> None:

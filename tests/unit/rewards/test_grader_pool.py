@@ -365,7 +365,7 @@ def test_a_machine_that_gives_no_processor_is_not_the_answers_fault(monkeypatch:
         stalled = asyncio.create_task(pool.score(Sample(response="sleep")))
         started = time.monotonic()
         score = await stalled
-        assert score == Unscored("timeout after 2 s (of which a processor had it for 0.0 s)")
+        assert score == Unscored("timeout after 2 s (in which it had a processor for 0.0 s)")
         assert time.monotonic() - started >= 2.0 and worker.dead
 
     with_pool(work, rm_type=HOSTILE_GRADER, num_workers=1, timeout_s=0.5)

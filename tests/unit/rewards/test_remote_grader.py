@@ -102,7 +102,7 @@ def test_one_refused_sample_costs_no_other_its_reward() -> None:
 def test_a_list_of_another_length_is_no_reward() -> None:
     async def work(url: str, seen: list[Any]) -> None:
         async with grader(rm_url=url, rm_batch_size=2) as grade:
-            with pytest.raises(DataError, match="answer a list"):
+            with pytest.raises(DataError, match="return a list"):
                 await grade(Sample())
 
     serve(lambda batch: (200, [1.0] * 5), work)

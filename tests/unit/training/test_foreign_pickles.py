@@ -146,7 +146,7 @@ def test_our_own_pickled_samples_are_read(tmp_path: Path) -> None:
     [
         ({"group_index": None}, "groups are not formed by position"),
         ({"multimodal_train_inputs": {"pixels": [1.0]}}, "has images"),
-        ({"tokens": [1]}, "response_length 3 of 1 tokens"),
+        ({"tokens": [1]}, "1 tokens, but its response_length is 3"),
         ({"status": "lost"}, "'lost' is not a valid Status"),
     ],
 )
