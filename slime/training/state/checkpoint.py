@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from slime.core import lease
+from slime.core.cores import usable_cores
 from slime.core.errors import SAVE_FLAG, CheckpointError, DeadlineExceeded
 from slime.core.files import read_checkpoint_json, sync_to_disk, write_json
 
@@ -262,7 +263,7 @@ def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
         return None if name not in own or _sha256(file) == want[name]["sha256"] else f"{name} was altered"
 
     own = set(sorted(want, key=lambda name: (-want[name]["bytes"], name))[share[0] :: share[1]])
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, usable_cores())) as pool:
         return [text for text in pool.map(fault, sorted(have | set(want))) if text]
 
 

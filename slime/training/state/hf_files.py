@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.core.files import open_to_readers, read_checkpoint_json, sync_to_disk
+from slime.core.files import full_disk_named, open_to_readers, read_checkpoint_json, sync_to_disk
 from slime.training.state.shards import TensorFile
 from slime.weights.quantised.formats import format_of
 
@@ -182,9 +182,10 @@ def write_hf(
     def flush() -> None:
         if pending:
             part = directory / f"part-{len(files) - 1:05d}.safetensors"
-            save_file(pending, part, metadata={"format": "pt"})
-            open_to_readers(part)
-            sync_to_disk(part)
+            with full_disk_named(directory):
+                save_file(pending, part, metadata={"format": "pt"})
+                open_to_readers(part)
+                sync_to_disk(part)
             pending.clear()
 
     for name, tensor in _chained(tensors, assets_from, carried):

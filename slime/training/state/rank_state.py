@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
+from slime.core.files import full_disk_named
 from slime.core.hf_config import read_hf_config
 from slime.training.model.parameter_names import Held
 from slime.training.parallel import ParallelInfo, seed_everything
@@ -177,14 +178,18 @@ class RankState:
         return dataclasses.replace(self, tensors=tensors)
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes and flushes `rank_NNNNN.safetensors` and `.json`; returns their seals by name."""
-        directory.mkdir(parents=True, exist_ok=True)
+        """Writes and flushes `rank_NNNNN.safetensors` and `.json`; returns their seals by name.
+
+        Raises `DiskFull`, which names `directory`.
+        """
         stem = f"rank_{self.rank:05d}"
-        seals = {f"{stem}.safetensors": write_tensors(directory / f"{stem}.safetensors", self.tensors)}
-        if self.assets_from is not None:
-            (directory / HF).mkdir(exist_ok=True)
-            copy_assets(self.assets_from, directory / HF)
-        return seals | {f"{stem}.json": write_meta(directory / f"{stem}.json", self.meta)}
+        with full_disk_named(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            seals = {f"{stem}.safetensors": write_tensors(directory / f"{stem}.safetensors", self.tensors)}
+            if self.assets_from is not None:
+                (directory / HF).mkdir(exist_ok=True)
+                copy_assets(self.assets_from, directory / HF)
+            return seals | {f"{stem}.json": write_meta(directory / f"{stem}.json", self.meta)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

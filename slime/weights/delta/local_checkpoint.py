@@ -34,6 +34,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from slime.core.cores import usable_cores
 from slime.core.errors import WeightSyncError
 from slime.core.files import full_disk_named, sync_to_disk, write_json
 from slime.core.text import listed
@@ -210,7 +211,7 @@ class LocalCheckpoint:
             raise _Damaged(f"{listed(wrong, 3)} differ in checksum from version {state.version}")
 
     def _side_by_side(self, manifest: Manifest, do: Callable[[Entry], None]) -> None:
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="weights-apply") as pool:
+        with ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), thread_name_prefix="weights-apply") as pool:
             for _ in pool.map(do, manifest.entries):
                 pass
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from slime.core.cores import usable_cores
 from slime.core.errors import WeightSyncError
 from slime.core.files import full_disk_named, open_to_readers, sync_to_disk
 from slime.weights.delta import encodings
@@ -101,7 +102,7 @@ class VersionWriter:
                 self._memory[name] = Held(data.copy(), place.dtype, place.shape)
 
     def _add_changes(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="weights-delta") as pool:
+        with ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), thread_name_prefix="weights-delta") as pool:
             for name, tensor in tensors:
                 self._require_same(name, tensor)
             on_host = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.core.errors import CheckpointError, DeadlineExceeded
+from slime.core.errors import CheckpointError, DeadlineExceeded, DiskFull
 from slime.training.state.checkpoint import (
     LATEST,
     MANIFEST,
@@ -24,6 +24,7 @@ from slime.training.state.checkpoint import (
     set_aside,
     verify,
 )
+from slime.training.state.rank_state import RankState
 from slime.training.state.shards import FORMAT, ShardReader, write_meta, write_tensors
 
 
@@ -262,3 +263,11 @@ def test_a_tensor_of_a_rank_does_not_live_in_the_file(tmp_path: Path) -> None:
         damaged.write(bytes(file.stat().st_size))
     reader.tensor(0, "rng/torch")
     assert torch.equal(kept, state)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+def test_a_full_disk_under_checkpoint_shards_is_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"rank_00000.{suffix}").symlink_to("/dev/full")
+    state = RankState(0, {"w": torch.ones(4)}, {"format": FORMAT}, assets_from=None)
+    with pytest.raises(DiskFull, match=f"cannot write below {tmp_path}"):
+        state.write(tmp_path)
