@@ -140,7 +140,7 @@ def enter_start_folder() -> None:
         try:
             os.chdir(folder)
         except OSError as error:
-            logger.warning("this host lacks the folder in which the run was started: %s", error)
+            logger.warning("the folder in which the run was started does not exist on this host: %s", error)
 
 
 LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")
@@ -219,7 +219,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
         folder.note("restart", restart.facts())
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
-        logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
+        logger.warning("these settings have no effect (--strict makes them errors):\n%s", told)
     from slime.cluster.ray_session import guarded
     from slime.cluster.start import start
 
@@ -323,7 +323,7 @@ def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
         if isinstance(error, ActorDied) or memory.was_killed_for_memory():
             error.add_note(memory.report())
         if isinstance(error, ActorFailed | ActorDied):
-            error.add_note(f"the trace is in {folder.logs / DRIVER_LOG}")
+            error.add_note(f"the traceback is in {folder.logs / DRIVER_LOG}")
         raise
 
 
@@ -337,7 +337,7 @@ def _rescue(run: Run) -> None:
     try:
         run.finish_save(limit_s=run.args.save_timeout_s)
     except Exception as error:  # for example if a rank has died
-        logger.warning("the checkpoint under way was not finished: %s", str(error).splitlines()[:1] or repr(error))
+        logger.warning("the checkpoint in progress was not finished: %s", str(error).splitlines()[:1] or repr(error))
 
 
 def _end(run: Run, *, limit_s: float) -> None:

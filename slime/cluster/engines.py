@@ -238,7 +238,7 @@ class Engines:
             return True
         if failed and len(failed) < len(self._still(None)):
             for engine in self._still(failed):
-                self._supervisor.lost(engine, f"a weight sync failed at it: {error}", longest_s=LONGEST_REFUSAL_S)
+                self._supervisor.lost(engine, f"a weight sync to it failed: {error}", longest_s=LONGEST_REFUSAL_S)
             return True
         if self.lost_any(engines):
             return True
@@ -288,7 +288,7 @@ class Engines:
         if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
             raise DeadlineExceeded.waiting(
                 owner="trainer",
-                for_what="an engine that starts on its GPU to have its memory",
+                for_what="a starting engine to allocate its GPU memory",
                 limit_s=limit_s,
                 flag=START_FLAG,
             )
@@ -315,7 +315,7 @@ class Engines:
         """Allows requests to every ready engine. Does not wait. Raises the errors of earlier admissions."""
         if asked := list(self._admissions.values()):
             answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
-            wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)
+            wait_for(answered, for_what="the rollout side to register the engines", limit_s=NOTICE_S)
         for engine in self.members.in_states(State.READY):
             if engine.url and engine.url not in self._admissions:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
@@ -340,7 +340,7 @@ class Engines:
                 elif engine.url in stalled:
                     limit_s = self._args.request_timeout_s
                     self._supervisor.lost(
-                        engine, f"it brought none of its requests a token for {limit_s:.0f} s (--request-timeout-s)"
+                        engine, f"none of its requests got a token for {limit_s:.0f} s (--request-timeout-s)"
                     )
 
     def _lost(self, engine: Engine) -> None:

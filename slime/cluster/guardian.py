@@ -145,15 +145,15 @@ class Guardian:
         Raises `EngineError` if processes are left or the guardian does not answer in time.
         """
         if self._num_left is None and (left := self._end(timeout_s)) is None:
-            _log.warning("%s; another one ends the run", self._what.ended(None))
+            _log.warning("%s; a new one ends the run", self._what.ended(None))
             self._watcher = self._start()
             left = self._end(timeout_s)
         else:
             left = self._num_left
         if left is None:
             raise EngineError(
-                f"{self._what.ended(None)}, as the one before it did, so processes of the run may be left; they have "
-                f"the environment variable {RUN_ID_ENV}"
+                f"two guardians in a row were lost, so processes of the run may be left (environment variable "
+                f"{RUN_ID_ENV}): {self._what.ended(None)}"
             )
         if left:
             raise EngineError(
@@ -165,11 +165,11 @@ class Guardian:
         """Replaces a killed guardian. Never raises; after a failed start, a later call tries again."""
         if self.alive or time.monotonic() < self._again_at:
             return
-        _log.warning("%s; another one starts", self._what.ended(None))
+        _log.warning("%s; a new one starts", self._what.ended(None))
         try:
             self._watcher = self._start()
         except (OSError, EngineError) as error:
-            _log.error("another guardian did not start: %s", error)
+            _log.error("the new guardian did not start: %s", error)
             self._again_at = time.monotonic() + START_AGAIN_S
 
     def _end(self, timeout_s: float) -> int | None:
@@ -179,8 +179,8 @@ class Guardian:
             self._num_left = self._watcher.last_word(timeout_s)
         except TimeoutError:
             raise EngineError(
-                f"{self._what} did not finish in {timeout_s:.0f} s, because a process of the run does not die; look "
-                f"for one in state D (log of the guardian: {self._what.log})"
+                f"{self._what} did not finish within {timeout_s:.0f} s, because a process of the run does not die; "
+                f"look for a process in state D (log of the guardian: {self._what.log})"
             ) from None
         return self._num_left
 
@@ -220,7 +220,7 @@ def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | 
     status = starter.wait()
     if not greeting.startswith(WATCHING):
         guardian = here("the guardian", None if log_path is None else Path(log_path))
-        raise EngineError(f"{guardian.ended(status)} before it watched")
+        raise EngineError(f"{guardian.ended(status)} before it began to watch")
     return Watcher(int(greeting.removeprefix(WATCHING)), starter.stdin, starter.stdout)
 
 
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.setsid()
     os.write(1, WATCHING + b"%d\n" % os.getpid())  # `start_watcher` reads it
     family, files, rooms = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
-    _log.info("run %s is over; ending what is left of it", options.run_id)
+    _log.info("run %s is over; ending its remaining processes", options.run_id)
     scratch = [os.path.join(glob.escape(room), f"slime-{glob.escape(options.run_id)}-*") for room in sorted(rooms)]
     num_left = end_run(family, files, options.temp_dir, scratch)
     with contextlib.suppress(BrokenPipeError):  # the owner is gone
@@ -367,11 +367,11 @@ class HostGuardian:
             with self._lock:
                 if self._num_left is not None or self._closing or start == MAX_STARTS:
                     break
-                _log.warning("the guardian of this host was killed; another one starts")
+                _log.warning("the guardian of this host was killed; a new one starts")
                 try:
                     self._watcher = self._start()
                 except (OSError, EngineError):
-                    _log.exception("another guardian did not start")
+                    _log.exception("the new guardian did not start")
                     break
         self._over.set()
 

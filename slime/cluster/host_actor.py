@@ -130,7 +130,7 @@ class HostHandle:
                     self._answered.wait()
             except BaseException as error:  # `unseen` raises it
                 if self._contract.done():
-                    logger.warning("files to check the shared folders of host %s are left: %s", self._node_id, error)
+                    logger.warning("token files for host %s could not be removed: %s", self._node_id, error)
                 else:
                     self._contract.set_exception(error)
 
@@ -150,7 +150,7 @@ class HostHandle:
             self._asked_at = time.monotonic()
         if not all_there([self._asked]):
             if time.monotonic() - self._asked_at > self._limit_s:
-                what = f"an answer of host {self._host}"
+                what = f"an answer from host {self._host}"
                 raise DeadlineExceeded.waiting(owner="driver", for_what=what, limit_s=self._limit_s, flag=START_FLAG)
             return None
         self._answered.set()
@@ -175,9 +175,11 @@ class HostHandle:
             self._holder.join(TOKENS_LIMIT_S)
             return
         try:
-            wait_for([self.actor.close.remote()], for_what=f"host {self._host} to be empty", limit_s=EMPTY_LIMIT_S)
+            what = f"the processes on host {self._host} to end"
+            wait_for([self.actor.close.remote()], for_what=what, limit_s=EMPTY_LIMIT_S)
         except SlimeError as error:  # the guardian ends the run there once Ray has ended the actor
-            logger.warning("host %s did not confirm that it is empty: %s", self._node_id, str(error).splitlines()[0])
+            reason = str(error).splitlines()[0]
+            logger.warning("host %s did not confirm the end of its processes: %s", self._node_id, reason)
 
 
 class RayNodes:

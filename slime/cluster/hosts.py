@@ -168,7 +168,7 @@ class GuardedHosts:
 
     def _refuse(self, node: _Node, because: str) -> None:
         if node.refusal != because:
-            logger.warning("host %s is not used, because %s; asked every %.0f s", node.host, because, ASK_AGAIN_S)
+            logger.warning("host %s is not used, because %s; retried every %.0f s", node.host, because, ASK_AGAIN_S)
         node.refusal, node.is_there = because, False
         self._put_off(node, ASK_AGAIN_S)
 
@@ -246,8 +246,8 @@ def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: 
         num_slots = min(num_gpus, num_cpus)
         if num_gpus > num_cpus:  # a slot also reserves a CPU
             held_back = (
-                f"{num_gpus} GPUs are free, but only {num_cpus} of the CPUs that Ray counts there, and each slot takes "
-                f"one: start Ray there with --num-cpus {num_gpus} or more, or end what takes CPUs"
+                f"{num_gpus} GPUs are free, but each slot also takes a CPU, and Ray has only {num_cpus} free CPUs "
+                f"there: start Ray with --num-cpus {num_gpus} or more, or stop other Ray tasks"
             )
     if most and most < num_slots:
         num_slots, held_back = most, f"--num-gpus-per-node {most}"
@@ -289,8 +289,8 @@ def _check(args: Args, plan: PlacementPlan) -> None:
     tp_size = int(args.megatron["tensor_model_parallel_size"])
     if plan.split_groups(tp_size):
         logger.warning(
-            "tensor-parallel groups of %d ranks have members on two hosts, so every layer waits for the network; give "
-            "--actor-num-gpus-per-node a multiple of %d",
+            "tensor-parallel groups of %d ranks span two hosts, so every layer waits for the network; set "
+            "--actor-num-gpus-per-node to a multiple of %d",
             tp_size,
             tp_size,
         )
@@ -310,8 +310,8 @@ def require_reach(args: Args, plan: PlacementPlan) -> None:
     ]
     if apart:
         raise ConfigError(
-            f"got --update-weight-transport tensor with engines {apart} on other hosts than the training rank that "
-            "sends, whose memory they cannot see; use distributed or disk"
+            f"--update-weight-transport tensor cannot reach engines {apart}: they are not on the host of the training "
+            "rank that sends, so they cannot map its memory; use distributed or disk"
         )
 
 
@@ -324,8 +324,8 @@ def _tell(plan: PlacementPlan) -> None:
         has += ["the rollout side"] * (h == 0)
         logger.info("host %s has %s", host, ", ".join(has) or "nothing")
     logger.warning(
-        "processes of this run listen on %s, and every host of that network reaches them: engines ask for the key of "
-        "the run, but the meeting points of process groups ask for nothing; keep strangers off that network",
+        "processes of this run listen on %s, where every host of that network can reach them. Engines require the key "
+        "of the run, but process groups require no key, so keep untrusted hosts off that network",
         ", ".join(sorted({plan.address_of(slot) for slot in range(plan.num_slots)})),
     )
 
@@ -390,8 +390,8 @@ def require_seen(found: dict[str, list[str]]) -> None:
     told = [f"{host} does not see {problem}" for host, problems in found.items() for problem in problems]
     if told:
         raise ConfigError(
-            f"got paths that are not shared: {'; '.join(told)}. Processes on every host of a run read and write these "
-            "under one path; put them on a file system that all hosts mount at the same place, or use one host"
+            f"hosts do not share these paths: {'; '.join(told)}. Processes on every host of a run use the same paths; "
+            "put the folders on a file system that all hosts mount at the same place, or use one host"
         )
 
 
@@ -458,7 +458,7 @@ def _look(contract: Contract) -> list[str]:
             problems.append(f"{flag} {Path(name).parent} ({error.strerror})")
             continue
         if seen != token:
-            problems.append(f"{flag} {Path(name).parent} (another folder is there)")
+            problems.append(f"{flag} {Path(name).parent} (a different folder has this path)")
     for flag, (path, digest) in contract.digests.items():
         if not Path(path).exists():
             problems.append(f"{flag} {path} (no such folder)")

@@ -118,11 +118,13 @@ class MemoryWatch:
         usages = sorted(self.look(), key=lambda u: u.peak_bytes, reverse=True)
         if self.was_killed_for_memory():
             kills = (num_oom_kills() or 0) - (self._before or 0)
-            verdict = f"the kernel killed {kills} process{'es' if kills > 1 else ''} meanwhile, because memory ran out"
+            verdict = (
+                f"the kernel killed {kills} process{'es' if kills > 1 else ''} during the run, because memory ran out"
+            )
         else:
             verdict = "the kernel reports no process killed for lack of memory"
         shown = ", ".join(_told(usage) for usage in usages[:NUM_SHOWN]) or "none seen"
-        return f"memory: {verdict}; largest processes of the run (at most so much): {shown}"
+        return f"memory: {verdict}; largest processes of the run, by peak memory: {shown}"
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):

@@ -146,9 +146,9 @@ def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: S
     able = sorted((n, h) for h, n in enumerate(free) if n >= num_per_node)
     if len(able) < num_nodes:
         raise ConfigError(
-            f"got --actor-num-nodes {num_nodes} with --actor-num-gpus-per-node {num_per_node}: that takes {num_nodes} "
-            f"host{'s' * (num_nodes > 1)} with {num_per_node} free slots each; {_told(free, hosts)}; lower one of the "
-            "two, or add hosts to the Ray cluster"
+            f"--actor-num-nodes {num_nodes} and --actor-num-gpus-per-node {num_per_node} need {num_nodes} "
+            f"host{'s' * (num_nodes > 1)} with {num_per_node} free slots each, but {_told(free, hosts)}; lower one of "
+            "the two, or add hosts to the Ray cluster"
         )
     chosen = sorted(h for _, h in able[:num_nodes])
     for h in chosen:
@@ -169,10 +169,10 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
         if len(on) < num_hosts or width * num_hosts != demand.num_slots:
             sizes = sorted({engine.num_slots for engine in engines})
             raise ConfigError(
-                f"got --colocate with {len(engines)} engines of {' and '.join(map(str, sizes))} on {len(train_on)} "
-                f"hosts of {num_per_node} training slots each, where {len(places)} fit: an engine is on one host or on "
-                "several whole ones, and shares all of its slots with training or none; give "
-                f"--rollout-num-gpus-per-engine a divisor or a multiple of {num_per_node}"
+                f"--colocate cannot place {len(engines)} engines of {' and '.join(map(str, sizes))} slots on "
+                f"{len(train_on)} hosts with {num_per_node} training slots each; only {len(places)} fit. An engine "
+                "takes slots of one host or several whole hosts, and shares all of its slots with training or none. "
+                f"Set --rollout-num-gpus-per-engine to a divisor or a multiple of {num_per_node}"
             )
         for h in on:
             room[h] -= width
@@ -197,9 +197,9 @@ def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hos
                 free[h] -= size // num_hosts
             return chosen
     raise ConfigError(
-        f"got {len(engines)} engines: no host is left for engine {index}, which takes {size} slots, beside the "
-        f"training ranks and the engines before it, and no hosts that could give equal parts; {_told(free, hosts)}; "
-        "lower --rollout-num-gpus or --rollout-num-gpus-per-engine, or add hosts to the Ray cluster"
+        f"engine {index} of {len(engines)} needs {size} slots, but the training ranks and earlier engines leave no "
+        f"host with that many, and no hosts with equal parts; {_told(free, hosts)}; lower --rollout-num-gpus or "
+        "--rollout-num-gpus-per-engine, or add hosts to the Ray cluster"
     )
 
 
@@ -207,7 +207,7 @@ def _told(free: list[int], hosts: Sequence[Host]) -> str:
     each = [
         f"{n} on {host}" + f" ({host.held_back})" * bool(host.held_back) for n, host in zip(free, hosts, strict=True)
     ]
-    return "free are " + ", ".join(each)
+    return "the free slots are " + ", ".join(each)
 
 
 def _numbered(

@@ -58,8 +58,8 @@ def _of_machine(args: Args) -> Iterator[str]:
     for flag, number in asked.items():
         if number > cores:
             yield (
-                f"got {flag} {number} on a CPU, where each is a process that computes, and this machine has {cores} "
-                f"cores; give {flag} {cores} or fewer"
+                f"{flag} {number} needs {number} cores on a CPU, one per process, but this machine has {cores} cores; "
+                f"set {flag} to {cores} or less"
             )
 
 
@@ -75,10 +75,10 @@ def _of_pairs(args: Args) -> Iterator[str]:
 
 def _too_few_gpus(args: Args, needed: int, here: int) -> str:
     if not here:
-        return "got --device cuda, and this machine has no GPU (no /dev/nvidia*); give --device cpu, or leave it out"
+        return "--device cuda needs a GPU, and this machine has none (no /dev/nvidia*); use --device cpu or no --device"
     share = "" if args.colocate else ", or share them with --colocate"
     return (
-        f"got settings that take {needed} GPUs, and {here} are here (/dev/nvidia*, CUDA_VISIBLE_DEVICES); lower "
+        f"the run needs {needed} GPUs, but this machine has {here} (/dev/nvidia*, CUDA_VISIBLE_DEVICES); lower "
         f"--actor-num-gpus-per-node or --rollout-num-gpus{share}"
     )
 
@@ -98,11 +98,12 @@ def _of_folders(args: Args) -> Iterator[str]:
         tried = [path.parent] if name in FILES else [path]
         folder = next(one for one in (*tried, *path.parents) if "{" not in str(one))
         if (problem := _cannot_be_made(folder)) is not None:
-            yield f"got --{name.replace('_', '-')} {shorten(str(path), 300)}, {problem}; name another folder"
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag} {shorten(str(path), 300)} cannot be created: {problem}; choose another folder"
     if args.save is not None and _holds_another_run(args):
         yield (
-            f"got --save {args.save}, which holds the checkpoints of another run; name a new folder, or go on with "
-            f"that run: --load {args.save}"
+            f"--save {args.save} holds the checkpoints of another run; choose a new folder, or continue that run: "
+            f"--load {args.save}"
         )
 
 
@@ -116,30 +117,30 @@ def _holds_another_run(args: Args) -> bool:
 def _of_run_folder(args: Args) -> Iterator[str]:
     """Reports a run folder that cannot be written or has metrics of another run. Empty metrics are accepted."""
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
-        yield f"got run_dir {shorten(args.run_dir, 300)}, {problem}; name another --run-dir"
+        yield f"the run folder {shorten(args.run_dir, 300)} cannot be created: {problem}; choose another --run-dir"
         return
     metrics = Path(args.run_dir) / "metrics.jsonl"
     resumes = not args.origins.get("load", "default").startswith("default")  # also if an empty --load was dropped
     if resumes or not metrics.is_file() or not metrics.stat().st_size:
         return
     yield (
-        f"got run_dir {args.run_dir}, which holds the metrics of an earlier run; name a new folder, or go on with that "
+        f"the run folder {args.run_dir} holds the metrics of an earlier run; choose a new --run-dir, or continue that "
         "run: --load its --save folder"
     )
 
 
 def _cannot_be_made(folder: Path) -> str | None:
-    """Returns why the folder cannot be made, as a clause to follow a comma; None if it can."""
+    """Returns why the folder cannot be created; None if it can."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:
-        return f"which cannot be a folder ({error.strerror})"
+        return str(error.strerror)
     if there == there.parent == folder.absolute():
-        return "which is the root of the file system"
+        return "it is the root of the file system"
     if not there.is_dir():
-        return f"because {there} is a file" if there == folder.absolute() else f"which lies below the file {there}"
+        return f"{there} is a file"
     if not os.access(there, os.W_OK | os.X_OK) or not _takes_folders(there):
-        return f"because nothing can be written in {there}"
+        return f"{there} is not writable"
     return None
 
 
@@ -156,7 +157,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
     """Reports temporary folders with paths too long for the sockets of Ray or torch, or that cannot be made."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
-        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; name a folder of at most {most} characters"
+        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; choose a folder of at most {most} characters"
     if args.ray_address is None:
         try:
             of_ray = ray_folder(args.run_id)
@@ -164,7 +165,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
             yield str(error)
             return
         if (problem := _cannot_be_made(of_ray)) is not None:
-            yield f"got {of_ray} for Ray's files, {problem}; name another folder in RAY_TMPDIR"
+            yield f"the folder {of_ray} for Ray's files cannot be created: {problem}; set RAY_TMPDIR to another folder"
 
 
 def cluster_problems(args: Args) -> Iterator[str]:
@@ -179,8 +180,8 @@ def cluster_problems(args: Args) -> Iterator[str]:
         reason = "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
     if reason is not None:
         yield (
-            f"got {ray_address_in_words(args)}, where no Ray cluster can be reached from here ({reason}); give "
-            "HOST:PORT as `ray start --head` printed it, and start the driver on a host of the cluster"
+            f"no Ray cluster can be reached at {ray_address_in_words(args)} ({reason}); give HOST:PORT as `ray start "
+            "--head` printed it, and start the driver on a host of the cluster"
         )
 
 

@@ -187,13 +187,13 @@ class RankWeightSync:
 
     def _broadcast(self, value: Any) -> Any:
         box = [value]
-        with _named("the word of training rank 0"):
+        with _named("a value from training rank 0"):
             dist.broadcast_object_list(box, src=CONDUCTOR, group=self._group)
         return box[0]
 
     def _gather(self, value: Any) -> list[Any] | None:
         out: list[Any] | None = [None] * dist.get_world_size() if self._rank == CONDUCTOR else None
-        with _named("the word of every training rank"):
+        with _named("a value from every training rank"):
             dist.gather_object(value, out, dst=CONDUCTOR, group=self._group)
         return out
 

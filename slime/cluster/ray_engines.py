@@ -376,7 +376,7 @@ class RayEngines:
         try:
             problem: str | None = ray.get(ref)
         except RayError as error:
-            return str(translated(error, f"a look at engine {index}"))
+            return str(translated(error, f"a check of engine {index}"))
         return problem
 
     def _open_gate(self, index: int) -> None:

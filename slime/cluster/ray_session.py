@@ -171,9 +171,9 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) ->
             ray.shutdown()
             if last or SLOW_START not in str(error):
                 raise ClusterFailed(
-                    f"Ray did not start: {error_line(error)}; look at the load and the free memory of this machine"
+                    f"Ray did not start: {error_line(error)}; check the load and the free memory of this machine"
                 ) from error
-            logger.warning("Ray did not start in 30 s on this busy machine; it is started again")
+            logger.warning("Ray did not start within 30 s on this busy machine; trying again")
 
 
 def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:

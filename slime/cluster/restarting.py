@@ -103,11 +103,11 @@ class Restarts:
         if not end.is_fault:
             return "another start would end the same way"
         if self.number >= self.most:
-            return f"--max-restarts {self.most} are used up"
+            return f"all restarts are used up (--max-restarts {self.most})"
         if self._in_vain >= MOST_IN_VAIN:
             return (
-                f"{self._in_vain} starts in a row have trained no new step, so another one would not help; the last "
-                f"one ended by: {end.reason}"
+                f"{self._in_vain} starts in a row have trained no new step, so another start would not help; the last "
+                f"start ended with: {end.reason}"
             )
         self.number += 1
         return None
@@ -139,8 +139,9 @@ class Restart:
     """The first step of this start, counted from 0."""
 
     def __str__(self) -> str:
-        whence = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
-        return f"restart {self.number} of {self.most}: continues with step {self.step}, {whence}, after {self.because}"
+        source = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
+        where = f"continues with step {self.step}, {source}"
+        return f"restart {self.number} of {self.most}: {where}; the last start ended with: {self.because}"
 
     def facts(self) -> dict[str, object]:
         return asdict(self)
@@ -174,8 +175,8 @@ class _Keeper:
         """Raises `ConfigError` if this process cannot be forked safely."""
         if threading.active_count() > 1 or "ray" in sys.modules:
             raise ConfigError(
-                "got --max-restarts in a process that has threads or has imported Ray, so no start can be forked from "
-                "it; call the loop from a plain script, or leave the flag out"
+                "--max-restarts cannot fork starts from this process, because it has threads or has imported Ray; call "
+                "the loop from a plain script, or leave the flag out"
             )
         if args.use_wandb and args.wandb_run_id is None:
             args = args.replace(wandb_run_id=args.run_id)  # all starts are one W&B run
@@ -201,7 +202,7 @@ class _Keeper:
                 raise SystemExit(code)
             why_not = restarts.refusal(end, last_trained(self._args)) or self._what_is_left()
             if why_not is not None:
-                _say(f"the run is not started again: {why_not}")
+                _say(f"the run is not restarted: {why_not}")
                 raise SystemExit(code)
             restart = self._next(restarts, end)
             _say(str(restart))
@@ -242,8 +243,8 @@ class _Keeper:
         while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):
             if time.monotonic() > deadline:
                 return (
-                    f"{', '.join(left) or 'its guardian'} of the last start still runs after {ORPHANS_LIMIT_S:.0f} s "
-                    f"(see the environment variable {RUN_ID_ENV})"
+                    f"processes of the last start still run after {ORPHANS_LIMIT_S:.0f} s: "
+                    f"{', '.join(left) or 'its guardian'} (see the environment variable {RUN_ID_ENV})"
                 )
             time.sleep(LOOK_S)
         return None
@@ -317,8 +318,8 @@ def _end_of(status: int, said: bytes) -> End:
         return End(**json.loads(said))
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
-        return End(f"the end of the driver by {number.name}", is_fault=number not in MEANT)
-    return End(f"the end of the driver with status {os.WEXITSTATUS(status)}, without a reason", is_fault=True)
+        return End(f"{number.name}, which ended the driver", is_fault=number not in MEANT)
+    return End(f"exit status {os.WEXITSTATUS(status)} of the driver, without a reason", is_fault=True)
 
 
 def _say(text: str) -> None:

@@ -120,21 +120,21 @@ class Run:
         """Logs the addresses of engines and routers, and the key that they need."""
         if not self._actors.on_rollout("ray_asks_for_token", for_what="the rollout side", limit_s=ROUTER_LIMIT_S):
             logger.warning(
-                "the Ray cluster at %s asks for no token, so whoever reaches it can run code as you: start its daemons "
-                "and this run with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN",
+                "the Ray cluster at %s requires no token, so anyone who can reach it can run code as you; start its "
+                "daemons and this run with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN",
                 self.args.ray_address,
             )
         if not self._actors.engines:
             return
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         engines = [engine.url for engine in self._actors.engines.members.engines if engine.url is not None]
-        key = "their own key, if they ask for one" if self.args.rollout_external_engine_addrs else "the key of the run"
+        key = "their own key, if they have one" if self.args.rollout_external_engine_addrs else "the key of the run"
         logger.info("engines are at %s; requests need %s", ", ".join(engines) or "no address", key)
         if urls:
             routers = ", ".join(f"{url} ({model})" for model, url in urls.items())
             logger.info("routers are at %s; requests need the key in %s", routers, self._key_file)
         else:
-            logger.info("no router runs, because nothing in this run needs one; --router-port PORT starts it")
+            logger.info("no router runs, because nothing in this run needs one; --router-port PORT starts one")
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Run:
             asked = [trainer.memory_plan.remote() for trainer in actors[:-1]] + [actors[-1].progress.remote()]
             return first_death(asked, for_what=f"the run, which showed as {seen_as}", limit_s=DEATH_SHOWS_S)
         except Exception as error:  # Ray itself has ended
-            logger.debug("nobody could be asked: %s", error)
+            logger.debug("no actor could be asked: %s", error)
             return None
 
     def close(self, *, limit_s: float) -> None:

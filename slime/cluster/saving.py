@@ -47,7 +47,7 @@ class Saver:
         found = checkpoint.find(Path(self._args.load), self._args.ckpt_step)
         if found is None:
             raise ConfigError(
-                f"got --load {self._args.load}, which holds no committed checkpoint; leave it out to start from "
+                f"--load {self._args.load} holds no committed checkpoint; leave the flag out to start from "
                 "--hf-checkpoint"
             )
         self._resumed_from.append(found.path)
@@ -70,7 +70,7 @@ class Saver:
             return
         kept = checkpoint.set_aside(root, after=-1 if self._args.finetune else found.rollout_id)
         if kept and self._args.save_keep_last is not None:
-            logger.info("--save-keep-last leaves %s of %s alone: they belong to another branch", ", ".join(kept), root)
+            logger.info("--save-keep-last never removes %s of %s, saved by another branch", ", ".join(kept), root)
 
     def _tell_resumed(self, found: checkpoint.Checkpoint) -> None:
         if self._args.finetune:
@@ -92,7 +92,7 @@ class Saver:
         now = [self._actors.rollout.save.remote(str(parts))]
         if self._args.async_save:
             now += [trainer.take_snapshot.remote() for trainer in self._actors.trainers]
-        wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=self._limit_s, flag=SAVE_FLAG)
+        wait_for(now, for_what=f"the state of step {rollout_id} to be copied", limit_s=self._limit_s, flag=SAVE_FLAG)
         self._background.start(
             lambda: self._write(parts, rollout_id, start_s), what=f"the checkpoint of step {rollout_id}"
         )

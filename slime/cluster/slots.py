@@ -99,7 +99,7 @@ def _devices(group: Any, num_slots: int, limit_s: float) -> list[tuple[int, str]
         ).remote()
         for bundle in range(num_slots)
     ]
-    return wait_for(calls, for_what="each slot to say which GPU it has", limit_s=limit_s, flag=START_FLAG)
+    return wait_for(calls, for_what="each slot to report its GPU", limit_s=limit_s, flag=START_FLAG)
 
 
 def _own_device() -> tuple[int, str]:
@@ -117,6 +117,6 @@ def _require_different(hosts: Sequence[Host], names: Sequence[str]) -> None:
     twice = [f"{name} of {host}" for (host, name), times in given.items() if times > 1]
     if twice:
         raise ConfigError(
-            f"got {', '.join(twice)} for more than one slot, because CUDA_VISIBLE_DEVICES names it twice where Ray was "
-            "started; name each GPU once"
+            f"more than one slot has GPU {', '.join(twice)}, because CUDA_VISIBLE_DEVICES lists the GPU twice where "
+            "Ray was started; list each GPU once"
         )

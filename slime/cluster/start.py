@@ -184,7 +184,7 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
     plan = max(plans, key=lambda p: p.peaks["train"].trainer)
     logger.info("memory of a GPU: %s (of %.1f GB)", plan, plan.gpu_bytes / 1e9)
     for phase in plan.too_large():
-        logger.warning("the phase %s is expected not to fit: use more GPUs, or split the model further", phase)
+        logger.warning("the phase %s will probably not fit: use more GPUs, or split the model further", phase)
     folder.note("memory", plan.facts())
 
 
@@ -217,7 +217,8 @@ def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Call
         return plan.address_of
     here = address_towards(far[0])
     logger.warning(
-        "training ranks listen on %s, for the engine at %s. Pickles travel there, so keep strangers off that network",
+        "training ranks listen on %s, for the engine at %s. They exchange pickles, so keep untrusted hosts off that "
+        "network",
         here,
         far[0],
     )

@@ -60,7 +60,7 @@ def _raised(error: RayTaskError, for_what: str) -> SlimeError:
     if isinstance(cause, SlimeError):
         return cause
     what = error_line(cause) if isinstance(cause, Exception) else _last_line(trace)
-    return ActorFailed(f"got {what}{_place(trace)}, during {for_what}")
+    return ActorFailed(f"{what}{_place(trace)}, during {for_what}")
 
 
 def _not_started(text: str) -> SlimeError:
@@ -69,7 +69,7 @@ def _not_started(text: str) -> SlimeError:
     kind = getattr(errors, match[1], None) if match else None
     if match and isinstance(kind, type) and issubclass(kind, SlimeError):
         return kind(match[2].strip())
-    return ActorFailed(f"a process could not start: got {_last_line(text)}{_place(text)}")
+    return ActorFailed(f"a process could not start: {_last_line(text)}{_place(text)}")
 
 
 def _place(trace: str) -> str:
@@ -80,7 +80,7 @@ def _place(trace: str) -> str:
 def _last_line(trace: str) -> str:
     """Returns the exception at the end of a traceback."""
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
-    return first_line(lines[-1]) if lines else "an error without a text"
+    return first_line(lines[-1]) if lines else "an error without a message"
 
 
 def _process(text: str) -> Process:

@@ -129,7 +129,7 @@ class WeightSyncSequence:
         while not (metrics := self._try(None)):
             logger.warning("an engine was lost during the weight sync, which is repeated with the others")
         if ends_requests:
-            self._actors.on_rollout("resume", for_what="requests to go on", limit_s=REQUESTS_LIMIT_S)
+            self._actors.on_rollout("resume", for_what="requests to continue", limit_s=REQUESTS_LIMIT_S)
         if metrics[0]:
             self._tracker.add(metrics[0])
 

@@ -73,9 +73,9 @@ def _require_divided(cache: Any, context: Any, *_: Any, **__: Any) -> None:
     if name in EMPTY | DIVIDED and not more:
         return
     raise EngineError(
-        f"got the prefix cache {' with '.join([name, *more])}, which may mix prefixes of different weights when "
-        "requests live through weight syncs (--token-versions, --pause-generation-mode retract and in_place); leave "
-        "out the setting that chooses it, or use --pause-generation-mode abort"
+        f"the prefix cache {' with '.join([name, *more])} may mix prefixes of different weights when requests "
+        "continue across weight syncs (--token-versions, --pause-generation-mode retract and in_place); leave out the "
+        "setting that chooses this cache, or use --pause-generation-mode abort"
     )
 
 

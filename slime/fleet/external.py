@@ -107,7 +107,7 @@ class ExternalEngines:
     def troubles(self) -> Mapping[int, str]:
         listed = self._list.now()
         found = {index: problem for index, look in self._looks.items() if (problem := look.trouble())}
-        gone = {i: f"its address was taken off {self._list.file}" for i in self._looks if self._urls[i] not in listed}
+        gone = {i: f"its address left {self._list.file}" for i in self._looks if self._urls[i] not in listed}
         return {**found, **gone}
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
@@ -163,8 +163,8 @@ class ExternalEngines:
             look.close()
             if look.state is State.TAINTED or (look.state is State.SYNCING and look.served):
                 logger.warning(
-                    "engine %d at %s may be paused, because a weight sync to it was interrupted; the next run resumes "
-                    "it, or POST /continue_generation",
+                    "engine %d at %s may be paused, because a weight sync to it was interrupted. The next run resumes "
+                    "it; until then you can resume it with POST /continue_generation",
                     index,
                     self._urls[index],
                 )
@@ -176,7 +176,7 @@ class ExternalEngines:
         facts = self._knock(url).facts
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
-            logger.warning("%s asks for no key, so whoever reaches it can replace its weights; start it with one", url)
+            logger.warning("anyone who can reach %s can replace its weights; start the server with a key", url)
         engine = Engine(len(self._known), (), layout=layout_of_server(facts), host=host_of(url), external=True)
         self._known.append(engine)
         self._urls.append(url)
@@ -203,7 +203,7 @@ class ExternalEngines:
     def _judge(self, facts: ServerFacts, layout: EngineLayout | None) -> list[str]:
         found = misfits(facts, self._wanted)
         if not found and layout not in (None, layout_of_server(facts)):
-            found.append(f"it has {layout_of_server(facts)}, but the engine before it {layout}; start it with that")
+            found.append(f"its layout is {layout_of_server(facts)}; start it with {layout}, like the lost engine")
         return found
 
 
@@ -248,7 +248,7 @@ class _Knock:
         """Facts about the server once it fits, else None."""
         self.problems: list[str] | None = None
         """Misfits in the last answer; None if no server has answered."""
-        self.asked, self.silence = False, "it was not asked yet"
+        self.asked, self.silence = False, "not polled yet"
         """Whether the address was asked at least once, and why no server answers."""
         self._over = threading.Event()
         threading.Thread(target=self._run, name=f"knock {url}", daemon=True).start()
@@ -277,7 +277,7 @@ class _Knock:
         except SlimeError as error:
             return None, [str(error)]
         except Exception as error:  # another kind of server may listen at the address
-            return None, [f"its answers make no sense: {type(error).__name__}: {error}; is it an SGLang server?"]
+            return None, [f"its responses are invalid: {type(error).__name__}: {error}; is it an SGLang server?"]
 
 
 class _Look:
@@ -343,7 +343,7 @@ class _Look:
             else:
                 refused = 0
                 if asked_of and asked_of == self._version and found != str(asked_of):
-                    self._problem = f"it was restarted: it serves weights {found!r} and was sent version {asked_of}"
+                    self._problem = f"it was restarted: it was sent version {asked_of}, but serves weights {found!r}"
 
 
 def _told(facts: ServerFacts) -> str:

@@ -98,9 +98,9 @@ def misfits(facts: ServerFacts, wanted: Wanted) -> list[str]:
 def report(found: Mapping[str, Sequence[str]]) -> str:
     lines = [f"  {url}\n" + "\n".join(f"    - {problem}" for problem in problems) for url, problems in found.items()]
     return (
-        f"got {len(found)} external engine{'s' * (len(found) > 1)} that this run cannot use:\n"
+        f"this run cannot use {len(found)} external engine{'s' * (len(found) > 1)}:\n"
         + "\n".join(lines)
-        + '\nStart them as docs/topologies.md says under "Engines that run already", or leave them out'
+        + '\nStart them as described under "Engines that run already" in docs/topologies.md, or leave them out'
     )
 
 
@@ -108,7 +108,7 @@ def _of_version(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     version = facts.info.get("version")
     if version != wanted.sglang_version:
         yield (
-            f"SGLang {version}; the run needs {wanted.sglang_version}, whose tensors and routes it knows: start it "
+            f"it runs SGLang {version}, but this run needs the tensors and routes of {wanted.sglang_version}: start it "
             "with that version"
         )
 
@@ -123,11 +123,11 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
     if list(served) != list(ours):
         path = facts.model.get("model_path")
-        yield f"model {served[0]} ({path}), not {ours[0]}: start it with --model-path of the checkpoint"
+        yield f"it serves model {served[0]} ({path}), not {ours[0]}: start it with --model-path of the checkpoint"
         return
-    differing = [f"{name} {theirs} in place of {mine}" for name, theirs, mine in _differences(facts, config)]
+    differing = [f"{name} {theirs} instead of {mine}" for name, theirs, mine in _differences(facts, config)]
     if differing:
-        yield f"model {facts.model.get('model_path')} has {', '.join(differing)}: start it with the checkpoint"
+        yield f"its model {facts.model.get('model_path')} has {', '.join(differing)}: start it with the checkpoint"
 
 
 def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -146,7 +146,7 @@ def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     meant = set(wanted.table.resident) | {e.plus_one for e in wanted.table.entries if e.plus_one}
     missing, extra = sorted(meant - held), sorted(held - meant)
     if any("shared_expert" in name for name in missing):
-        yield "it keeps shared experts with the routed ones: start it with --disable-shared-experts-fusion"
+        yield "it fuses shared experts with routed ones: start it with --disable-shared-experts-fusion"
     elif missing or extra:
         parts = [f"lacks {listed(missing, 3)}"] * bool(missing) + [f"has {listed(extra, 3)}"] * bool(extra)
         yield f"its model {' and '.join(parts)}, unlike the checkpoint: start it with the checkpoint"
@@ -159,13 +159,13 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     for name, plain in UNVERIFIED.items():
         if name in facts.info and facts.info[name] not in plain:
             yield (
-                f"{_flag(name)} {facts.info[name]}: it then holds other tensors than the trainer verifies after each "
-                "weight sync; leave the flag out"
+                f"{_flag(name)} {facts.info[name]} gives it different tensors from those that the trainer verifies "
+                "after each weight sync; leave the flag out"
             )
     if facts.info.get(ALGORITHM):
         yield (
-            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]}: drafts of external engines are not verified; leave the flag "
-            "out"
+            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]} gives it a draft model, which slime cannot verify on an "
+            "external engine; leave the flag out"
         )
     try:
         layout = layout_of_server(facts)
@@ -174,7 +174,7 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     else:
         yield from _of_sizes(layout, facts, wanted)
     if facts.info.get("enable_lora") or facts.info.get("lora_paths"):
-        yield "it serves adapters beside the weights that the run verifies; start it without LoRA"
+        yield "it serves adapters in addition to the weights that the run verifies; start it without LoRA"
 
 
 def layout_of_server(facts: ServerFacts) -> EngineLayout:
@@ -191,13 +191,13 @@ def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Itera
         yield f"{layout}: {problem}; choose another layout"
     if layout.pp_size > 1 and wanted.labels:
         yield (
-            f"{layout}: pipeline stages keep serving while weights change; use one stage, or --pause-generation-mode "
-            "abort"
+            f"{layout}: its pipeline stages keep serving while weights change; use one stage, or "
+            "--pause-generation-mode abort"
         )
     if max(layout.pp_size, layout.dp_size) > 1 and not _has_hooks(facts):
         yield (
-            f"{layout}: stock SGLang answers for its first stage or group only; start it with {LAUNCHER}, and with "
-            f"--custom-weight-loader {LOADER} to show that"
+            f"{layout}: stock SGLang reports only its first stage or group; start it with {LAUNCHER}, and with "
+            f"--custom-weight-loader {LOADER} so that the run can see this"
         )
 
 
@@ -210,7 +210,7 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     for name, value in wanted.settings.items():
         has = facts.info.get(name)
         if name in facts.info and not _same(has, value):
-            yield f"{_flag(name)} {_shown(has)}, and the run asks for {_shown(value)}: start it with that"
+            yield f"it has {_flag(name)} {_shown(has)}, but the run needs {_shown(value)}: start it with that"
     if wanted.trains:
         yield from kept_prefixes(facts.info, divided=wanted.labels)
     if facts.probe is None:
@@ -225,18 +225,19 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         )
     if wanted.experts and not facts.probe.experts:
         yield (
-            "it returns no routed experts to requests that ask by their id; start it with "
+            "it returns no routed experts for requests with the mark in their id; start it with "
             f"{LAUNCHER} ... --enable-return-routed-experts"
         )
     if str(facts.model.get("model_type")) in NOT_RENEWED and not _has_hooks(facts):
         yield (
-            "stock SGLang keeps a copy of this model's expert routers that weight syncs do not renew and digests do "
-            f"not show; start it with {LAUNCHER}, and with --custom-weight-loader {LOADER} to show that"
+            "stock SGLang keeps a copy of this model's expert routers, which weight syncs do not update and digests "
+            f"do not cover; start it with {LAUNCHER}, and with --custom-weight-loader {LOADER} so that the run can see "
+            "this"
         )
     if not wanted.trains and not str(facts.model.get("weight_version")).isdecimal():
         yield (
-            f"--weight-version {facts.model.get('weight_version')} is not a number, and this run sends no weights that "
-            "would set it; start it with --weight-version 0"
+            f"--weight-version {facts.model.get('weight_version')} is not a number, and this run syncs no weights, "
+            "which would set the version; start it with --weight-version 0"
         )
 
 

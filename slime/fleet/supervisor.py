@@ -258,7 +258,7 @@ class Supervisor:
                 f"lost{ended}; {engine.reason}"
             )
         for index in lost - self._hostless:
-            logger.warning("engine %d waits for its host, which is lost; the run goes on with the others", index)
+            logger.warning("engine %d waits for its lost host; the run continues with the other engines", index)
             self._failures.pop(index, None)
             self._lives.forget(index)
         self._hostless = lost
@@ -328,12 +328,12 @@ class Supervisor:
         failures, losses = self._failures[engine.index], self._lives.end(engine.index, self._clock(), counts=has_host)
         if not self._restarts:
             raise EngineError(
-                f"engine {engine.index} was lost, and --no-use-fault-tolerance asks to end then: {reason}"
+                f"engine {engine.index} was lost, which ends a run with --no-use-fault-tolerance: {reason}"
             )
         if failures >= MAX_FAILURES and not engine.external:
             raise EngineError(
                 f"engine {engine.index} ended {failures} times without serving in between, so another start would not "
-                f"help; the last time: {reason}"
+                f"help; the last reason: {reason}"
             )
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))
         if losses >= MAX_LOSSES and not engine.external:
@@ -350,10 +350,10 @@ class Supervisor:
         if not left:
             raise EngineError(
                 f"{often}, so another start would not help, and no other engine of model {engine.model} is left; the "
-                f"last time: {reason}"
+                f"last reason: {reason}"
             )
         self._port.stop([engine.index])
-        logger.error("%s: it is not started again, and the run goes on with engines %s", often, sorted(left))
+        logger.error("%s. It is not restarted; the run continues with engines %s", often, sorted(left))
 
 
 class _Lives:

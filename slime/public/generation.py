@@ -126,7 +126,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
     except HookError:
         return await _graded_here(args, sample)
     if pool is None:
-        raise DataError("a sample cannot be graded without a grader; give --rm-type")
+        raise DataError("the run has no grader for this sample; set --rm-type")
     score = await pool.score(sample)
     if isinstance(score, Unscored):
         raise DataError(f"sample {sample.index} has no reward: {score.reason}")
@@ -141,7 +141,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any)
 async def _graded_here(args: Args, sample: Sample) -> Reward:
     rm_type = sample.metadata.get("rm_type") or args.rm_type
     if not rm_type:
-        raise DataError("a sample cannot be graded without a grader; give --rm-type, or rm_type in its metadata")
+        raise DataError("the sample has no grader; set --rm-type, or rm_type in the sample's metadata")
     kind: Any = GRADERS.get(rm_type)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     settings = {field.name: getattr(args, field.name) for field in fields if hasattr(args, field.name)}

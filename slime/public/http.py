@@ -99,14 +99,14 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
     odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
     if odd:
         raise HookError(
-            f"a request to /generate has {', '.join(sorted(odd))}, which the engine client cannot send; give "
-            "input_ids or text, sampling_params and return_logprob"
+            f"the engine client cannot send {', '.join(sorted(odd))} to /generate; give only input_ids or text, "
+            "sampling_params and return_logprob"
         )
     ids = payload.get("input_ids")
     if ids is None:
         tokenizer = current().tokenizer
         if tokenizer is None or "text" not in payload:
-            raise HookError("a request to /generate has neither input_ids nor text; give one of them")
+            raise HookError("a request to /generate needs input_ids or text; give one of them")
         ids = tokenizer.encode(payload["text"], add_special_tokens=False)
     ids = list(ids)
     session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)

@@ -72,4 +72,4 @@ def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: in
 
 def _require_whole(values: Any, response_length: int) -> None:
     if len(values) != response_length:
-        raise ValueError(f"a response of {response_length} tokens has {len(values)} values; give all of them")
+        raise ValueError(f"a response of {response_length} tokens needs one value per token, not {len(values)} values")

@@ -42,7 +42,7 @@ class AgentProcess:
         with self._lock:
             if self._over or self._process.alive:
                 return
-            logger.warning("the weights agent of %s has ended and is started again: %s", self._url, self._log_path)
+            logger.warning("the weights agent of %s has ended and is restarted; its log: %s", self._url, self._log_path)
             self._process.stop()
             self._process = self._start()
 

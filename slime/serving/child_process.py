@@ -469,7 +469,7 @@ class ChildProcess:
         if left:
             raise EngineError(
                 f"processes of {self.name} survived SIGKILL: {[(s.id.pid, s.name, s.state) for s in left]}; the kernel "
-                "holds them, so look at dmesg and the accelerator"
+                "holds them, so check dmesg and the accelerator"
             )
 
 

@@ -111,7 +111,7 @@ class HttpEngineControl:
         body = self._post("weights_checker", {"action": "checksum"}).json()
         ranks = body.get("ranks")
         if not ranks:
-            raise EngineError(f"got no ranks in the checksum report of {self._url}: {str(body)[:ERROR_CHARACTERS]}")
+            raise EngineError(f"the checksum report of {self._url} has no ranks: {str(body)[:ERROR_CHARACTERS]}")
         return [_checksums(rank) for rank in ranks]
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -211,7 +211,7 @@ class FolderEngineControl:
         try:
             return [_checksums_in(rank) for rank in found]
         except (KeyError, TypeError) as error:
-            raise EngineError(f"got no checksum report from the agent of {self._url}: {error!r}") from error
+            raise EngineError(f"the agent of {self._url} sent an invalid checksum report: {error!r}") from error
 
     def _refuse(self, *args: Any, **named: Any) -> NoReturn:
         raise EngineError(

@@ -115,7 +115,7 @@ def lease_port(port: int) -> PortLease:
     """Leases `port`. Raises `EngineError` if another run or program uses it."""
     name = _claim(port)
     if name is None:
-        raise EngineError(f"got port {port}, which another program on this host uses; end it or choose another port")
+        raise EngineError(f"another program on this host uses port {port}; end it or choose another port")
     return PortLease((port,), [name])
 
 

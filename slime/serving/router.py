@@ -85,7 +85,7 @@ class RouterWorkers:
         if status in (401, 403):
             raise KeyRefused(f"the router at {self.url} refuses the run's key with status {status}: {text[:500]}")
         if status != 200:
-            raise EngineError(f"got status {status} from {self.url}/workers: {text[:500]}")
+            raise EngineError(f"{self.url}/workers failed with status {status}: {text[:500]}")
         return [
             RouterWorker(id=str(w["id"]), url=str(w["url"]), healthy=bool(w["is_healthy"]))
             for w in json.loads(text)["workers"]
@@ -103,14 +103,14 @@ class RouterWorkers:
             body["bootstrap_port"] = bootstrap_of(url)[1]
         status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300:
-            raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")
+            raise EngineError(f"the router did not add server {url} (status {status}): {text[:500]}")
 
     def ask_to_remove(self, worker: RouterWorker, timeout_s: float) -> None:
         """Asks the router to remove a server. Raises `EngineError` if it refuses or does not answer."""
         address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
         status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300 and status != 404:
-            raise EngineError(f"got status {status} from the router for the removal of {worker.url}: {text[:500]}")
+            raise EngineError(f"the router did not remove server {worker.url} (status {status}): {text[:500]}")
 
 
 class ExistingRouter(RouterWorkers):
@@ -166,7 +166,7 @@ class Router(LeasedServer, RouterWorkers):
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
-            raise ConfigError(f"got the router arguments {clash}, which slime sets itself; leave them out")
+            raise ConfigError(f"slime itself sets the router arguments {clash}; leave them out")
         super().__init__(host=host, log_path=log_path)
         self._fixed_port = port
         self._extra = dict(extra_args or {})
@@ -350,7 +350,7 @@ class KeptRouter:
 
     def _start_again(self, router: Router, trouble: str) -> str | None:
         """Restarts the router. Returns what is still wrong, or None if it answers again."""
-        logger.warning("%s %s; it is started again", self._name, trouble)
+        logger.warning("%s %s; it is restarted", self._name, trouble)
         try:
             with self._life:
                 if self._closing:
@@ -362,7 +362,7 @@ class KeptRouter:
             if self._closing:
                 return trouble
             self._failures += 1
-            logger.error("%s did not come back: %s", self._name, error)
+            logger.error("%s did not restart: %s", self._name, error)
             if self._failures >= MAX_FAILURES:
                 with self._notes:
                     self.problem = error
@@ -420,7 +420,7 @@ class KeptRouter:
         if asked is not None and now - asked < ASK_AGAIN_S:
             return
         if asked is not None and asked > float("-inf") and url not in self._missing:
-            logger.warning("%s has not added %s in %.0f s; it is asked again", self._name, url, ASK_AGAIN_S)
+            logger.warning("%s has not added %s within %.0f s; trying again", self._name, url, ASK_AGAIN_S)
             self._missing.add(url)
         self._asked[url] = now
         try:
@@ -535,6 +535,6 @@ def _require_ready(router: ExistingRouter) -> None:
         router.workers()
     except EngineError as error:
         raise EngineError(
-            f"got --sglang-router-ip {router.host} --sglang-router-port {router.port}, where no router answers to the "
-            f"key of --router-api-key: {error}; start one there, or leave the flags out and the run starts its own"
+            f"no router at --sglang-router-ip {router.host} --sglang-router-port {router.port} accepts the key of "
+            f"--router-api-key: {error}; start one there, or leave the flags out, and the run starts its own"
         ) from error

@@ -148,11 +148,11 @@ def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> 
         return None
     said = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
     if "shared object file" in said and module == MODULES[DEFAULT]:
-        return f"{said}; do: apt-get install {SYSTEM_LIBRARIES}"
+        return f"{said}; apt-get install {SYSTEM_LIBRARIES}"
     if module != MODULES[DEFAULT]:
-        return f"{said}; do: install the package that SGLang's documents name for the backend {backend}"
+        return f"{said}; install the package that SGLang's documentation names for the backend {backend}"
     package = "mooncake-transfer-engine-non-cuda" if device == "cpu" else "mooncake-transfer-engine"
-    return f"{said}; do: pip install {package} (make venv does it for a CPU)"
+    return f"{said}; pip install {package} (on a CPU, make venv does this)"
 
 
 def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
@@ -163,7 +163,7 @@ def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s:
     missing = missing_here(backend, device, limit_s)
     if missing is None:
         return None
-    return f"got a {worker.value} engine, which needs the transfer backend {backend}, and that does not load: {missing}"
+    return f"a {worker.value} engine needs the transfer backend {backend}, which does not load here: {missing}"
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -227,7 +227,7 @@ class ServerSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(
-                f"got dtype {self.dtype!r} for the engine, because SGLang would guess; use one of {DTYPES}"
+                f"dtype {self.dtype!r} is not a dtype of engines, and SGLang would guess one; use one of {DTYPES}"
             )
         nodes, ranks, meeting = self.num_nodes, self.layout.num_ranks, self.dist_init_addr
         assert self.device in ("cpu", "cuda"), f"an engine on {self.device}"
@@ -236,16 +236,16 @@ class ServerSpec:
         assert self.gpu_ids is None or len(self.gpu_ids) == ranks // nodes, f"{self.gpu_ids} for {ranks // nodes} ranks"
         clash = sorted(_OWNED & self.extra.keys())
         if clash:
-            raise ConfigError(f"got the SGLang arguments {clash}, which slime sets itself; leave them out")
+            raise ConfigError(f"slime itself sets the SGLang arguments {clash}; leave them out")
         if contrary := contradictions(self.layout, self.extra):
             raise ConfigError(
-                f"got sglang {', '.join(f'{name} {self.extra[name]}' for name in contrary)} for an engine of "
-                f"{self.layout}; make them agree"
+                f"the SGLang settings {', '.join(f'{name} {self.extra[name]}' for name in contrary)} contradict the "
+                f"engine's layout ({self.layout}); make them agree"
             )
         for name in ("dtype", "device"):
             if name in self.extra and self.extra[name] != getattr(self, name):
                 raise ConfigError(
-                    f"got sglang {name} {self.extra[name]!r} and {getattr(self, name)!r} from slime's own settings; "
+                    f"the SGLang setting {name} is {self.extra[name]!r}, but slime's own is {getattr(self, name)!r}; "
                     "make them equal"
                 )
 

@@ -82,7 +82,7 @@ class WeightsAgent:
         self._box.note(method)
         try:
             if method not in self._methods:
-                raise EngineError(f"got a call of the unknown method {method}; known are {', '.join(self._methods)}")
+                raise EngineError(f"the method {method} is unknown; the methods are {', '.join(self._methods)}")
             result = self._methods[method](**arguments)
         except Exception as error:  # the caller gets every error
             if not isinstance(error, SlimeError):

@@ -193,7 +193,7 @@ def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, 
     peak = passes.peak(largest.tokens)
     return (
         f"micro-batches of up to {largest.tokens:,} tokens do not fit the GPU: their passes take {peak / 1e9:.1f} GB "
-        f"beside {kept_bytes / 1e9:.1f} GB of weights, gradients and optimizer states, but the GPU has "
+        f"in addition to {kept_bytes / 1e9:.1f} GB of weights, gradients and optimizer states, but the GPU has "
         f"{gpu_bytes / 1e9:.1f} GB; about {fitting:,} tokens fit: {largest.remedy(fitting)}"
     )
 
@@ -209,8 +209,8 @@ def _peak_of(
         rehearse_step(context, objective, trainable, prepared)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"not even a micro-batch of {tokens:,} tokens fits the GPU beside {before / 1e9:.1f} GB of weights and "
-            "gradients; split the model over more GPUs, or recompute activations (--recompute-granularity full)"
+            f"not even a micro-batch of {tokens:,} tokens fits the GPU in addition to {before / 1e9:.1f} GB of weights "
+            "and gradients; split the model over more GPUs, or recompute activations (--recompute-granularity full)"
         ) from error
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -197,10 +197,10 @@ def test_what_hosts_cannot_give_is_refused_before_engines_start(two: FakeCluster
     """Law: got / because / do, with each host by its name, for slots, transports and folders."""
     one, other = two.hosts
     refused = {
-        "slots": (["--actor-num-nodes", "3"], ("free are 1 on", f"({one.address})", f", 2 on {other.name}")),
+        "slots": (["--actor-num-nodes", "3"], ("the free slots are 1 on", f"({one.address})", f", 2 on {other.name}")),
         "tensor": (
             ["--update-weight-transport", "tensor"],
-            ("whose memory they cannot see", "use distributed or disk"),
+            ("cannot map its memory", "use distributed or disk"),
         ),
         "save": (["--save", "/tmp/own/save"], (f"{other.name} ({other.address}) does not see --save /tmp/own/save",)),
     }
@@ -320,8 +320,8 @@ def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flag
         for part in (
             "no engine of model default is left",
             "restart 1 of 1: continues with step",
-            "free are",
-            "is not started again",
+            "the free slots are",
+            "the run is not restarted",
         ):
             assert part in run.tail, (part, run.tail)
         require_balance(run.metrics("train"))
@@ -357,4 +357,4 @@ def test_colocated_run_joins_a_cluster_of_one_host(shared: Path, flags: Flags, t
         assert "--host 127.0.0.1 " in command_of(run, 0)
         log = (run.run_dir / "logs" / "driver.log").read_text()
         assert "listen on" not in log
-        assert ("asks for no token, so whoever reaches it can run code as you" in log) is not token
+        assert ("requires no token, so anyone who can reach it can run code as you" in log) is not token

@@ -271,7 +271,7 @@ class RealRun:
         """Fails with all that others on this host could get at while it ran, or can in its folder."""
         opened = self.traces.open
         assert len(opened.asked) > 5 and opened.keys, f"only {sorted(opened.asked.values())} were looked at"
-        assert "asks for no token" not in self.output, "Ray of the run itself asks for one"
+        assert "requires no token" not in self.output, "Ray of the run itself requires one"
         assert opened.complaints == set(), "\n".join(sorted(opened.complaints))
         assert open_to_others(self.run_dir) == []
         assert keys_in(self.run_dir, opened.keys, but=("router_key",)) == []

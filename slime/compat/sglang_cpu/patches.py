@@ -63,7 +63,7 @@ def masks_on_a_cpu() -> PatchReport:
         _use_cpu_kernel,
         name="grammar masks of xgrammar",
         symptom="RuntimeError: Unsupported device: cpu, at a request with json_schema or regex; the server ends",
-        removal="apply_vocab_mask in xgrammar_backend.py knows the CPU",
+        removal="apply_vocab_mask in xgrammar_backend.py supports the CPU",
     )
 
 

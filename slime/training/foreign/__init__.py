@@ -26,6 +26,6 @@ def require_trust(path: Path, *, trusted: bool) -> None:
     """Raises `ConfigError` unless the user trusts `path`. Reads nothing."""
     if not trusted:
         raise ConfigError(
-            f"{path} is made of pickles, and a pickle is a program; give --trust-pickle if you know where it comes "
-            "from: it is then read as data, and nothing in it runs"
+            f"{path} contains pickles, which can run code; give --trust-pickle if you trust its source. slime then "
+            "reads the pickles as data and runs nothing in them"
         )

@@ -65,7 +65,7 @@ def record_class(module: str, name: str) -> type[Record]:
 def _nested(owner: Any, name: Any) -> type[Record]:
     """Replaces `getattr`, which older pickles use to name a nested class."""
     if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(name, str)):
-        raise pickle.UnpicklingError("it asks for an attribute of something that is not a recorded class")
+        raise pickle.UnpicklingError("it names an attribute of something that is not a recorded class")
     return record_class(owner.__module__, f"{owner.__name__}.{name}")
 
 
@@ -81,7 +81,7 @@ class _Function:
         return self._function(*given)
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it sets an attribute that is not its own")
+        raise pickle.UnpicklingError("it sets an attribute of a function")
 
 
 # --- numpy ------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Folder:
         if fields.get("transform_descriptors"):
             raise ValueError(f"{name} is compressed ({fields['transform_descriptors']}), which slime does not read")
         if Path(name).name != name:
-            raise ValueError(f"it is stored in {name}, outside of the folder")
+            raise ValueError(f"it is stored in {name}, outside the folder")
         if (name, offset) in self._held:
             return self._held[name, offset]
         with open(self._folder / name, "rb") as file:
@@ -168,4 +168,4 @@ class _Plain:
             return self.of(value.given[0] if enum else value.fields, where, depth + 1)
         if isinstance(value, inert.Array | Tensor):
             return self.of(value.tolist(), where, depth + 1)
-        raise ValueError(f"{where} is of {type(value).__name__}, which is not JSON")
+        raise ValueError(f"{where} is a {type(value).__name__}, which is not JSON")

@@ -126,8 +126,8 @@ def checkpoint_in(folder: Path) -> Path | None:
     if (said == RELEASE or number) and (found / METADATA).is_file():
         return found
     raise CheckpointError(
-        f"{tracker} says {said[:40]!r}, but there is no {found / METADATA}: the newest checkpoint is missing, or not "
-        "in the format torch_dist; name the folder of another one"
+        f"{tracker} names {said[:40]!r}, but {found / METADATA} does not exist: the newest checkpoint is missing, or "
+        "not in the torch_dist format; give the folder of another one"
     )
 
 
@@ -183,7 +183,7 @@ class TorchDist:
         unknown += [f"{name} beyond {n}" for name, n in used.items() if self._count(name, axes[name]) > n]
         if missing or unknown:
             raise CheckpointError(
-                f"{self._path} holds {len(stored)} tensors of weights, which are not those of a {self.table.family} of "
+                f"{self._path} holds {len(stored)} weight tensors, which do not match a {self.table.family} with "
                 f"{self.table.sizes.num_layers} layers: missing {listed(missing)}, unknown {listed(sorted(unknown))}; "
                 "give the --hf-checkpoint that it was made from"
             )

@@ -56,8 +56,8 @@ def mtp_layer_spec(family: Family, config: TransformerConfig, hf_config: HfConfi
     mtp = family.mtp_config(hf_config)
     if mtp is None:
         raise ConfigError(
-            f"--enable-mtp-training needs a layer of multi-token prediction that can be trained, which this "
-            f"{hf_config.get('model_type')} does not have; drop the flag"
+            f"--enable-mtp-training needs a multi-token prediction layer that can be trained, but this "
+            f"{hf_config.get('model_type')} has none; drop the flag"
         )
     return _layer(family, config, mtp, 0)
 

@@ -65,7 +65,7 @@ def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequen
         chosen |= found
     left = trainable & chosen if only else trainable - chosen
     if not left:
-        raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves nothing to train; narrow it")
+        raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves nothing to train; change the patterns")
     _require_whole_stacks(table, left, f"{flag} {' '.join(only or freeze or ())}")
     return frozenset(left)
 

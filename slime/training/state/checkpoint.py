@@ -92,7 +92,7 @@ def begin(root: Path, rollout_id: int) -> Path:
             shutil.rmtree(remains)
     final = root / f"step_{rollout_id:06d}"
     if final.exists() and not (final / MANIFEST).is_file():
-        raise CheckpointError(f"{final} is in the way of a checkpoint but has no {MANIFEST}; move it away")
+        raise CheckpointError(f"{final} has the name of a checkpoint but has no {MANIFEST}; move it away")
     parts = root / f"{_WRITING}{final.name}"
     parts.mkdir(parents=True)
     return parts
@@ -116,7 +116,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
             sync_to_disk(file)
     odd = sorted(n for n, seal in entries.items() if n not in files or files[n].stat().st_size != seal["bytes"])
     if odd:
-        raise CheckpointError(f"{odd} in {parts} are missing or of another size than written; is the disk full?")
+        raise CheckpointError(f"{odd} in {parts} are missing or do not have the written size; is the disk full?")
     manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
     write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)}, indent=1)
     for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):

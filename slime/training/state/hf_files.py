@@ -89,8 +89,8 @@ class HfReader:
         tensor = self._read(name)
         if tensor.dtype in _CODES:
             raise CheckpointError(
-                f"{self._directory / self._location[name]}, {name}: {tensor.dtype} codes without scales beside them or "
-                "quantization_config in config.json cannot be read as weights; fetch the missing part"
+                f"{self._directory / self._location[name]}, {name}: {tensor.dtype} codes cannot be read as weights "
+                "without their scales or a quantization_config in config.json; fetch the missing part"
             )
         return tensor
 
@@ -249,7 +249,7 @@ def require_replaceable(directory: Path) -> None:
     else:
         found = "is not a folder"
     raise CheckpointError(
-        f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; name another "
+        f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; choose another "
         "folder with --save-hf, or move this one away"
     )
 

@@ -56,7 +56,7 @@ class HostPolicies:
         table, other = self._model.table, table_for(read_hf_config(str(directory)))
         if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
             raise ConfigError(
-                f"{flag} {directory} is of another family or architecture than the policy; use a model of the same size"
+                f"{flag} {directory} differs from the policy in family or architecture; use a model of the same size"
             )
         # Other policies never need multi-token prediction.
         policy = self._rooms(name for name in self._parameters if not name.startswith(PREFIX))

@@ -124,7 +124,7 @@ class TrainerWeights:
         if isinstance(wrong, SlimeError):
             raise wrong
         if wrong is not None:
-            raise WeightSyncError(f"{type(wrong).__name__} while weights were put together: {wrong}") from wrong
+            raise WeightSyncError(f"{type(wrong).__name__} while weights were gathered: {wrong}") from wrong
 
     def _kept(self, make: Callable[..., Iterable[tuple[str, Tensor]]], *given: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields from `make` until an error, which `tensors` raises at the end of the turn."""

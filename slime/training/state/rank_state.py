@@ -286,7 +286,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
         else:
             if kept.info.rank == 0:
                 logger.info(
-                    "the checkpoint %s was written under another layout (%s): it gives weights and optimizer, but "
+                    "the checkpoint %s was written under another layout (%s): weights and optimizer are restored, but "
                     "generators get new seeds from --seed and weight version %d",
                     directory,
                     meta["layout"],
@@ -346,14 +346,14 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
         there, here = architecture(read_hf_config(str(reader.folder / HF))), architecture(hf_config)
         odd = [k for k in sorted(there | here) if there.get(k) != here.get(k)]
         raise CheckpointError(
-            f"{reader.folder / HF}/config.json is of another model than {kept.hf_checkpoint}: "
+            f"{reader.folder / HF}/config.json describes a different model from {kept.hf_checkpoint}: "
             f"{', '.join(f'{k} {there.get(k)} instead of {here.get(k)}' for k in odd[:6])}; give the --hf-checkpoint "
             "that the checkpoint was trained from"
         )
     if with_optimizer and not meta["with_optimizer"]:
         raise CheckpointError(
             f"{reader.folder} holds no optimizer, schedule and RNG, because it was written with --no-save-optim; pass "
-            "--no-load-optim to go on with its weights and fresh ones (or --finetune, from step 0)"
+            "--no-load-optim to continue with its weights and new states (or --finetune, from step 0)"
         )
     others = {role.removeprefix(OTHER_POLICY) for role in reader.roles if role.startswith(OTHER_POLICY)}
     if with_optimizer and others != set(kept.other_policies):
@@ -366,8 +366,8 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
     if held != own or meta["adapter_scale"] != kept.model.adapter_scale:
         raise CheckpointError(
             f"{reader.folder} holds {len(held)} adapters of scale {meta['adapter_scale']}, but this run has {len(own)} "
-            f"of scale {kept.model.adapter_scale}; give the LoRA settings of the first run, or merge them with slime "
-            "convert and start from the result with --hf-checkpoint"
+            f"of scale {kept.model.adapter_scale}; give the LoRA settings of the first run, or merge the adapters with "
+            "slime convert and start from the result with --hf-checkpoint"
         )
 
 

@@ -96,7 +96,7 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         """Returns a view of the mapping. Writes to it are lost at the next release."""
         if name not in self._tensors:
-            raise CheckpointError(f"{self._path} has no {name}; it is damaged, load or fetch another one")
+            raise CheckpointError(f"{self._path} has no {name}; it is damaged; load or fetch another file")
         dtype, shape, start = self._tensors[name]
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
@@ -204,7 +204,7 @@ class ShardReader:
         self.folder = folder
         files = sorted(folder.glob("rank_*.json"))
         if not files:
-            raise CheckpointError(f"{folder} has no rank_*.json, so it holds no model; name another checkpoint")
+            raise CheckpointError(f"{folder} has no rank_*.json, so it holds no model; choose another checkpoint")
         self.metas = [_read_meta(file) for file in files]
         world_size = int(self.metas[0]["layout"]["world_size"])
         missing = {f"rank_{rank:05d}.json" for rank in range(world_size)} - {file.name for file in files}
@@ -253,7 +253,7 @@ class ShardReader:
         if at != end:
             raise CheckpointError(
                 f"{self.folder} lacks elements {at} to {end} of shard {tp_rank} of {role} of {name}; the checkpoint is "
-                "incomplete, load another one"
+                "incomplete; load another checkpoint"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
@@ -374,7 +374,7 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
     """
     found = latest(path)
     if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint; name a --save folder or a step_* folder of one")
+        raise CheckpointError(f"{path} holds no checkpoint; give a --save folder, or one of its step_* folders")
     verify(found.path)
     yield OpenCheckpoint(found.path)
 

@@ -150,6 +150,6 @@ def _check_limit(
         f"the {figure} train-inference mismatch of {value:.3g} exceeds the limit of {bound:.3g} for {dtype}: trainer "
         f"and engine do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group "
         f"{sample.group_index}, response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine "
-        f"{worst.engine:.6f}, both version {version}. Look at --sglang-dtype, --rollout-temperature and the weight "
+        f"{worst.engine:.6f}, both version {version}. Check --sglang-dtype, --rollout-temperature and the weight "
         f"sync; --mismatch-limit changes the limit"
     )

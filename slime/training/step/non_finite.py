@@ -237,5 +237,5 @@ def _message(names: list[str], folders: Iterable[object]) -> str:
     look = f"look at them in {kept}" if kept else "look at these samples"
     return (
         f"the loss is non-finite in {len(names)} samples: {'; '.join(names[:8])}; a log-prob, old log-prob or "
-        f"advantage there is not finite; this step has changed no weight; {look}"
+        f"advantage there is not finite; this step has not changed the weights; {look}"
     )

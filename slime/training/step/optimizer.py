@@ -76,7 +76,7 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
         if inner.optimizer is not None:
             _choose_adam(inner, Holding.of(megatron))
     if len(optimizer.chained_optimizers) > 1 and megatron.get("fp16"):
-        raise ConfigError("--fp16 with experts would keep two loss scales, since experts have an optimizer; use --bf16")
+        raise ConfigError("--fp16 does not work with MoE: experts have their own optimizer and loss scale; use --bf16")
     no_sync = [ddp.no_sync for ddp in ddps]
     config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     config.grad_scale_func = optimizer.scale_loss
@@ -107,7 +107,7 @@ def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamSch
     if style == "constant":
         decay_steps = max(decay_steps, warmup + 1)
     elif not decay_steps:
-        raise ConfigError(f"--lr-decay-style {style} needs a length; set --lr-decay-iters")
+        raise ConfigError(f"--lr-decay-style {style} needs --lr-decay-iters; set it")
     elif warmup >= decay_steps:
         raise ConfigError(f"{warmup} warm-up steps fill the schedule of {decay_steps} steps; lower --lr-warmup-iters")
     return OptimizerParamScheduler(
@@ -175,7 +175,7 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     if not math.isfinite(norm):
         raise NumericsError(
             f"the gradient norm is {norm} although the losses are finite: the backward pass overflowed or met NaN; "
-            "this step has changed no weight; look at the learning rate, the dtype and the last batch"
+            "this step has not changed the weights; check the learning rate, the dtype and the last batch"
         )
     for inner in trainable.inner:
         own = inner.get_parameters()

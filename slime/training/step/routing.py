@@ -58,8 +58,8 @@ class BatchRouting:
         is_recorded = any(s.routed_experts is not None for s in batch.samples)
         if replays and not is_recorded:
             raise DataError(
-                f"step {batch.rollout_id} came without routed experts, which --use-rollout-routing-replay needs; let "
-                "the generate function pass them to Sample.append_response_tokens(routed_experts=...)"
+                f"step {batch.rollout_id} has no routed experts, which --use-rollout-routing-replay needs; the "
+                "generate function must pass them to Sample.append_response_tokens(routed_experts=...)"
             )
         if not (is_recorded or keeps):
             return None

@@ -117,7 +117,7 @@ def test_a_users_function_is_shown_with_its_file_and_line(told: dict[str, Any]) 
     """Law: one sentence with the user's own line; Ray's text and the whole trace stay behind it."""
     kind, message, cause = told["user"]
     place = f"{told['folder'][0]}/hooks.py:7 in helper"
-    assert (kind, message) == ("ActorFailed", f"got KeyError: 'advantages', raised at {place}, during training step 3")
+    assert (kind, message) == ("ActorFailed", f"KeyError: 'advantages', raised at {place}, during training step 3")
     assert 'hooks.py", line 7, in helper' in cause
 
 

@@ -92,7 +92,7 @@ MISTAKES = (
         "a response beyond the context", "--rollout-max-response-len 4096", ("1024 tokens", "lower --rollout-max-")
     ),
     Mistake("two lengths of the run", "--num-epoch 3", ("num_rollout 1", "give one of the two")),
-    Mistake("a used run folder", "--run-dir {used}", ("name a new folder", "--load"), quick=True),
+    Mistake("a used run folder", "--run-dir {used}", ("choose a new --run-dir", "--load"), quick=True),
     Mistake("TRL's learning rate", "--learning-rate 1e-5", ("use --lr",)),
     Mistake(
         "names of TRL, several",

@@ -114,7 +114,7 @@ PLACES = (
     ("--eval-interval 1 --eval-prompt-data a {data} b", "eval_prompt_data is a", "give pairs: NAME FILE"),
     ("--eval-interval 1 --eval-prompt-data a nowhere.jsonl", "evaluation data a: nowhere.jsonl does not exist"),
     ("--eval-config nowhere.yaml", "--eval-config nowhere.yaml does not exist", "give a YAML file"),
-    ("--run-dir /proc/run", "run_dir /proc/run", "nothing can be written in /proc", "name another --run-dir"),
+    ("--run-dir /proc/run", "run folder /proc/run", "/proc is not writable", "choose another --run-dir"),
     ("--prompt-data {pipe}", "is a pipe or a device", "a .jsonl or .parquet file"),
     ("--prompt-data " + LONG, "xxx cannot be used (File name too long)", "name another"),
     (
@@ -125,11 +125,11 @@ PLACES = (
     ("--hf-checkpoint " + LONG, "cannot be used (File name too long)", "name another"),
     ("--load " + LONG, "cannot be used (File name too long)", "name another"),
     ("--kl-coef 1 --ref-load " + LONG, "cannot be used (File name too long)", "name another"),
-    ("--run-dir /dev/null/run", "lies below the file /dev/null", "name another --run-dir"),
-    ("--run-dir {data}", "because {data} is a file", "name another --run-dir"),
-    ("--run-dir /", "run_dir /, which is the root of the file system", "name another --run-dir"),
-    ("--save /", "got --save /, which is the root of the file system", "name another folder"),
-    ("--run-dir " + "x" * 300, "File name too long", "name another --run-dir"),
+    ("--run-dir /dev/null/run", "cannot be created: /dev/null is a file", "choose another --run-dir"),
+    ("--run-dir {data}", "cannot be created: {data} is a file", "choose another --run-dir"),
+    ("--run-dir /", "run folder / cannot be created: it is the root of the file system", "choose another --run-dir"),
+    ("--save /", "--save / cannot be created: it is the root of the file system", "choose another folder"),
+    ("--run-dir " + "x" * 300, "File name too long", "choose another --run-dir"),
     ("--prompt-data https://host/data.jsonl", "https://host/data.jsonl is a URL", "download the file"),
     ("--eval-interval 1 --eval-prompt-data nowhere.jsonl", "eval_prompt_data: nowhere.jsonl does not exist"),
     ("--agent-url nowhere", "--agent-url is 'nowhere', which is not a URL", "give http://HOST:PORT"),
@@ -141,8 +141,8 @@ PLACES = (
     ("--ray-address ray://head:10001", "an address of Ray Client", "HOST:PORT"),
     ("--ray-address head", "ray_address head is not HOST:PORT", "`ray start --head`"),
     ("--ray-address head:port", "ray_address head:port is not HOST:PORT"),
-    ("--ray-address 127.0.0.1:1", "where no Ray cluster can be reached", "Connection refused", "HOST:PORT"),
-    ("--ray-address nowhere.invalid:6379", "where no Ray cluster can be reached", "`ray start --head`"),
+    ("--ray-address 127.0.0.1:1", "no Ray cluster can be reached", "Connection refused", "HOST:PORT"),
+    ("--ray-address nowhere.invalid:6379", "no Ray cluster can be reached", "`ray start --head`"),
 )
 """Files, folders and addresses that are not what they should be."""
 

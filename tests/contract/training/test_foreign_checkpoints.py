@@ -84,7 +84,7 @@ def test_another_model_is_refused_by_what_differs(make_backend: Make, tmp_path: 
             config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.25}))
         backend = make_backend(other)
         before = {name: t.clone() for name, t in backend.iter_hf_tensors()}
-        with pytest.raises(CheckpointError, match=rf"hf/config.json is of another model than .*{odd}"):
+        with pytest.raises(CheckpointError, match=rf"hf/config.json describes a different model from .*{odd}"):
             backend.load(tmp_path / "save" / "step_000000")
         assert all(torch.equal(t, before[name]) for name, t in backend.iter_hf_tensors())
 

@@ -154,6 +154,6 @@ def test_a_parameter_that_cannot_be_put_together_is_told_by_its_sender_once_all_
     broken = "decoder.layers.1.self_attention.linear_qkv.weight"
     told = ranks.run(break_an_export, 4, str(model), megatron, broken)
     raised = [error for error, _, _ in told if error]
-    assert len(raised) == 1 and "MemoryError while weights were put together: no room" in raised[0]
+    assert len(raised) == 1 and "MemoryError while weights were gathered: no room" in raised[0]
     missing = {name for _, sent, own in told for name in set(own) - set(sent)}
     assert missing == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}

@@ -73,7 +73,7 @@ def test_an_error_in_a_users_function_is_one_sentence_with_its_line() -> None:
     error = RayTaskError("ray::TrainActor.train()", trace, KeyError("a")).as_instanceof_cause()
     translated = failures.translated(error, "training step 3")
     assert isinstance(translated, ActorFailed)
-    assert str(translated) == "got KeyError: 'a', raised at /data/hooks.py:7 in loss, during training step 3"
+    assert str(translated) == "KeyError: 'a', raised at /data/hooks.py:7 in loss, during training step 3"
     ours = RayTaskError("ray::TrainActor.train()", trace, ActorDied("x died")).as_instanceof_cause()
     assert str(failures.translated(ours, "training step 3")) == "x died"
 
@@ -180,7 +180,7 @@ def test_memory_is_told_by_process_those_that_are_gone_included(monkeypatch: pyt
     monkeypatch.setattr(memory_watch, "num_oom_kills", lambda: (watch._before or 0) + 2)
     watch._before = watch._before or 0
     told = watch.report()
-    assert "the kernel killed 2 processes meanwhile" in told and f"(pid {child.pid}, gone) 0.2 GiB" in told, told
+    assert "the kernel killed 2 processes during the run" in told and f"(pid {child.pid}, gone) 0.2 GiB" in told, told
 
 
 def test_a_start_tells_what_is_ready_and_what_the_others_do(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
     for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", "another server listens there"), (b"", "no answer")):
         address = OtherServer(answer).address
         said = told(words("--ray-address", address))
-        assert f"got ray_address {address}, where no Ray cluster can be reached from here ({reason})" in said
+        assert f"no Ray cluster can be reached at ray_address {address} ({reason})" in said
     assert told(words("--ray-address", OtherServer(b"\0\0\0\4\0\0\0\0\0").address)) == ""
 
 
@@ -94,7 +94,7 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     assert f"RAY_TMPDIR {folder} of" in told(words()) and check_temporary_folder().state == FAIL
     monkeypatch.setenv("RAY_TMPDIR", "/proc/ray")
-    assert "/proc/ray/slime-ray-" in told(words()) and "nothing can be written" in told(words())
+    assert "/proc/ray/slime-ray-" in told(words()) and "/proc is not writable" in told(words())
 
 
 def test_what_engines_in_pairs_lack_is_found_before_they_start(
@@ -115,7 +115,7 @@ def test_all_is_told_at_once(words: Words, tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     said = told(words("--actor-num-gpus-per-node", "4", "--global-batch-size", "4", "--input-key", "prompt"))
     assert said.startswith("3 problems:")
-    assert "2 cores" in said and "name a new folder" in said and "--input-key" in said
+    assert "2 cores" in said and "choose a new --run-dir" in said and "--input-key" in said
 
 
 def test_a_run_folder_is_used_once_metrics_are_in_it(words: Words, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_save_folder_with_steps_of_another_run_is_refused(words: Words, tmp_pa
     for step in (save / "step_000079", other / "step_000007"):
         step.mkdir(parents=True)
         (step / "manifest.json").write_text("{}")
-    refused = f"got --save {save}, which holds the checkpoints of another run; name a new folder, or go on with that"
+    refused = f"--save {save} holds the checkpoints of another run; choose a new folder, or continue that run"
     assert refused in told(words("--save", str(save)))
     assert refused in told(words("--save", str(save), "--load", str(other))), "steps of `save` are none of `other`"
     for load in (save, save / "step_000079"):
@@ -147,19 +147,20 @@ def test_a_save_folder_with_steps_of_another_run_is_refused(words: Words, tmp_pa
 def test_folders_that_cannot_be_written_are_all_told_and_nothing_is_left(words: Words, tmp_path: Path) -> None:
     flags = ["--save", "/proc/nope", "--save-debug-rollout-data", "/dev/null/{rollout_id}.jsonl.zst"]
     said = told(words(*flags, "--save-hf", str(tmp_path / "new" / "hf_{rollout_id}")))
-    assert "got --save /proc/nope, because nothing can be written in /proc; name another folder" in said
-    assert "got --save-debug-rollout-data /dev/null/{rollout_id}.jsonl.zst, because /dev/null is a file" in said
+    assert "--save /proc/nope cannot be created: /proc is not writable; choose another folder" in said
+    path = "--save-debug-rollout-data /dev/null/{rollout_id}.jsonl.zst"
+    assert f"{path} cannot be created: /dev/null is a file" in said
     assert "--save-hf" not in said and sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]
 
 
 @pytest.mark.parametrize(
     ("gpus", "flags", "said"),
     [
-        (0, (), "give --device cpu"),
-        (1, (), "take 2 GPUs, and 1 are here"),
+        (0, (), "use --device cpu"),
+        (1, (), "needs 2 GPUs, but this machine has 1"),
         (1, ("--colocate",), ""),
         (2, (), ""),
-        (1, ("--colocate", "--actor-num-gpus-per-node", "2"), "take 2 GPUs"),
+        (1, ("--colocate", "--actor-num-gpus-per-node", "2"), "needs 2 GPUs"),
         (None, (), ""),
     ],
 )

@@ -31,7 +31,7 @@ FAULT, MISTAKE = End("a rank died", is_fault=True), End("a bug", is_fault=False)
         (errors.DeadlineExceeded("nobody came"), True),
         (errors.RequestRejected("too long"), False),
         (errors.GroupsFailed("all of them"), False),
-        (errors.ActorFailed("got KeyError: 'x'"), False),
+        (errors.ActorFailed("KeyError: 'x'"), False),
         (errors.ConfigError("no"), False),
         (errors.HookError("no"), False),
         (errors.DataError("no"), False),
@@ -51,7 +51,7 @@ def test_a_fault_is_what_another_start_can_mend(error: BaseException, is_fault: 
 def test_faults_are_mended_as_often_as_asked_for() -> None:
     restarts = Restarts(3)
     assert [restarts.refusal(FAULT, step) for step in (0, 1, 2)] == [None] * 3 and restarts.number == 3
-    assert restarts.refusal(FAULT, 3) == "--max-restarts 3 are used up"
+    assert restarts.refusal(FAULT, 3) == "all restarts are used up (--max-restarts 3)"
 
 
 def test_other_ends_are_not_mended() -> None:
@@ -184,12 +184,10 @@ def test_starts_follow_each_other_until_one_ends_well(script: Script) -> None:
     assert len({start["wandb"] for start in kept.starts}) == 1 and first["wandb"] == first["run_id"]
     assert [bool(start["restart"]) for start in kept.starts] == [False, True, True]
     assert (
-        "restart 1 of 3: continues with step 1, from step_000000, after ActorDied: a training rank (pid 1)"
+        "restart 1 of 3: continues with step 1, from step_000000; the last start ended with: ActorDied: a training rank"
         in kept.output
     )
-    assert (
-        "restart 2 of 3: continues with step 2, from step_000001, after the end of the driver by SIGKILL" in kept.output
-    )
+    assert "restart 2 of 3: continues with step 2, from step_000001; the last start ended with: SIGKILL" in kept.output
     assert kept.output.count("all is well") == 1
     times = [float(str(start["time"])) for start in kept.starts]
     assert min(b - a for a, b in itertools.pairwise(times)) >= 1.0, "the orphan of a start was waited for"
@@ -198,13 +196,14 @@ def test_starts_follow_each_other_until_one_ends_well(script: Script) -> None:
 def test_the_status_of_the_last_start_is_that_of_the_command(script: Script) -> None:
     kept = script.run("fault,mistake", "--max-restarts", "3")
     assert kept.code == 2 and len(kept.starts) == 2, kept.output
-    assert "not started again: another start would end the same way" in kept.output
+    assert "not restarted: another start would end the same way" in kept.output
     assert "ConfigError: there is no such thing" in kept.output
 
 
 def test_restarts_run_out(script: Script) -> None:
     kept = script.run("fault", "--max-restarts", "1")
-    assert kept.code == 1 and len(kept.starts) == 2 and "--max-restarts 1 are used up" in kept.output, kept.output
+    assert kept.code == 1 and len(kept.starts) == 2, kept.output
+    assert "all restarts are used up (--max-restarts 1)" in kept.output
 
 
 def test_without_restarts_the_loop_is_this_process(script: Script) -> None:

@@ -52,7 +52,7 @@ def test_each_kind_of_blindness_is_told(args: Any, tmp_path: Path) -> None:
         problems = not_seen(contract, limit_s=0)
         with pytest.raises(ConfigError, match=r"b \(10.0.0.2\) does not see --save .*deep/save \(No such file") as told:
             require_seen({"a (10.0.0.1)": [], "b (10.0.0.2)": problems})
-        assert "--save-hf" in str(told.value) and "another folder is there" in str(told.value)
+        assert "--save-hf" in str(told.value) and "a different folder has this path" in str(told.value)
         assert "--hf-checkpoint" in str(told.value) and "--ref-load" in str(told.value)
         assert "a (10.0.0.1)" not in str(told.value) and "same place" in str(told.value)
 

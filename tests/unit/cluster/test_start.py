@@ -72,7 +72,7 @@ def test_a_cluster_that_asks_for_no_token_is_not_joined_without_a_word(
     """Law: whoever reaches such a cluster can run code in the run; one sentence says so, and what to do."""
     assert "RAY_AUTH_MODE" not in told(caplog, tmp_path, [])
     text = told(caplog, tmp_path, [], token=False, ray_address="10.0.0.1:6379")
-    assert "the Ray cluster at 10.0.0.1:6379 asks for no token" in text and "RAY_AUTH_MODE=token" in text
+    assert "the Ray cluster at 10.0.0.1:6379 requires no token" in text and "RAY_AUTH_MODE=token" in text
 
 
 def test_engines_that_run_already_have_no_key_of_the_run(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

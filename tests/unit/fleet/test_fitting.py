@@ -52,9 +52,9 @@ def test_the_same_model_and_settings_fit(facts: ServerFacts, wanted: Wanted) -> 
         ({"version": "0.5.15"}, "SGLang 0.5.15"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"is_generation": False}, "embeds texts"),
-        ({"dtype": "auto"}, "--dtype auto, and the run asks for float32"),
-        ({"disable_radix_cache": False}, "--disable-radix-cache off, and the run asks for on"),
-        ({"pp_size": 2, "custom_weight_loader": []}, "answers for its first stage"),
+        ({"dtype": "auto"}, "--dtype auto, but the run needs float32"),
+        ({"disable_radix_cache": False}, "--disable-radix-cache off, but the run needs on"),
+        ({"pp_size": 2, "custom_weight_loader": []}, "reports only its first stage"),
         ({"dp_size": 2}, "each copy of a model is a separate engine"),
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"tp_size": 3}, "do not divide"),
@@ -86,7 +86,7 @@ def test_tensors_of_another_model_are_named(facts: ServerFacts, wanted: Wanted) 
 def test_sizes_are_compared_where_its_folder_is_seen(facts: ServerFacts, wanted: Wanted, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**wanted.config, "hidden_size": 48, "rms_norm_eps": 0.5}))
     (problem,) = misfits(changed(facts, model_path=str(tmp_path)), wanted)
-    assert "hidden_size 48 in place of" in problem and "rms_norm_eps 0.5 in place of" in problem
+    assert "hidden_size 48 instead of" in problem and "rms_norm_eps 0.5 instead of" in problem
 
 
 def test_what_pauses_and_routed_experts_ask_for(facts: ServerFacts, wanted: Wanted) -> None:
@@ -111,6 +111,6 @@ def test_one_report_has_all_engines_with_all_that_is_wrong(facts: ServerFacts, w
     with pytest.raises(ConfigError) as found:
         refuse({"http://a:1": misfits(wrong, wanted), "http://b:2": ["it does not answer"], "http://c:3": []})
     text = str(found.value)
-    assert text.startswith("got 2 external engines") and "http://c:3" not in text
+    assert text.startswith("this run cannot use 2 external engines") and "http://c:3" not in text
     assert all(part in text for part in ("0.5.15", "--dtype auto", "it does not answer", "Engines that run already"))
     refuse({"http://c:3": []})

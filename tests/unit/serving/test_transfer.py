@@ -23,7 +23,7 @@ def test_a_library_that_the_system_lacks_is_named_with_its_packages(folder: Path
     said = "libibverbs.so.1: cannot open shared object file: No such file or directory"
     write_mooncake(folder, f"raise ImportError({said!r})")
     problem = pair_problem(Worker.DECODE, {}, "cpu") or ""
-    assert re.search(rf"decode engine, .*{said}; do: apt-get install .*libibverbs1", problem)
+    assert re.search(rf"decode engine needs .*{said}; apt-get install .*libibverbs1", problem)
     assert pair_problem(Worker.REGULAR, {}, "cpu") is None
 
 
@@ -31,7 +31,7 @@ def test_a_library_that_the_system_lacks_is_named_with_its_packages(folder: Path
 def test_a_package_that_is_missing_is_named(folder: Path, device: str) -> None:
     write_mooncake(folder, "raise ImportError('no such module')")
     missing = missing_here("mooncake", device)
-    assert missing is not None and "no such module; do: pip install mooncake-" in missing
+    assert missing is not None and "no such module; pip install mooncake-" in missing
     assert ("non-cuda" in missing) is (device == "cpu")
 
 

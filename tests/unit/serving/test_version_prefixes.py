@@ -36,5 +36,5 @@ def test_what_goes_by_the_key_or_keeps_nothing_is_taken(name: str) -> None:
     ],
 )
 def test_any_other_ends_the_start(name: str, settings: dict[str, bool]) -> None:
-    with pytest.raises(EngineError, match=f"got the prefix cache {name}.*--pause-generation-mode abort"):
+    with pytest.raises(EngineError, match=f"the prefix cache {name}.*--pause-generation-mode abort"):
         made(name, **settings)

@@ -105,7 +105,7 @@ def test_only_passes_of_the_policy_read_a_record(checkpoint: Path) -> None:
 
 
 def test_a_batch_without_a_record_cannot_be_replayed(checkpoint: Path) -> None:
-    with pytest.raises(DataError, match="without routed experts"):
+    with pytest.raises(DataError, match="no routed experts"):
         routing_of(checkpoint, random_batch(), use_rollout_routing_replay=True)
 
 
