@@ -391,5 +391,5 @@ def test_a_program_starts_a_run_by_the_words_of_a_script(capfd: pytest.CaptureFi
 
     execute_train("--version", num_gpus_per_node=8, megatron_model_type="qwen3-4B", extra_env_vars={"A": "b"})
     assert "slime" in capfd.readouterr().out
-    with pytest.raises(Exception, match=r"give one of train\.py"):
+    with pytest.raises(Exception, match=r"must be one of train\.py"):
         execute_train("--version", train_script="other.py")
