@@ -70,8 +70,8 @@ class ProbeReport:
         plain = next(outcome for outcome in self.outcomes if outcome.feature == PLAIN)
         if self.wrong_ends or not (plain.works or plain.state is State.BRANCHES):
             raise DataError(
-                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; give another as "
-                "--chat-template FILE, or the end ids in the checkpoint's generation_config.json"
+                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; give a "
+                "different template with --chat-template FILE, or set the end ids in generation_config.json"
             )
 
 
@@ -110,7 +110,7 @@ def tools_problem(template: ConversationTemplate, tool_format: str | None = None
         return ""
     return (
         f"the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format {calls.name} does not "
-        "read; name the right one as --agent-tool-format, or give another template as --chat-template FILE"
+        "read; set the right format with --agent-tool-format, or give a different template with --chat-template FILE"
     )
 
 
@@ -184,8 +184,8 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
     given = ", ".join(f"{end!r} (id {i})" for end, i in ends.items())
     does = next((c for c in sorted(chat.control, key=len, reverse=True) if behind.startswith(c)), None)
     if does is None:
-        return f"behind an answer it writes {behind[:40]!r}, which is none of the given end ids {given}"
-    return f"it ends a turn with {does!r} (id {chat.encode(Rendered(does))[0]}), but the given end ids are {given}"
+        return f"after an answer it writes {behind[:40]!r}, which is not one of the end ids {given}"
+    return f"it ends a turn with {does!r} (id {chat.encode(Rendered(does))[0]}), but the end ids are {given}"
 
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
@@ -283,7 +283,7 @@ def _written(
         raise NotAppended(_parting(tried[0][0], alone))
     first = template.first_end(text, len(start))
     if first is None and text == whole:
-        raise NotAppended(f"the chat template writes no end token behind an answer: {text[len(start) :][:SHOWN]!r}")
+        raise NotAppended(f"the chat template writes no end token after an answer: {text[len(start) :][:SHOWN]!r}")
     at, end = first or (len(text), "")
     said = text[len(start) : at].removeprefix(opened)
     lost = [part for part in (messages[turn].text, *(c.name for c in messages[turn].calls)) if part not in said]
@@ -307,5 +307,5 @@ def _parting(ours: str, theirs: str) -> str:
     start = max(0, same - 20)
     a, b = ours[start : start + SHOWN], theirs[start : start + SHOWN]
     if a == b:
-        return f"the same text gives other tokens: {ours[-SHOWN:]!r}"
+        return f"the same text gives different tokens: {ours[-SHOWN:]!r}"
     return f"a session has {a!r} where the template writes {b!r}"

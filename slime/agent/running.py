@@ -63,7 +63,7 @@ class Execution:
         if not made:
             failed = base.copy()
             failed.status = Status.FAILED
-            failed.failure = "the agent ended without an answer of the model that can be trained"
+            failed.failure = "the agent ended without an answer that can be trained"
             made = [failed]
         return made
 
@@ -133,7 +133,7 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     except DataError as error:  # a retry cannot help
         raise ConfigError(str(error)) from error
     if report.failing:
-        logger.warning("with this chat template a conversation forks at: %s", ", ".join(report.failing))
+        logger.warning("with this chat template, these features fork a conversation: %s", ", ".join(report.failing))
     adapter = AgentAdapter(
         client,
         ConversationTemplate(chat, ends),

@@ -30,8 +30,8 @@ from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Rendered
 
 NO_TOOLS = (
-    "the chat template does not write tools, so the model could not know of them; give one that does as "
-    "--chat-template FILE"
+    "the chat template does not write tools, so the model could not know of them; give a template that writes them "
+    "with --chat-template FILE"
 )
 
 
@@ -74,7 +74,7 @@ class ConversationTemplate:
         Raises `DataError` if there are none.
         """
         if not end_ids:
-            raise DataError("no token ends a turn; name it in the checkpoint's generation_config.json")
+            raise DataError("no end token is known; set eos_token_id in the checkpoint's generation_config.json")
         self.chat, self.end_ids = chat, frozenset(end_ids)
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
 
@@ -113,7 +113,7 @@ class ConversationTemplate:
         end = self.chat.decode(tokens.ids[:1])
         if not end or not rendered.marked.startswith(end) or not self.chat.control_ids.issuperset(tokens.ids[:1]):
             raise NotAppended(
-                f"the chat template writes {rendered.marked[:40]!r} behind an assistant's turn, which does not begin "
+                f"the chat template writes {rendered.marked[:40]!r} after an assistant's turn, which does not begin "
                 "with a control token of the tokenizer, so the end of the turn is unknown"
             )
         if last_id == tokens.ids[0]:

@@ -34,7 +34,7 @@ class Models(dict[str, EngineClient]):
 
     def __missing__(self, name: str) -> EngineClient:
         known = ", ".join(self) or "none"
-        raise HookError(f"got a call to model {name!r}, which no engine serves; served are {known} (--sglang-config)")
+        raise HookError(f"no engine serves the model {name!r}; served models (--sglang-config): {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class RolloutContext:
     def engine(self) -> EngineClient:
         """Returns the client. Raises `HookError` if no engine runs."""
         if self.client is None:
-            raise HookError("got a generate call, but no engine runs: this rollout function works without engines")
+            raise HookError(
+                "no engine runs, because this rollout function works without engines; do not generate in it"
+            )
         return self.client
 
 
@@ -79,7 +81,7 @@ def current() -> RolloutContext:
     """Returns the context of the running rollout. Raises `HookError` outside one."""
     context = _CURRENT.get()
     if context is None:
-        raise HookError("got a call to slime.rollout.context.current() outside a rollout; call it from a hook")
+        raise HookError("slime.rollout.context.current() was called outside a rollout; call it from a hook")
     return context
 
 

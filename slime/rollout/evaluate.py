@@ -148,7 +148,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
         return counts
     if not rewards:
         reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
-        raise DataError(f"got no score for any of {len(samples)} samples of {dataset.config.name}: {reason}")
+        raise DataError(f"none of the {len(samples)} samples of {dataset.config.name} has a score: {reason}")
     metrics = {
         name: statistics.fmean(rewards),
         f"{name}-truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in finished),
@@ -171,7 +171,7 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     args, hooks = context.args, RolloutHooks.load(context.args)
     datasets = context.eval_datasets
     if not datasets:
-        raise DataError("got an evaluation without data; set --eval-prompt-data NAME FILE or --eval-config")
+        raise DataError("the evaluation has no data; set --eval-prompt-data NAME FILE or --eval-config")
     num_executions = sum(len(d.rows) * d.config.n_samples_per_eval_prompt for d in datasets)
     context.progress.begin(f"eval at step {rollout_id}", num_executions)
     data: dict[str, dict[str, Any]] = {}
@@ -195,8 +195,8 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     versions = sorted({v for entry in data.values() for s in entry["samples"] for v in s.weight_versions})
     if len(versions) > 1:
         raise EngineError(
-            f"got evaluation samples of weight versions {versions}, because weights changed meanwhile or an engine "
-            "missed a sync; the score would belong to no model"
+            f"the evaluation samples have the weight versions {versions}, because weights changed meanwhile or an "
+            "engine missed a sync; evaluate again, because a mixed score says nothing about any version"
         )
     if versions:
         metrics["eval/weight_version"] = float(versions[0])
@@ -213,7 +213,7 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
     if isinstance(output, list):
         output = RolloutFnTrainOutput(output)
     if not hasattr(output, "samples"):
-        raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
+        raise HookError(f"{path} returned {type(output).__name__}; a rollout function must return RolloutFnTrainOutput")
     groups = [flatten(group) for group in output.samples]
     metrics = sample_metrics(context.args, groups)
     return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
@@ -227,8 +227,8 @@ async def evaluate_by_function(context: RolloutContext, rollout_id: int, source:
     data = output if isinstance(output, dict) else getattr(output, "data", None)
     if not isinstance(data, dict) or not all(isinstance(one, dict) and "rewards" in one for one in data.values()):
         raise HookError(
-            f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput, or its "
-            'data: {dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}'
+            f"{path} returned {type(output).__name__}; an evaluation function must return a RolloutFnEvalOutput, or "
+            'its data: {dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}'
         )
     metrics = {f"eval/{name}": statistics.fmean(one["rewards"]) for name, one in data.items() if one["rewards"]}
     own = None if isinstance(output, dict) else output.metrics

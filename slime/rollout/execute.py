@@ -258,8 +258,8 @@ def _require_status(sample: Sample, statuses: set[Status]) -> None:
     interrupted = (scope is not None and scope.aborted) or (transcript is not None and transcript.taken_back)
     if Status.PENDING in statuses and not interrupted:
         raise HookError(
-            f"got sample {sample.index} of group {sample.group_index} PENDING from the generate function, so "
-            "nothing says whether it is done; do: set sample.status (Status.COMPLETED or Status.TRUNCATED)"
+            f"the generate function left sample {sample.index} of group {sample.group_index} PENDING; set "
+            "sample.status to Status.COMPLETED or Status.TRUNCATED"
         )
 
 

@@ -158,7 +158,7 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
         raise DataError(f"sample {sample.index} has neither ids nor a tokenizer to make them; set --hf-checkpoint")
     if not isinstance(sample.prompt, str):
         raise ConfigError(
-            f"got messages as the prompt of sample {sample.index}, and nothing renders them; do: add "
+            f"the prompt of sample {sample.index} is a list of messages, and nothing renders them; add "
             "--apply-chat-template, or render them in --custom-generate-function-path or --data-source-path"
         )
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]

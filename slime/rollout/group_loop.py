@@ -223,7 +223,7 @@ class GroupLoop:
         while (num := self.policy.num_missing(self)) > 0:
             groups = self.source.get_groups(num)
             if not groups:
-                raise DataError("got no group from the data source; it must issue groups as long as the run needs them")
+                raise DataError("the data source returned no group; it must issue groups as long as the run needs them")
             for group in groups:
                 self._start(self.policy.admit(self, group))
 
@@ -275,9 +275,10 @@ class GroupLoop:
         filtered = self.counts.filtered
         if filtered.total() >= MAX_FILTERED_FACTOR * self.target:
             raise DataError(
-                f"got {filtered.total()} groups dropped by the dynamic filter and {self.context.progress.done} of "
-                f"{self.target} kept in step {self.rollout_id}, because of {dict(filtered.most_common(3))}; the task "
-                "is too easy or too hard, or its grader is broken: look at the rewards, change the data or the filter"
+                f"the dynamic filter dropped {filtered.total()} groups in step {self.rollout_id} and kept "
+                f"{self.context.progress.done} of {self.target}; the most frequent reasons are "
+                f"{dict(filtered.most_common(3))}. The task is too easy or too hard, or its grader is broken: check "
+                "the rewards, then change the data or the filter"
             )
 
     def _retry_or_drop(self, result: GroupResult) -> None:
@@ -309,8 +310,8 @@ class GroupLoop:
         lost = self.counts.failed.total() + self.counts.num_quarantined
         if lost > max(MIN_FAILED_GROUPS, self.target):
             raise GroupsFailed(
-                f"got {lost} failed groups in step {self.rollout_id} and {self.context.progress.done} of "
-                f"{self.target} finished; the last one failed because: {reason}"
+                f"{lost} groups failed in step {self.rollout_id}, and {self.context.progress.done} of {self.target} "
+                f"are finished; the last one failed because: {reason}"
             )
 
 

@@ -170,7 +170,7 @@ class Stalled(BaseException):
     """
 
     def __str__(self) -> str:
-        return "user code kept the event loop from turning until --execution-timeout-s"
+        return "user code blocked the event loop for as long as --execution-timeout-s allows"
 
 
 def exited(error: BaseException) -> HookExited | DeadlineExceeded:
@@ -208,7 +208,7 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
         try:
             return context.run(function, *args, **kwargs)
         except StopIteration as leak:
-            raise HookError(f"got StopIteration from {name}; give next() a default") from leak
+            raise HookError(f"{name} raised StopIteration; give next() a default") from leak
         except Exception:
             raise
         except BaseException as error:
@@ -264,7 +264,7 @@ async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float 
     try:
         return task.result()
     except asyncio.CancelledError as error:
-        raise HookExited(f"a cancellation that nobody asked for{raised_by_user(error)}") from error
+        raise HookExited(f"an unrequested cancellation{raised_by_user(error)}") from error
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIMIT_S) -> None:
@@ -292,7 +292,7 @@ def num_left_behind() -> int:
 def _leave_behind(task: asyncio.Task[Any], limit_s: float) -> None:
     stands = place_of_task(task)
     logger.warning(
-        "%s did not end within %g s of its cancellation and is left behind; it stands at %s",
+        "%s did not end within %g s of its cancellation and is left behind; it is at %s",
         task.get_name(),
         limit_s,
         stands or "an unknown place",
@@ -313,9 +313,9 @@ def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat
     place = in_threads[0] if in_threads else place_of_task(task)
     return DeadlineExceeded.waiting(
         owner=what,
-        for_what=f"progress (--execution-timeout-s); it stands at {place or 'an unknown place'}",
+        for_what=f"progress (--execution-timeout-s); it is at {place or 'an unknown place'}",
         limit_s=limit_s,
-        last_progress=f"sign {beat.num_beats} of it" if beat.num_beats else "none",
+        last_progress=f"{beat.num_beats} signs so far" if beat.num_beats else "none",
     )
 
 
@@ -493,10 +493,10 @@ class Watchdog:
             stands_s = time.monotonic() - asked
             place = self._place()
             if stands_s >= self._warn_s:
-                self.stall = f"the event loop has not turned for {stands_s:.0f} s: {place} keeps it"
+                self.stall = f"{place or 'something'} has blocked the event loop for {stands_s:.0f} s"
             if stands_s >= warn_s:
                 warn_s *= 2
-                logger.warning("%s; do: await there, or call it in a thread (asyncio.to_thread)", self.stall)
+                logger.warning("%s; await there, or call it in a thread (asyncio.to_thread)", self.stall)
             if stands_s >= self._limit_s and not was_broken:
                 was_broken = True
                 if place is not None and not place.is_ours and not place.is_library:
@@ -533,8 +533,8 @@ def last_words(path: Path) -> str | None:
         of_thread = report.partition(f"Thread {thread}")[2].partition("\n\n")[0]
         found = [Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(of_thread)]
         return (
-            f"the event loop of the rollout side has not turned for {limit_s} s (--execution-timeout-s), because "
-            f"{blamed(reversed(found)) or 'something'} kept it, so its process ended itself; do: await there, or call "
-            "it in a thread (asyncio.to_thread)"
+            f"{blamed(reversed(found)) or 'something'} blocked the rollout's event loop for {limit_s} s "
+            "(--execution-timeout-s), so the process ended itself; await there, or call it in a thread "
+            "(asyncio.to_thread)"
         )
     return None

@@ -42,7 +42,7 @@ def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
         running = None
     if running is context.loop:
         work.close()
-        raise HookError(f"got {what} called on the rollout's event loop; make the calling function synchronous")
+        raise HookError(f"{what} was called on the rollout's event loop; make the calling function synchronous")
 
     async def in_context() -> T:
         with use(context):

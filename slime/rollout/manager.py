@@ -76,7 +76,9 @@ class MismatchProbe:
     async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
         """Samples short answers with the current weights. Raises `HookError` before the first generation."""
         if client is None or not self._prompts:
-            raise HookError("got a probe before any generation by an engine; there is no prompt to probe with")
+            raise HookError(
+                "the mismatch probe has no prompts, because no engine has generated a batch; generate one first"
+            )
         params = {k: v for k, v in rollout_sampling_params(args).items() if not k.startswith("stop")}
         params["max_new_tokens"] = min(NUM_TOKENS, args.rollout_max_response_len)
         asked = (_answer(client, index, prompt, params) for index, prompt in enumerate(self._prompts))
@@ -255,12 +257,12 @@ class RolloutManager:
         """Closes schedule, graders and connections. Warns if a part takes longer than `CLOSE_LIMIT_S`."""
         others = (self._workers, *self._clients.values(), self._teacher)
         for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
-            closing = asyncio.create_task(part.close(), name=f"the end of {type(part).__name__}")
+            closing = asyncio.create_task(part.close(), name=f"closing {type(part).__name__}")
             await asyncio.wait([closing], timeout=CLOSE_LIMIT_S)
             if closing.done():
                 closing.result()
             else:
-                logger.warning("%s did not come within %g s", closing.get_name(), CLOSE_LIMIT_S)
+                logger.warning("%s took longer than %g s and is cancelled", closing.get_name(), CLOSE_LIMIT_S)
                 await end_tasks([closing])
 
     async def _traffic(self) -> dict[str, float]:

@@ -44,7 +44,7 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
             lines.append(Group(index, tuple(samples)).to_json(allow_nan=False))
     except (TypeError, ValueError) as problem:
         raise DataError(
-            f"got a sample that cannot be recorded ({problem}); keep metadata, label and reward plain JSON"
+            f"a sample cannot be recorded ({problem}); keep its metadata, label and reward plain JSON"
         ) from problem
     _write(path, zstandard.ZstdCompressor(level=6).compress(("\n".join(lines) + "\n").encode()))
 
@@ -83,15 +83,20 @@ def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
         header = json.loads(lines[0])
         if header.get("format") != FORMAT or header.get("version") != VERSION:
             raise DataError(
-                f"got {path} of format {header.get('format')} {header.get('version')}; expected {FORMAT} {VERSION}"
+                f"{path} has the format {header.get('format')} {header.get('version')}, but only {FORMAT} {VERSION} "
+                "can be read; record the rollout again"
             )
         groups = [list(Group.from_dict(json.loads(line)).samples) for line in lines[1:]]
     except FileNotFoundError:
-        raise DataError(f"got no recorded rollout at {path}; check --load-debug-rollout-data and the step") from None
+        raise DataError(
+            f"there is no recorded rollout at {path}; check --load-debug-rollout-data and the step"
+        ) from None
     except (zstandard.ZstdError, ValueError, KeyError, IndexError, AttributeError) as problem:
         if isinstance(problem, DataError):
             raise
-        raise DataError(f"got a damaged recorded rollout at {path}: {type(problem).__name__}: {problem}") from problem
+        raise DataError(
+            f"the recorded rollout {path} is damaged ({type(problem).__name__}: {problem}); record it again"
+        ) from problem
     return int(header["rollout_id"]), groups
 
 

@@ -341,8 +341,8 @@ def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: 
     oldest = now - min(int(versions.min()) for versions in sampled if len(versions))
     if limit is not None and oldest > limit:
         raise LedgerError(
-            f"got a token {oldest} versions older than the weights to be trained, because the rollout function "
-            f"returned it; do: leave out tokens older than --max-weight-staleness {limit}, or raise it"
+            f"the rollout function returned a token that is {oldest} versions older than the weights to be trained, "
+            f"but --max-weight-staleness is {limit}; leave such samples out, or raise the limit"
         )
     waited = [now - s.started_version for group in groups for s in group if s.started_version is not None]
     mean = now - sum(int(versions.sum(dtype="int64")) for versions in sampled) / num

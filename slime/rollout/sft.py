@@ -64,9 +64,9 @@ def fill(
     longest = max(len(made.tokens) for made in row.samples)
     if most is not None and longest > most:
         raise TooLongError(
-            f"got a conversation of {longest} tokens, more than {most} (rollout_max_context_len, or "
-            "eval_max_context_len of held-out ones), and half a conversation would teach the model to stop in its "
-            "middle; do: raise that limit, or shorten the row"
+            f"the conversation has {longest} tokens, more than {most} (rollout_max_context_len, or "
+            "eval_max_context_len for held-out data), and half a conversation would teach the model to stop in the "
+            "middle; raise that limit, or shorten the row"
         )
     samples = [sample, *(sample.copy() for _ in row.samples[1:])]
     for one, made in zip(samples, row.samples, strict=True):
@@ -121,7 +121,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
                 data_source.mark_filtered([group.group_index], reason)
                 bad.append(str(problem))
         if len(bad) > MAX_BAD_FACTOR * args.rollout_batch_size:
-            raise DataError(f"got {len(bad)} unusable conversations and {len(groups)} usable; the last one: {bad[-1]}")
+            raise DataError(
+                f"{len(bad)} conversations are unusable, and only {len(groups)} are usable; the last problem: {bad[-1]}"
+            )
     lengths: Counter[tuple[int | None, int | None]] = Counter()
     for sample in (sample for group in groups for sample in group):
         lengths[sample.group_index, sample.index] += len(sample.tokens)
@@ -171,9 +173,11 @@ def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
         except DataError as problem:
             bad.append(str(problem))
     if not good:
-        raise DataError(f"got no usable conversation of {len(bad)} in held-out {config.name}; the last one: {bad[-1]}")
+        raise DataError(
+            f"none of the {len(bad)} conversations in held-out {config.name} is usable; the last problem: {bad[-1]}"
+        )
     counted(left_out)
     if bad:
         counts = len(bad), len(dataset.rows)
-        logger.warning("%s: %d conversations of %d are left out. First: %s", config.name, *counts, bad[0])
+        logger.warning("%s: %d of %d conversations are left out; the first problem: %s", config.name, *counts, bad[0])
     return HeldOut(config.name, to_train_batch(args, -1, good), len(bad))

@@ -42,7 +42,7 @@ def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple
     known = {name: values for name, values in columns.items() if name in _COLUMNS}
     lengths = {name: len(values) for name, values in known.items()}
     if not len(rewards) or len(set(lengths.values())) != 1:
-        raise HookError(f"got columns of lengths {lengths} from {_FLAG}; return rewards, and all others as long")
+        raise HookError(f"{_FLAG} returned columns of lengths {lengths}; return rewards, and all columns equally long")
     owners = _owners(samples, columns, len(rewards))
     return tuple(_record(owner, {n: v[i] for n, v in known.items()}) for i, owner in enumerate(owners))
 
@@ -62,8 +62,8 @@ def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> 
     strays = [index for index in indices if index not in by_index]
     if len(indices) != num or strays:
         raise HookError(
-            f"got {num} entries for {len(samples)} samples from {_FLAG}, with executions {list(indices)[:8]}; name the "
-            "execution (sample.index) of each in sample_indices"
+            f"{_FLAG} returned {num} entries for {len(samples)} samples, with the executions {list(indices)[:8]}; name "
+            "the execution (sample.index) of each entry in sample_indices"
         )
     return [by_index[index] for index in indices]
 
@@ -88,8 +88,10 @@ def _record(sample: Sample, entry: Mapping[str, Any]) -> TrainSample:
         if entry.get(name) is not None:
             changes[name] = np.asarray(entry[name], np.float32)
     odd = {n: len(v) for n, v in changes.items() if n.endswith(("_probs", "mask")) and v is not None and len(v) != num}
-    if odd or not 0 <= num < len(tokens):
-        raise HookError(f"got {odd or len(tokens)} for a response of {num} tokens from {_FLAG}; return one per token")
+    if odd:
+        raise HookError(f"{_FLAG} returned {odd} values for a response of {num} tokens; return one value per token")
+    if not 0 <= num < len(tokens):
+        raise HookError(f"{_FLAG} returned {len(tokens)} tokens for a response of {num}; return prompt and response")
     return dataclasses.replace(record, **changes)
 
 
@@ -98,11 +100,14 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
     samples = [s for group in groups for s in group]
     for sample in samples:
         if sample.group_index is None or sample.index is None:
-            raise DataError(f"got a sample without identity: group_index={sample.group_index}, index={sample.index}")
+            raise DataError(
+                f"a sample has group_index {sample.group_index} and index {sample.index}; a rollout function must keep "
+                "both numbers of each sample"
+            )
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
             raise DataError(
-                f"got sample {sample.index} of group {sample.group_index} with status {sample.status.value}; "
-                "only finished samples can be trained: put the others back into the data source"
+                f"sample {sample.index} of group {sample.group_index} has status {sample.status.value}, but only "
+                "finished samples can be trained; put the others back into the data source"
             )
     return sorted(samples, key=lambda s: (s.group_index or 0, s.index or 0))  # stable: siblings keep their order
 
@@ -120,15 +125,15 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
         result = post_process(args, list(samples))
         if not isinstance(result, tuple) or len(result) != 2 or len(result[1]) != len(samples):
             raise HookError(
-                f"got {type(result).__name__} from --custom-reward-post-process-path for {len(samples)} samples; "
-                "it returns (raw_rewards, rewards), each with one number per sample"
+                f"--custom-reward-post-process-path returned {type(result).__name__} for {len(samples)} samples; "
+                "it must return (raw_rewards, rewards), each with one number per sample"
             )
         rewards = [None if r is None else float(r) for r in result[1]]
     for sample, reward in zip(samples, rewards, strict=True):
         if reward is None or not math.isfinite(reward):
             raise DataError(
-                f"got reward {reward} for sample {sample.index} of group {sample.group_index}; every trained "
-                "sample needs a finite one: a failure is put back or dropped, never scored"
+                f"the reward of sample {sample.index} of group {sample.group_index} is {reward}, but every trained "
+                "sample needs a finite reward; put a failed sample back or drop it, but never score it"
             )
     values = {id(s): float(r) for s, r in zip(samples, rewards, strict=True) if r is not None}
     return [values.get(id(s), math.nan) for s in every]
@@ -138,7 +143,7 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
     """Builds the batch of a step. Raises `DataError` if there are no samples or a sample breaks its contract."""
     samples = in_order(groups)
     if not samples:
-        raise DataError(f"got no samples for step {rollout_id}; there is nothing to train")
+        raise DataError(f"step {rollout_id} has no samples to train; the rollout function must return some")
     convert = load(args.custom_convert_samples_to_train_data_path, "convert_samples")
     if convert is not None:
         converted = convert(args, samples)
@@ -148,8 +153,8 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
         converted = converted.samples if isinstance(converted, TrainBatch) else tuple(converted)
         if not converted or not all(isinstance(s, TrainSample) for s in converted):
             raise HookError(
-                f"got something other than TrainSample records from {_FLAG}; it returns a dict of columns, or a list "
-                "of slime.core.batch.TrainSample (see TrainSample.from_sample)"
+                f"{_FLAG} must return a dict of columns, or a list of slime.core.batch.TrainSample; make these with "
+                "TrainSample.from_sample"
             )
         return TrainBatch(rollout_id, converted)
     rewards = sample_rewards(args, samples)
@@ -162,8 +167,8 @@ def _require_final_rewards(args: Args) -> None:
     """Raises `HookError` if the final rewards of the columns would be normalised again."""
     if args.components.get("rewards_normalization"):
         raise HookError(
-            f"got a dict from {_FLAG} with --rewards-normalization, which would normalise its rewards again; drop the "
-            "switch"
+            f"{_FLAG} returned a dict of columns with final rewards, but --rewards-normalization would normalise them "
+            "again; drop that switch"
         )
 
 
@@ -202,7 +207,7 @@ class BatchAccount:
     def commit(self, rollout_id: int) -> None:
         """Marks the groups of a step as trained. Raises `LedgerError`."""
         if rollout_id not in self._handed_out:
-            raise LedgerError(f"got a commit of step {rollout_id}, which was not generated, or is already committed")
+            raise LedgerError(f"step {rollout_id} cannot be committed: it was not generated, or is already committed")
         self._buffer.mark_trained(self._handed_out.pop(rollout_id))
         self.last_step = rollout_id
         self._buffer.weight_version += self._trains

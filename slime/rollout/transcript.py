@@ -221,10 +221,10 @@ class Transcript:
         what = f"{OTHERWISE_SAMPLED}: response token {place} has"
         if said is not None and not same_log_prob[place]:
             value = float(said[place])
-            return f"{what} log-prob {value:g}, and its engine sampled it with another; keep that of the answer"
+            return f"{what} log-prob {value:g}, but its engine sampled it with a different one; keep the engine's"
         assert versions is not None, "equal log-probs, so the versions differ"
         version = int(versions[place])
-        return f"{what} weight version {version}, and another one sampled it; keep that of the answer"
+        return f"{what} weight version {version}, but a different version sampled it; keep the engine's"
 
     def num_sampled(self) -> int:
         """Returns how many tokens engines have sampled for the execution so far, used or not."""
@@ -254,21 +254,21 @@ class Transcript:
         """Describes why the first wrong token counts as not sampled."""
         tokens = np.asarray(sample.column("tokens"), np.int32)
         where = sample.prompt_length + place
-        what = f"{OTHERWISE_SAMPLED}: response token {place} (id {tokens[where]}) is trained, and"
+        what = f"{OTHERWISE_SAMPLED}: response token {place} (id {tokens[where]}) is trained, but"
         do = "send input_ids, take the sampled ids as they are, and mask all other tokens"
         if not self._answers:
             return (
-                f"{what} its execution sent no request through the run's client, so nothing says who sampled it; send "
-                "it through current().engine() or slime.utils.http_utils.post"
+                f"{what} its execution sent no request through the run's client, so the engine that sampled it is "
+                "unknown; send requests through current().engine() or slime.utils.http_utils.post"
             )
         readings = [one.ids() for one in self._answers if one.end > where] or [one.ids() for one in self._answers]
         ids = max(readings, key=lambda read: _agreement(read, tokens))
         differs = _agreement(ids, tokens)
         if differs >= where or differs >= len(ids):
-            return f"{what} no engine sampled it there, behind the {where} ids before it; {do}"
+            return f"{what} no engine sampled it after the {where} ids before it; {do}"
         return (
             f"{what} its engine did not read the ids before it: token {differs} of the sample is id {tokens[differs]}, "
-            f"and the engine had id {ids[differs]} there; {do}"
+            f"but the engine had id {ids[differs]} there; {do}"
         )
 
 
@@ -308,7 +308,7 @@ class Seals:
             candidates = list(self._before.values()) if known is None else [known]
             if not any(one == digest and not (trained & ~mask).any() for one, mask in candidates):
                 sample.reward = None
-                sample.unscored = f"{OTHERWISE_SAMPLED}: a hook changed what is trained; hooks may mask and drop"
+                sample.unscored = f"{OTHERWISE_SAMPLED}: a hook changed trained content; hooks may only mask or drop"
 
 
 def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:

@@ -65,10 +65,10 @@ async def call_generate(
     if not samples or not all(isinstance(s, Sample) for s in samples):
         kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
         raise HookError(
-            f"got {', '.join(kinds)} from {name_of(hook)}; a generate function returns a Sample or a list of them"
+            f"{name_of(hook)} returned {', '.join(kinds)}; a generate function must return a Sample or a list of them"
         )
     if len({id(s) for s in samples}) < len(samples):
-        raise HookError(f"got one Sample object several times from {name_of(hook)}; do: copy.deepcopy it for siblings")
+        raise HookError(f"{name_of(hook)} returned one Sample object several times; make siblings with copy.deepcopy")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
         _complete(sibling)
@@ -87,7 +87,9 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
         given = {name: value for name, value in given.items() if accepts_keyword(hook, name)}
         result = await (hook(args, sample, **given) if is_async(hook) else in_thread(hook, args, sample, **given))
         if not isinstance(result, Sample | None):
-            raise HookError(f"got {type(result).__name__} from {name_of(hook)}; a sample hook returns a Sample or None")
+            raise HookError(
+                f"{name_of(hook)} returned {type(result).__name__}; a sample hook must return a Sample or None"
+            )
         sample = sample if result is None else result
         sample.group_index, sample.index = group_index, index
         _complete(sample)
@@ -124,7 +126,7 @@ async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFi
         anyway = bool(getattr(verdict, "keep_when_insufficient", False))
         return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), anyway)
     raise HookError(
-        f"got {type(verdict).__name__} from {name_of(hook)}; a filter returns a bool or a DynamicFilterOutput"
+        f"{name_of(hook)} returned {type(verdict).__name__}; a filter must return a bool or a DynamicFilterOutput"
     )
 
 

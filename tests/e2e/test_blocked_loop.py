@@ -32,9 +32,11 @@ def blocked_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -
 def test_the_run_ends_with_the_name_of_what_blocked_it(blocked_run: tuple[RealRun, int, Path]) -> None:
     run, status, hook = blocked_run
     assert status == 1, f"exit status {status}; {run.tail}"
-    assert f"{hook}:5 in generate kept it" in run.output and "Traceback" not in run.output, run.tail
+    assert f"{hook}:5 in generate blocked the rollout's event loop" in run.output and "Traceback" not in run.output, (
+        run.tail
+    )
     warned = (run.run_dir / "logs" / "rollout.log").read_text()
-    assert f"{hook}:5 in generate keeps it" in warned, "the log named it while it stood still"
+    assert f"{hook}:5 in generate has blocked the event loop" in warned, "the log named it while it stood still"
 
 
 def test_it_leaves_nothing(blocked_run: tuple[RealRun, int, Path]) -> None:

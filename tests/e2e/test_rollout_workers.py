@@ -65,7 +65,10 @@ def test_a_worker_that_stands_still_is_replaced_and_named(
     flags = [*digits(tiny_qwen3), *FLAGS, *how, "--num-rollout", "2"]
     with RealRun(runs / "workers-blocked", flags) as run:
         assert run.wait() == 0, run.tail
-        assert f"{hook}:10 in generate kept it" in (run.run_dir / "logs" / "rollout.log").read_text()
+        assert (
+            f"{hook}:10 in generate blocked the rollout's event loop"
+            in (run.run_dir / "logs" / "rollout.log").read_text()
+        )
         require_balance(run.metrics("train"))
         assert [row["data/trained"] for row in run.metrics("train").values()] == [
             PROMPTS_PER_STEP,

@@ -402,7 +402,7 @@ class Adapter:
         """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
-            raise DataError(f"the session key {key[:4]}… is already in use; give each session its own")
+            raise DataError(f"the session key {key[:4]}… is already in use; give each session a different key")
         limits, own = limits or LIMITS.get() or Limits(), max_context_tokens or self._max_context
         found = OpenSession(
             Session(self._template),
@@ -414,7 +414,7 @@ class Adapter:
             heartbeat=HEARTBEAT.get(),
         )
         if time_limit_s is not None:
-            why = f"the execution has had its {time_limit_s:g} seconds"
+            why = f"the execution has used all of its {time_limit_s:g} seconds"
             found.limit = asyncio.get_running_loop().call_later(time_limit_s, found.end_at_limit, why)
         self._sessions[key] = found
         return key
@@ -523,14 +523,14 @@ class Adapter:
         if self._closed:
             raise BadRequest("the run accepts no more requests", 503)
         if key not in self._sessions:
-            raise BadRequest("the API key is not that of an open session", 401)
+            raise BadRequest("the API key does not belong to an open session", 401)
         return self._sessions[key]
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
-            found.refuse(f"the execution has had its {found.max_turns} turns")
+            found.refuse(f"the execution has used all of its {found.max_turns} turns")
         if found.limits.are_spent and not found.refuses:
-            found.refuse(f"the execution has sampled its {found.limits.max_total_response_len} tokens")
+            found.refuse(f"the execution has sampled all of its {found.limits.max_total_response_len} tokens")
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:

@@ -205,7 +205,9 @@ def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
     tools = []
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
-            raise BadRequest(f"tool {tool.get('name')!r} of type {tool.get('type')!r} would run at the provider")
+            raise BadRequest(
+                f"tool {tool.get('name')!r} of type {tool.get('type')!r} would run at the provider; leave it out"
+            )
         function = {
             "name": tool["name"],
             "description": tool.get("description", ""),

@@ -25,7 +25,7 @@ class Responses(Wire):
 
     def request(self, body: Mapping[str, Any]) -> Request:
         if body.get("previous_response_id"):
-            raise BadRequest("previous_response_id is not supported, because nothing is stored; send the items back")
+            raise BadRequest("previous_response_id is not supported, because responses are not stored; send all items")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list) or not items:

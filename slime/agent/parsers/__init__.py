@@ -237,8 +237,8 @@ def known_format(template: str, name: str | None = None) -> ToolFormat:
     if name is None:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))
         raise ConfigError(
-            "the chat template writes calls in no known format, so all calls would stay text; name a format as "
-            f"--agent-tool-format ({known}, or the import path of your own class), give another template as "
-            "--chat-template FILE, or say --agent-tool-format text to leave calls as text"
+            "the chat template does not write calls in a known format, so all calls would stay text; set the format "
+            f"with --agent-tool-format ({known}, or the import path of your own class), give a different template with "
+            "--chat-template FILE, or use --agent-tool-format text to leave calls as text"
         )
     return FORMATS.build(name, None)

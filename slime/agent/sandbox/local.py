@@ -74,7 +74,9 @@ class LocalSandbox(ShellSandbox):
     async def __aenter__(self) -> Self:
         for path in self.readable:
             if not path.exists():
-                raise ConfigError(f"{path}, which the sandbox is to read, does not exist; make it, or leave it out")
+                raise ConfigError(
+                    f"the sandbox's `readable` names {path}, which does not exist; create it, or leave it out"
+                )
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         try:
             await self._start()
@@ -202,7 +204,9 @@ class LocalSandbox(ShellSandbox):
     async def _exec(self, command: Command) -> ExecResult:
         """Raises `ConfigError` for any user except `agent`."""
         if command.user not in (None, "agent"):
-            raise ConfigError(f"the user is {command.user}, but a local sandbox has only the user agent; leave it out")
+            raise ConfigError(
+                f"the user is {command.user}, but a local sandbox has only the user agent; leave user out"
+            )
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
@@ -219,7 +223,7 @@ class LocalSandbox(ShellSandbox):
         request = json.dumps({"id": number, "run": line, "env": {**PLAIN, "HOME": self.folder, **env}}).encode()
         if len(request) > MAX_REQUEST_BYTES:
             raise ConfigError(
-                f"the command has {len(request)} bytes, more than {MAX_REQUEST_BYTES}; put it into a file"
+                f"the command has {len(request)} bytes, more than {MAX_REQUEST_BYTES}; put the command into a file"
             )
         source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source, "r+b", buffering=0) as file, _Pipe(loop, most) as out, _Pipe(loop, most) as err:

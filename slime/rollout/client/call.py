@@ -105,15 +105,15 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
-            f"got sampling parameters {unknown}, which the router would drop silently, or which ask for several "
-            f"answers; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
+            f"the sampling parameters {unknown} cannot be used: the router would drop them silently, or they ask for "
+            f"several answers; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
     if not input_ids:
-        raise RequestRejected("got an empty prompt; an engine needs at least one token to continue")
+        raise RequestRejected("the prompt is empty; an engine needs at least one token to continue")
     if vocab_size is not None and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
         raise RequestRejected(
-            f"got prompt ids from {min(input_ids)} to {max(input_ids)}, because the model has {vocab_size} "
-            "tokens; check that tokenizer and model belong together"
+            f"the prompt ids range from {min(input_ids)} to {max(input_ids)}, but the model has {vocab_size} tokens; "
+            "check that tokenizer and model belong together"
         )
 
 
@@ -141,28 +141,31 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
     finish = meta.get("finish_reason") or {}
     reason = finish.get("type") if has_ended else "abort"
     if reason not in FINISH_REASONS:
-        raise EngineError(f"got finish_reason {finish!r}; expected one of {sorted(FINISH_REASONS)}")
+        raise EngineError(f"the engine's finish_reason is {finish!r}, but must be one of {sorted(FINISH_REASONS)}")
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
-        raise EngineError("got an answer without output_token_logprobs; was return_logprob dropped on the way?")
+        raise EngineError(
+            "the response has no output_token_logprobs; check that nothing drops return_logprob on the way"
+        )
     said, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     tokens = tuple(map(int, ids))
     log_probs = tuple(map(float, said if None not in said else (math.nan if one is None else one for one in said)))
     if not all(map(math.isfinite, log_probs)):
         bad = next(i for i, value in enumerate(log_probs) if not math.isfinite(value))
         raise EngineError(
-            f"got log-prob {pairs[bad][0]} for token {bad} of {len(tokens)} (id {tokens[bad]}); it must be finite"
+            f"the log-prob of token {bad} of {len(tokens)} (id {tokens[bad]}) is {pairs[bad][0]}; it must be finite"
         )
     output_ids = answer.get("output_ids")
     if output_ids is not None and list(output_ids) != ids:
         raise EngineError(
-            f"got {len(output_ids)} output ids and log-probs of {len(tokens)} other ids; they must be the same ids"
+            f"the response has {len(output_ids)} output ids, but log-probs of {len(tokens)} other ids; both must be "
+            "the same ids"
         )
     version = str(meta.get("weight_version", ""))
     if not version.isdecimal():
         raise EngineError(
-            f"got weight_version {version!r}; a trained token needs the integer version that sampled it: "
-            "serve only after a verified weight sync"
+            f"the engine's weight_version is {version!r}, but a trained token needs the integer version that sampled "
+            "it; serve only after a verified weight sync"
         )
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
     if token_versions and tokens and not versions and finish.get("type") == "abort":  # aborted in the queue
@@ -170,8 +173,8 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
     odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: no weights were ever synced
     if token_versions and (odd or len(versions) != len(tokens)):
         raise EngineError(
-            f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "
-            "not label each; look for errors of hooks in its log"
+            f"the engine sampled {len(tokens)} tokens, but reported {len(versions)} weight versions (values "
+            f"{sorted(set(versions))}), so it did not label each token; look for errors of hooks in its log"
         )
     matched = finish.get("matched")
     return Generation(
@@ -208,8 +211,8 @@ def parse_experts(
         if (meta.get("finish_reason") or {}).get("type") == "abort":
             return None
         raise EngineError(
-            "got an answer without routed_experts, because the engine records none or the request's id was changed on "
-            "the way; start engines with enable_return_routed_experts (slime's own are, if the run asks for it)"
+            "the response has no routed_experts, because the engine does not record them or the request's id was "
+            "changed on the way; start external engines with enable_return_routed_experts"
         )
     try:
         return experts.decode(text, start=start, num_rows=max(0, num_tokens - 1 - start))
@@ -248,8 +251,8 @@ class Pictures:
                 out.append(token)
         if (found := out.count(self.token_id)) != len(self.uris):
             raise RequestRejected(
-                f"got {found} runs of placeholders for {len(self.uris)} images, because the model sampled one or the "
-                "prompt was made otherwise; an engine would look for an image there"
+                f"the prompt has {found} runs of placeholders for {len(self.uris)} images, because the model "
+                "sampled a placeholder or user code built the prompt; an engine would expect an image for each run"
             )
         return out
 
@@ -442,9 +445,9 @@ class Call:
             self._prompt_tokens = part.prompt_tokens - self._joint
             if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
                 raise EngineError(
-                    f"the engine read {self._prompt_tokens} prompt tokens where {len(self.input_ids)} are trained, "
-                    "because its image processor differs from the trainer's; do: let both use the files of "
-                    "--hf-checkpoint, with default settings"
+                    f"the engine read {self._prompt_tokens} prompt tokens, but the trainer has {len(self.input_ids)}, "
+                    "because its image processor differs from the trainer's; use the files of --hf-checkpoint with "
+                    "default settings for both"
                 )
             self.read = (part.prompt_tokens, part.cached_tokens)
             if self.num_requests == 1:
@@ -537,6 +540,6 @@ def require_joinable(call: Call, handed_out: bool) -> None:
     if handed_out:
         raise EngineError(
             "a stream under a grammar was interrupted after parts of it were handed out, and no engine can continue "
-            "it; do: use generate(), which starts over"
+            "it; use generate(), which starts over"
         )
     call.start_over()

@@ -454,8 +454,8 @@ def _prompt_of(call: Call) -> int:
 
 def _deadly(call: Call, said: str) -> DeadlyRequest:
     return DeadlyRequest(
-        f"engines died under it: {MAX_DEATHS} under a request of {len(call.input_ids)} ids, which is not sent again; "
-        f"the last one: {said}"
+        f"engines died under it: {MAX_DEATHS} engines died while they worked on a request of {len(call.input_ids)} "
+        f"ids, which is not sent again; the last engine: {said}"
     )
 
 

@@ -98,7 +98,7 @@ class TeacherClient:
             finally:
                 if may_run:
                     self._wire.abort(self._url, rid)
-        raise EngineError(f"{self._url}/generate failed after {attempt + 1} tries; the last one said: {problem}")
+        raise EngineError(f"{self._url}/generate failed after {attempt + 1} tries; the last one failed with: {problem}")
 
 
 def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_size: int | None = None) -> list[float]:
@@ -115,11 +115,11 @@ def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_si
         one != token and not (one == 0 and vocab_size == token + 1) for one, token in zip(said, response, strict=True)
     ):
         raise EngineError(
-            f"got teacher log-probs of {len(pairs)} tokens that do not end with the {len(response)} of the response; "
-            "the teacher must be an SGLang server that reads the student's ids"
+            f"the teacher returned log-probs of {len(pairs)} tokens, which do not end with the {len(response)} tokens "
+            "of the response; the teacher must be an SGLang server with the student's vocabulary"
         )
     values = [math.nan if pair[0] is None else float(pair[0]) for pair in judged]
     bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
     if bad is not None:
-        raise EngineError(f"got teacher log-prob {judged[bad][0]} for response token {bad}; it must be finite")
+        raise EngineError(f"the teacher's log-prob of response token {bad} is {judged[bad][0]}; it must be finite")
     return values

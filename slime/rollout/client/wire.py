@@ -99,9 +99,9 @@ def decode(body: bytes) -> dict[str, Any]:
     try:
         answer = orjson.loads(body)
     except ValueError as problem:
-        raise EngineError(f"got an answer of {len(body)} bytes that is not JSON: {body[:100]!r}") from problem
+        raise EngineError(f"the response of {len(body)} bytes is not JSON: {body[:100]!r}") from problem
     if not isinstance(answer, dict):
-        raise EngineError(f"got a {type(answer).__name__} as answer to one prompt; expected an object")
+        raise EngineError(f"the response to one prompt is a {type(answer).__name__}, but must be an object")
     return answer
 
 

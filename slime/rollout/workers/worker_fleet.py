@@ -248,8 +248,7 @@ class WorkerFleet(Episodes):
         if member.num_deaths >= MAX_DEATHS:
             self._verdict = ActorDied(
                 f"rollout worker {member.number} died {member.num_deaths} times in a row without a finished group, the "
-                f"last time because: {death}; look into its log: the code of an episode ends its process, or memory "
-                "runs out"
+                f"last time because: {death}; check its log: user code ended the process, or memory ran out"
             )
             return
         logger.warning("rollout worker %d is gone and is started again: %s", member.number, death)
@@ -258,7 +257,7 @@ class WorkerFleet(Episodes):
 
     def _begin(self) -> None:
         if self._closing:
-            raise ActorDied("the workers of the rollout are closed")
+            raise ActorDied("the rollout workers are closed")
         if self._verdict is not None:
             raise self._verdict
         if not self._members:
@@ -394,7 +393,7 @@ class WorkerFleet(Episodes):
             self._replace(member, port, death)
         except TimeoutError:
             logger.warning(
-                "waited %.0f s for worker %d to %s; its code holds its event loop", limit_s, member.number, method
+                "waited %.0f s for worker %d to %s; user code blocks its event loop", limit_s, member.number, method
             )
         except SlimeError as error:
             logger.warning("%s of rollout worker %d: %s", method, member.number, error)

@@ -24,7 +24,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
         return
     teacher = current().teacher
     if teacher is None:
-        raise HookError("got a sample for a teacher without an address; set --opd-teacher-url")
+        raise HookError("the sample hook has no teacher to send the sample to; set --opd-teacher-url")
     sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
     graded = args.rm_type or args.custom_rm_path or sample.custom_rm_path or sample.metadata.get("rm_type")
     if sample.reward is None and not graded:
@@ -42,6 +42,6 @@ def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> Any
 
 
 _INSTEAD = (
-    "got a call of {} by your own function, but a sample hook asks the teacher; give --opd-teacher-url, then your "
-    "functions see sample.teacher_log_probs"
+    "your own function called {}, but a sample hook gets the teacher's log-probs here; set --opd-teacher-url, and read "
+    "sample.teacher_log_probs"
 )

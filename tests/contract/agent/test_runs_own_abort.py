@@ -141,7 +141,7 @@ OTHER = turns_with_calls("<tool_call>{{ c.function.name ~ ': ' ~ c.function.argu
 AGENTS = ("--custom-generate-function-path", "examples.agent_openai_loop:generate")
 """Without one, flags of agents have no effect."""
 REFUSED = [
-    (UNKNOWN, (), r"writes calls in no known format.*--agent-tool-format text to leave calls"),
+    (UNKNOWN, (), r"does not write calls in a known format.*--agent-tool-format text to leave calls"),
     (
         UNKNOWN.replace("tools", "notools"),
         (),

@@ -208,9 +208,9 @@ def test_errors_come_in_the_shape_of_each_api() -> None:
         with pytest.raises(anthropic.BadRequestError, match="reads text only"):
             await claude.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": [picture]}])
         await client.chat.completions.create(model="m", messages=USER)
-        with pytest.raises(openai.BadRequestError, match="had its 1 turns"):
+        with pytest.raises(openai.BadRequestError, match="used all of its 1 turns"):
             await client.chat.completions.create(model="m", messages=USER)
-        with pytest.raises(anthropic.BadRequestError, match="had its 1 turns"):
+        with pytest.raises(anthropic.BadRequestError, match="used all of its 1 turns"):
             await claude.messages.create(model="m", max_tokens=1, messages=USER)
         [sample] = room.adapter.finish_session(room.key, Sample(index=0, group_index=0))
         assert sample.status is Status.TRUNCATED, "a limit ended it, not the agent"

@@ -249,7 +249,7 @@ def test_a_filter_that_rejects_everything_ends_with_a_named_error(
     front: Any, engine_server: Any, tmp_path: Path
 ) -> None:
     async def work(manager: RolloutManager) -> None:
-        with pytest.raises(DataError, match="64 groups dropped by the dynamic filter"):
+        with pytest.raises(DataError, match="the dynamic filter dropped 64 groups"):
             await manager.generate(0)
         assert manager._source.ledger().in_flight == 0
 

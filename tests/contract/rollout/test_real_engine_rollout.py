@@ -220,7 +220,7 @@ def test_what_was_sampled_behind_other_ids_is_left_out_alone(front: Any, engine_
             assert [sample.index % 4 for sample in left_out] == [0] * 8 and len(TRAINED) == 32
             assert metrics["rollout/num_unscored_samples"] == 8
             for sample in left_out:
-                assert re.search(r"token \d+ of the sample is id 78, and the engine had id 80 there", sample.unscored)
+                assert re.search(r"token \d+ of the sample is id 78, but the engine had id 80 there", sample.unscored)
             for sample, frozen in zip(sorted(TRAINED, key=lambda s: s.index), batch.samples, strict=True):
                 read = await teacher.log_probs(frozen.tokens.tolist(), frozen.response_length)
                 off = float(np.abs(np.asarray(read) - frozen.rollout_log_probs).max())

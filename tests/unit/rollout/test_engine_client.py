@@ -212,9 +212,9 @@ def test_paused_requests_return_partial_tokens_and_later_ones_wait_until_they_re
 @pytest.mark.parametrize(
     ("ids", "params", "message"),
     [
-        ([], {}, "empty prompt"),
+        ([], {}, "prompt is empty"),
         ([3, 200], {}, "belong together"),
-        ([3], {"logit_bias": {"3": 1.0}}, "drop silently"),
+        ([3], {"logit_bias": {"3": 1.0}}, "drop them silently"),
     ],
 )
 def test_what_an_engine_mishandles_is_refused_before_it_is_sent(ids: list[int], params: Any, message: str) -> None:

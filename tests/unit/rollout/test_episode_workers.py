@@ -225,7 +225,7 @@ def test_a_mistake_in_a_hook_ends_the_run_as_itself(tmp_path: Path) -> None:
     args = rollout_args(tmp_path, *GRADED, "--custom-generate-function-path", f"{own}:wrong")
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
-        with pytest.raises(HookError, match="got int from"):
+        with pytest.raises(HookError, match="returned int"):
             await manager.generate(0)
         return manager._source.ledger().in_flight
 

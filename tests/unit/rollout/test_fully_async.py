@@ -50,7 +50,7 @@ def run_schedules(settings: Any, seeds: range, num_workers: int) -> None:
                 run_on_fake_clock(schedule.run(engine))
                 num_killed += schedule.num_killed
             except EngineError as error:
-                assert "failed groups in step" in str(error), f"seed {seed}"
+                assert "groups failed in step" in str(error), f"seed {seed}"
             except BaseException as error:
                 error.add_note(f"schedule {seed}")
                 raise
@@ -96,7 +96,7 @@ def test_steps_through_the_manager_train_what_is_finished_and_count_how_old_it_i
 
 def test_an_error_of_the_worker_ends_the_step_and_gives_the_groups_back(tmp_path: Path) -> None:
     async def work(manager: RolloutManager) -> None:
-        with pytest.raises(HookError, match="returns a Sample"):
+        with pytest.raises(HookError, match="must return a Sample"):
             await manager.generate(0)
         ledger = manager._source.ledger()
         assert ledger.in_flight == 0 and ledger.buffered == ledger.issued
@@ -223,7 +223,7 @@ def test_a_batch_is_as_old_as_its_oldest_token_and_beyond_the_bound_it_is_refuse
     start = found.pop("rollout/staleness/since_start/max")
     assert found == {"rollout/staleness/mean": 1.6, "rollout/staleness/max": 3.0} and start == 3.0
     for order in (batch, batch[::-1]):
-        with pytest.raises(LedgerError, match="a token 3 versions older"):
+        with pytest.raises(LedgerError, match="a token that is 3 versions older"):
             staleness(order, now=5, limit=2)
 
 

@@ -337,7 +337,7 @@ def test_our_own_cancellation_is_one() -> None:
         async def cancelled() -> None:
             raise asyncio.CancelledError
 
-        with pytest.raises(HookExited, match=r"nobody asked for, raised at .* in cancelled"):
+        with pytest.raises(HookExited, match=r"an unrequested cancellation, raised at .* in cancelled"):
             await supervised(cancelled(), what="mine", limit_s=None)
 
     run_on_fake_clock(work())

@@ -159,7 +159,7 @@ def test_reward_filter_and_conversion_of_a_plugin(tmp_path: Path) -> None:
 
 def test_a_dict_whose_rewards_would_be_normalised_again_is_refused(tmp_path: Path) -> None:
     flags = ("--custom-convert-samples-to-train-data-path", f"{PLUGIN}.convert", "--rewards-normalization")
-    with pytest.raises(HookError, match="normalise its rewards again"):
+    with pytest.raises(HookError, match="would normalise them again"):
         a_step(plugin_args(tmp_path, *flags))
 
 

@@ -71,7 +71,7 @@ async def test_who_does_not_ask_gets_none() -> None:
 async def test_an_engine_that_records_nothing_is_an_error() -> None:
     async with serve(FakeEngine(records=False)) as engine:
         client = EngineClient(engine.url, experts=FORMAT)
-        with pytest.raises(EngineError, match="without routed_experts"):
+        with pytest.raises(EngineError, match="has no routed_experts"):
             await client.generate(PROMPT, PARAMS)
         await client.close()
 

@@ -127,7 +127,7 @@ def test_conversations_beyond_the_limit_are_left_out_whole_and_counted(tmp_path:
         assert len(batch.samples) == 4 and {len(s.tokens) for s in batch.samples} <= set(lengths)
         assert max(len(s.tokens) for s in batch.samples) <= most
         assert metrics["rollout/num_filtered_groups"] == left == ledger.get("data/filtered/too_long_conversation", 0)
-    with pytest.raises(DataError, match=rf"of {lengths[0]} tokens, more than {lengths[0] - 1} \(rollout_max_context"):
+    with pytest.raises(DataError, match=rf"has {lengths[0]} tokens, more than {lengths[0] - 1} \(rollout_max_context"):
         step(args.replace(rollout_max_context_len=lengths[0] - 1))
     few = [{"input": "1+1=" + "9" * n, "label": "2"} for n in (0, 30, 0, 0, 0)]
     data.write_text("".join(json.dumps(row) + "\n" for row in few))
@@ -180,5 +180,5 @@ def test_held_out_conversations_get_the_ids_and_masks_of_training(tmp_path: Path
     limited = args.replace(eval_max_context_len=40)
     assert [one.num_unusable for one in (*held_out(args), *held_out(limited))] == [0, 1]
     more.write_text(json.dumps(bad) + "\n")
-    with pytest.raises(DataError, match="no usable conversation of 1 in held-out held"):
+    with pytest.raises(DataError, match="none of the 1 conversations in held-out held is usable"):
         held_out(args)

@@ -297,7 +297,7 @@ def test_the_filter_drops_and_is_bounded(tmp_path: Path) -> None:
     batches, metrics, ledger, _ = run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_odd")
     assert [s.group_index for s in batches[0].samples[::2]] == [0, 2, 4, 6]
     assert metrics["rollout/dynamic_filter/drop_filter"] == ledger["data/filtered"] >= 3
-    with pytest.raises(DataError, match="got 128 groups dropped by the dynamic filter"):
+    with pytest.raises(DataError, match="the dynamic filter dropped 128 groups"):
         run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_all")
 
 
@@ -325,7 +325,7 @@ def test_fan_out_siblings_share_their_execution(tmp_path: Path) -> None:
 
 def test_a_hook_that_breaks_its_contract_ends_the_run_and_returns_the_groups(tmp_path: Path) -> None:
     async def work(manager: RolloutManager) -> None:
-        with pytest.raises(HookError, match="returns a Sample"):
+        with pytest.raises(HookError, match="must return a Sample"):
             await manager.generate(0)
         ledger = manager._source.ledger()
         ledger.check()

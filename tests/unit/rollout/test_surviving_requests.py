@@ -283,7 +283,7 @@ async def test_a_request_that_kills_engines_visits_three_and_those_beside_it_are
         check(prompts, await settled(client, prompts, asyncio.sleep(0)))
         for asked in (deadly, client.generate([DEADLY, 1], PARAMS)):
             with pytest.raises(
-                DeadlyRequest, match=rf"^engines died under it: {MAX_DEATHS} under a request of 2 ids.*http"
+                DeadlyRequest, match=rf"^engines died under it: {MAX_DEATHS} engines .* on a request of 2 ids.*http"
             ):
                 await asked
         assert one.deaths + two.deaths == MAX_DEATHS

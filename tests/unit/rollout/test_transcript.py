@@ -51,15 +51,15 @@ LAW_1 = {
     "as sampled": ({}, ""),
     "another first turn": (
         {"tokens": [1, 2, 5, 7, 8, 9, 4]},
-        r"token 1 \(id 7\) .* no engine sampled it there, behind",
+        r"token 1 \(id 7\) .* no engine sampled it after the",
     ),
     "other ids behind which the second turn was sampled": (
         {"tokens": [1, 2, 5, 6, 8, 3, 4], "loss_mask": [1, 1, 0, 0, 1]},
-        r"token 4 \(id 4\) .* did not read the ids before it: token 5 of the sample is id 3, and the engine had id 9",
+        r"token 4 \(id 4\) .* did not read the ids before it: token 5 of the sample is id 3, but the engine had id 9",
     ),
     "another prompt": (
         {"tokens": [1, 3, 5, 6, 8, 9, 4]},
-        r"token 0 \(id 5\) .* token 1 of the sample is id 3, and the engine had id 2 there",
+        r"token 0 \(id 5\) .* token 1 of the sample is id 3, but the engine had id 2 there",
     ),
     "a tool's answer in the loss": ({"loss_mask": None}, r"token 2 \(id 8\) is trained"),
     "another log-prob": ({"rollout_log_probs": [-2.5, -3.0, 0.0, 0.0, -2.1]}, "token 4 has log-prob -2.1"),

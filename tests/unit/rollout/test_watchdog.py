@@ -63,7 +63,7 @@ def test_a_stall_is_named_with_its_line_and_measured() -> None:
         longest_s = asyncio.run(work())
     finally:
         logger.removeHandler(seen)
-    assert re.search(r"hanging_hooks\.py:\d+ in sleep_until keeps it", seen.lines[0]), seen.lines
+    assert re.search(r"hanging_hooks\.py:\d+ in sleep_until has blocked the event loop", seen.lines[0]), seen.lines
     assert longest_s >= 0.1
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_broken_off_ends_the_process_by_name(tmp_path: Path, bloc
     assert (
         found is not None
         and f"{script}:" in found
-        and f" in {name} kept it" in found
+        and f" in {name} blocked the rollout's event loop" in found
         and "--execution-timeout-s" in found
     )
 
@@ -165,4 +165,4 @@ def test_the_fourth_function_that_blocks_ends_the_process(tmp_path: Path) -> Non
     )
     ended = subprocess.run([sys.executable, script, said], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1 and ended.stdout == 3 * "failed\n", ended.stderr
-    assert f"{script}:7 in blocks kept it" in (last_words(said) or "")
+    assert f"{script}:7 in blocks blocked the rollout's event loop" in (last_words(said) or "")
