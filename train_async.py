@@ -14,13 +14,13 @@ from slime.cluster.restarting import restarting
 from slime.settings import Args, run_or_exit
 
 if TYPE_CHECKING:
-    from slime.cluster.run import Run
+    from slime.cluster.training_run import Run
 
 
 @restarting
 def train_async(args: Args) -> None:
     """Starts the run; `one_step_off` or `fully_async` runs its steps."""
-    from slime.cluster.driver import launch
+    from slime.cluster.launch_run import launch
 
     with launch(args) as run:
         start = run.restore()

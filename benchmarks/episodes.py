@@ -32,8 +32,8 @@ from slime.core.sample import Group, Sample, Status
 from slime.core.topology import Worker
 from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 from slime.rollout.context import RolloutContext, current
-from slime.rollout.group_loop import GroupLoop, Policy
-from slime.rollout.parts import engine_client
+from slime.rollout.factories import engine_client
+from slime.rollout.schedules.group_loop import GroupLoop, Policy
 from slime.rollout.types import Progress
 from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args, parse_args

@@ -57,7 +57,7 @@ def write(folder: Path) -> None:
     """Writes the checkpoint and an FP8 version of it."""
     import torch
 
-    from slime.cli.conversion import convert
+    from slime.cli.checkpoint_conversion import convert
     from slime.models import table_for
     from slime.training.state import hf_files
 

@@ -75,7 +75,7 @@ def send(
 ) -> dict[str, Any]:
     """One rank with a bucket size; the first rank also measures the processes of the engines."""
     seen = pids if seat.rank == 0 else []
-    from slime.cluster.engines import EngineInfo
+    from slime.cluster.engine_tracker import EngineInfo
     from slime.cluster.rank_weight_sync import RankWeightSync
     from slime.training.backend import MegatronBackend
 

@@ -14,7 +14,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from examples.multi_turn_tools import FAILED, TOOLS, calculate
-from slime.agent.running import Execution, execution
+from slime.agent.execution import Execution, execution
 from slime.core.sample import Sample
 
 MAX_TURNS = 4

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from examples.agent_openai_loop import client_of, solve
-from slime.agent.running import execution
+from slime.agent.execution import execution
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.sample import Sample
 from slime.rollout.sample_metrics import count_tool_call, expect_tools

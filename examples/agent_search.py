@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.agent_openai_loop import client_of, solve
-from slime.agent.running import execution
+from slime.agent.execution import execution
 from slime.core.sample import Sample
 from slime.rewards.graders.answers import TokenF1, words
 from slime.rollout.sample_metrics import count_tool_call, expect_tools

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from examples.agent_openai_loop import client_of
-from slime.agent.running import execution
+from slime.agent.execution import execution
 from slime.core.sample import Sample
 
 FLAGS = """

@@ -23,8 +23,8 @@ from slime.agent.template import ConversationTemplate
 from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.context import current
+from slime.rollout.factories import end_of_text
 from slime.rollout.generate import generate as one_turn
-from slime.rollout.parts import end_of_text
 from slime.rollout.sample_metrics import count_tool_call, expect_tools
 
 MAX_TURNS = 4

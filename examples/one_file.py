@@ -16,7 +16,7 @@ and train a large model:
     group_advantages          slime/algorithms/advantages/
     token_weights             slime/algorithms/aggregation/, over all ranks of the step
     log_probs                 slime/training/model/: packed, sharded over the vocabulary, layers and sequence
-    policy_loss, train        slime/algorithms/policy/ and slime/training/step/
+    policy_loss, train        slime/algorithms/policy_loss/ and slime/training/step/
     MasterAdamW               Megatron's distributed optimizer
     (one set of weights)      slime/weights/: sends weights to the engines after every step, and compares digests
     main                      train.py

@@ -13,8 +13,8 @@ from __future__ import annotations
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.sample import Group
 from slime.rollout.context import RolloutContext
-from slime.rollout.group_loop import GroupLoop
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
+from slime.rollout.schedules.group_loop import GroupLoop
 from slime.rollout.schedules.step import BatchPolicy, generate_step
 from slime.rollout.types import RolloutFnTrainOutput
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from slime.agent.running import execution
+from slime.agent.execution import execution
 from slime.core.sample import Sample
 from slime.rewards.graders.reasoning_gym_task import bare_answer, score_function, task_entry
 

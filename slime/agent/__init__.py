@@ -1,13 +1,13 @@
 """Agents as environments. An agent that speaks OpenAI's or Anthropic's HTTP API talks to an adapter, the adapter sends
 token ids to an engine, and the session becomes training samples in which every trained id was sampled.
 
-    messages.py     conversations in one form for all wire formats
-    template.py     conversations as token ids: the first prompt, and the tokens between two sampled turns
-    probe.py        tests on sample conversations whether a model's chat template supports token in, token out
-    parsers/        split a model's text into thinking, text and tool calls: one file per format
-    session.py      the conversations of an execution as a tree of branches, and the samples made from it
-    adapters/       the servers that agents talk to: a common core, and a file per wire format
-    running.py      the adapter of a run
-    sandbox/        where an agent's commands run
-    harness/        agent programs, configured for an adapter
+    messages.py        conversations in one form for all wire formats
+    template.py        conversations as token ids: the first prompt, and the tokens between two sampled turns
+    template_probe.py  tests on sample conversations whether a model's chat template supports token in, token out
+    parsers/           split a model's text into thinking, text and tool calls: one file per format
+    session.py         the conversations of an execution as a tree of branches, and the samples made from it
+    adapters/          the servers that agents talk to: a common core, and a file per wire format
+    execution.py       the adapter of a run
+    sandbox/           where an agent's commands run
+    harness/           agent programs, configured for an adapter
 """

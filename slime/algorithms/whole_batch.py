@@ -24,12 +24,12 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
 from slime.core.sample import NOT_SAMPLED
 from slime.settings.conditions import computes_advantages, minimises_policy_loss
-from slime.settings.hooks import load_hook
+from slime.settings.hook_contracts import load_hook
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime.algorithms.algorithm import Algorithm
+    from slime.algorithms.from_settings import Algorithm
     from slime.settings import Args
 
 

@@ -47,17 +47,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks the arguments, converts (`slime/cli/conversion.py`), and prints a description of the result."""
+    """Checks the arguments, converts (`slime/cli/checkpoint_conversion.py`), and prints a description of the result."""
     if options.source.suffix == ".pt":
         if options.to is not None:
             raise ConfigError(f"--to {options.to} is for weights, but {options.source} is a rollout; drop the flag")
         check_rollout(options.source, options.target, trusted=options.trust_pickle)
-        from slime.cli.conversion import convert_rollout
+        from slime.cli.checkpoint_conversion import convert_rollout
 
         print(convert_rollout(options.source, options.target, trusted=options.trust_pickle))
         return 0
     check_folders(options.source, options.target, options.to, options.hf_checkpoint, trusted=options.trust_pickle)
-    from slime.cli.conversion import convert, described
+    from slime.cli.checkpoint_conversion import convert, described
 
     convert(
         options.source,

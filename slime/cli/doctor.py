@@ -148,7 +148,7 @@ def check_loopback() -> Finding:
 
 def check_sandbox() -> Finding:
     """Checks that code graders can confine model-written programs."""
-    from slime.rewards.graders.sandbox import WHAT_FOR, missing_here
+    from slime.rewards.program_sandbox import WHAT_FOR, missing_here
 
     missing = missing_here()
     if not missing:
@@ -255,10 +255,10 @@ def report(folder: str) -> int:
     from transformers import AutoTokenizer
 
     from slime.agent.parsers import FORMATS, format_of
-    from slime.agent.probe import probe, tools_problem
     from slime.agent.template import ConversationTemplate
+    from slime.agent.template_probe import probe, tools_problem
     from slime.data.chat import ChatRenderer
-    from slime.rollout.parts import end_of_text
+    from slime.rollout.factories import end_of_text
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)

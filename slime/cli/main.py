@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.cli import convert, doctor, look, rerun, schemas, serve, tools, train
+from slime.cli import convert, doctor, inspect_run, loop_commands, rerun, schemas, serve, tools
 from slime.core.errors import SlimeError
 from slime.core.text import visible
 from slime.core.user_files import path_in_words
@@ -33,8 +33,20 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", "train: generate and train in turn (train.py)", train.add_flags, train.run_sync, words="all"),
-    Command("train-async", "train while generating (train_async.py)", train.add_flags, train.run_async, words="all"),
+    Command(
+        "train",
+        "train: generate and train in turn (train.py)",
+        loop_commands.add_flags,
+        loop_commands.run_sync,
+        words="all",
+    ),
+    Command(
+        "train-async",
+        "train while generating (train_async.py)",
+        loop_commands.add_flags,
+        loop_commands.run_async,
+        words="all",
+    ),
     Command(
         "serve", "serve engines and router without training, until Ctrl-C", serve.add_flags, serve.run, words="more"
     ),
@@ -43,10 +55,18 @@ COMMANDS = (
     ),
     Command("recipe", "run a recipe that comes with slime", tools.add_recipe_flags, tools.run_recipe, words="more"),
     Command(
-        "report", "make report.html, report.png and report.md of a run folder", look.add_report_flags, look.run_report
+        "report",
+        "make report.html, report.png and report.md of a run folder",
+        inspect_run.add_report_flags,
+        inspect_run.run_report,
     ),
-    Command("samples", "print a run's best and worst samples", look.add_samples_flags, look.run_samples),
-    Command("trace", "make a trace of all starts of a run, for ui.perfetto.dev", look.add_trace_flags, look.run_trace),
+    Command("samples", "print a run's best and worst samples", inspect_run.add_samples_flags, inspect_run.run_samples),
+    Command(
+        "trace",
+        "make a trace of all starts of a run, for ui.perfetto.dev",
+        inspect_run.add_trace_flags,
+        inspect_run.run_trace,
+    ),
     Command(
         "convert",
         "convert a Hugging Face folder, a checkpoint or a torch_dist folder to a Hugging Face or torch_dist folder; "

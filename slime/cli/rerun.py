@@ -31,8 +31,8 @@ from slime.observability.start_record import (
     environment,
     input_files,
 )
+from slime.settings.command_line import flag_value, groups, name_of, without
 from slime.settings.flags import OVERRIDE
-from slime.settings.parse import flag_value, groups, name_of, without
 
 _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},

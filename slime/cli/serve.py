@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 
+from slime.settings.command_line import flag_value
 from slime.settings.flags import OVERRIDE, PORT
-from slime.settings.parse import flag_value
 
 DEFAULT_PORT = 30000
 """SGLang's default."""
@@ -57,8 +57,8 @@ def _of_topology(file: str, words: list[str]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Serves until a signal ends the process. Exits by `SystemExit`, like `run_or_exit`."""
+    from slime.cli.loop_commands import import_from_here
     from slime.cli.loops.train import train
-    from slime.cli.train import import_from_here
     from slime.settings import run_or_exit
 
     import_from_here()
@@ -107,7 +107,7 @@ def run_agent(options: argparse.Namespace) -> int:
     from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV
     from slime.serving.weights_agent import WeightsAgent
     from slime.settings.flags import SECONDS, url_form
-    from slime.settings.hooks import load_hook
+    from slime.settings.hook_contracts import load_hook
 
     if problem := url_form(options.engine):
         raise ConfigError(f"--engine is {options.engine}, {problem}")

@@ -26,7 +26,7 @@ def run_recipe(options: argparse.Namespace) -> int:
     The script prepares model and data in the working folder and starts `slime train`. Raises `ConfigError` for an
     unknown recipe and for wrong flags, before anything is prepared.
     """
-    from slime.settings.parse import parse_words
+    from slime.settings.command_line import parse_words
 
     if options.name not in names():
         raise ConfigError(f"there is no recipe {options.name}; known are {', '.join(names())}")

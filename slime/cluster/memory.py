@@ -15,7 +15,7 @@ The driver's thread calls the actors and waits for them, with a time limit. With
 
 from __future__ import annotations
 
-from slime.cluster.engines import MEMORY_LIMIT_S, Actors
+from slime.cluster.engine_tracker import MEMORY_LIMIT_S, Actors
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args

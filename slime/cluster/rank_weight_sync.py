@@ -23,22 +23,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from slime.cluster.engines import EngineInfo
+from slime.cluster.engine_tracker import EngineInfo
+from slime.core.engine_interface import EngineControl
 from slime.core.errors import DeadlineExceeded, SlimeError
-from slime.core.ports import EngineControl
 from slime.serving.control import FolderEngineControl, HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.settings import Args
-from slime.settings.hooks import load_hook
+from slime.settings.hook_contracts import load_hook
 from slime.training.backend import MegatronBackend
 from slime.weights.delivery import Words
 from slime.weights.quantised.formats import format_of_folder
 from slime.weights.quantised.sending import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.rendezvous import join_store, listen_on, open_store
+from slime.weights.send_plan import Buffers
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
-from slime.weights.turns import Buffers
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Context managers for the guardian and the Ray cluster of one run.
 
 `guarded` is the outer block, `RaySession` or `JoinedRay` the inner one. Between them are views with processes that
-outlive Ray (W&B). `slime.cluster.driver` sets the environment before both. With `--ray-address` or `RAY_ADDRESS` the
-run joins that cluster and does not touch its daemons. SIGTERM becomes an exception.
+outlive Ray (W&B). `slime.cluster.launch_run` sets the environment before both. With `--ray-address` or `RAY_ADDRESS`
+the run joins that cluster and does not touch its daemons. SIGTERM becomes an exception.
 
 Invariants
 1. The guardian starts before any process that it may have to end, and outlives the driver.
@@ -25,8 +25,8 @@ import numpy as np
 import psutil
 import ray
 
-from slime.cluster.driver import SETUP_HOOK, for_actors
 from slime.cluster.guardian import Guardian, start_guardian
+from slime.cluster.launch_run import SETUP_HOOK, for_actors
 from slime.core.blame import error_line
 from slime.core.errors import ActorFailed, ClusterFailed, Terminated
 from slime.core.hf_config import read_hf_config

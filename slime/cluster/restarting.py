@@ -61,8 +61,8 @@ from slime.core.text import visible
 from slime.observability.sinks import AXES, read_jsonl
 from slime.serving.child_process import ProcessFamily
 from slime.settings import Args
+from slime.settings.command_line import report_and_exit
 from slime.settings.groups.training import has_checkpoint
-from slime.settings.parse import report_and_exit
 
 MOST_IN_VAIN = 2
 FAULTS = (EngineError, ClusterFailed, DeadlineExceeded)

@@ -47,7 +47,7 @@ from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
 from slime.rollout.workers.worker_fleet import WorkerFleet
 from slime.serving.router import AnyRouter, ExistingRouter, Router, Routers
 from slime.settings import Args
-from slime.settings.hooks import runs_user_code
+from slime.settings.hook_contracts import runs_user_code
 from slime.settings.topology_yaml import topology_of
 
 MOST_CALLS = 100_000

@@ -19,7 +19,7 @@ import logging
 import time
 from pathlib import Path
 
-from slime.cluster.engines import Actors
+from slime.cluster.engine_tracker import Actors
 from slime.cluster.waiting import wait_for
 from slime.core.errors import SAVE_FLAG, ConfigError
 from slime.observability.spans import span

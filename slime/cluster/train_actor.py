@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from slime.cluster.engines import WEIGHT_VERSION, EngineInfo
+from slime.cluster.engine_tracker import WEIGHT_VERSION, EngineInfo
 from slime.core.batch import TrainBatch
 from slime.core.cores import thread_variables
 from slime.core.processes import interface_variables

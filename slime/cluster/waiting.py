@@ -23,7 +23,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from slime.core import errors
 from slime.core.blame import RAISED_AT, Process, error_line, first_line, place_in
 from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, DeadlineExceeded, SlimeError
-from slime.core.silence import Silence
+from slime.core.liveness import Silence
 from slime.core.text import shorten
 
 _introduced: dict[str, Process] = {}
@@ -111,7 +111,7 @@ def wait_for(
     """Returns the results of all `refs`, in order. Raises the first failure at once (`translated`).
 
     `on_poll` is called about twice a second and returns the progress as text. `flag` names the setting that raises the
-    limit. Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.silence`).
+    limit. Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.liveness`).
     """
     silence = Silence()
     pending, last_progress = list(refs), "none"

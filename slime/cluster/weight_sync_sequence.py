@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import assert_never
 
-from slime.cluster.engines import WEIGHT_VERSION, Actors
+from slime.cluster.engine_tracker import WEIGHT_VERSION, Actors
 from slime.cluster.memory import MemoryHandOver
 from slime.core.errors import SlimeError
 from slime.fleet.supervisor import Engine

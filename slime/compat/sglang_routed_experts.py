@@ -3,8 +3,8 @@
 SGLang 0.5.16 returns routed experts for requests with the fields `return_routed_experts` and
 `routed_experts_start_len`, if it was started with `--enable-return-routed-experts`. sglang-router 0.3.2 drops unknown
 fields and headers, but keeps the request's id. So the client puts a mark into the id
-(`slime.core.ports.ROUTED_EXPERTS_MARK`), and a hook at the engine's front end sets the fields. Remove it when the
-router forwards both fields.
+(`slime.core.engine_interface.ROUTED_EXPERTS_MARK`), and a hook at the engine's front end sets the fields. Remove it
+when the router forwards both fields.
 
 SGLang stores the experts of a token with its keys and values, and reads them when the request ends. A request that is
 retracted (`--pause-generation-mode retract`, or when memory runs out) loses them. Later a prefill recomputes its tokens
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.core.ports import ROUTED_EXPERTS_MARK
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK
 
 FLAG = "--enable-return-routed-experts"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.core.engine_interface import ASK_AGAIN
 from slime.core.files import tail_of
-from slime.core.ports import ASK_AGAIN
 from slime.core.text import visible
 
 # A user's function runs deep inside Ray, threads and event loops. The user wants to see one line of the traceback: the

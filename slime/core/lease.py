@@ -3,7 +3,7 @@
 A file in the folder names the owner, and a thread of the owner renews the file. A newcomer takes the folder at once if
 the owner's process is gone, which can be seen only on the same host. Otherwise the newcomer polls the file. If the
 owner renews the file, the newcomer is refused. If the owner is silent for `SILENCE_S` (and, on the same host, shows no
-other sign of life, see `silence`), the newcomer takes the folder. The old owner notices at its next `check`, which
+other sign of life, see `liveness`), the newcomer takes the folder. The old owner notices at its next `check`, which
 precedes each write that could destroy the newcomer's files.
 
 Consumes and produces: one small file. Waits for: an owner that may be dead, up to `SILENCE_S` of silence, by polling.
@@ -31,7 +31,7 @@ from typing import Any
 
 from slime.core.errors import CheckpointError, ConfigError
 from slime.core.files import replace_text
-from slime.core.silence import Silence, processor_s
+from slime.core.liveness import Silence, processor_s
 from slime.core.user_files import read_small
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ import numpy as np
 import orjson
 
 from slime.core.columns import Column, Numbers, UnpackedList
+from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError
-from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.routed_experts import RoutedExperts, join
 
 NOT_SAMPLED = -1

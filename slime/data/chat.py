@@ -77,7 +77,7 @@ class ChatRenderer:
         end_ids: Collection[int] = (),
         allow_control_tokens: bool = False,
     ) -> None:
-        """`end_ids`: tokens at which engines stop, besides the tokenizer's own (`slime.rollout.parts.end_of_text`).
+        """`end_ids`: tokens at which engines stop, besides the tokenizer's own (`slime.rollout.factories.end_of_text`).
 
         `allow_control_tokens`: control strings in the data become control ids. Raises `ConfigError` if the tokenizer
         has no chat template.

@@ -25,9 +25,9 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.registry import load_object
 from slime.core.sample import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
-from slime.data.conversations import conversation_of, generation_prompt_problem, trained_turns
 from slime.data.dataset import read_row
 from slime.data.row_files import RawRow, read_rows
+from slime.data.sft_loss_mask import conversation_of, generation_prompt_problem, trained_turns
 from slime.data.template_spelling import Spelling
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from slime.core.engine_interface import WeightVersion
 from slime.core.errors import EngineError
-from slime.core.ports import WeightVersion
-from slime.core.silence import backoff_s
+from slime.core.liveness import backoff_s
 from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
@@ -239,7 +239,7 @@ class Supervisor:
             self._membership.add(engine)
             self.up(engine.index, url)
         for engine in self._membership.in_states(State.STARTING):
-            if engine.incarnation:  # `slime.cluster.start` waits for the first incarnation
+            if engine.incarnation:  # `slime.cluster.start_actors` waits for the first incarnation
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import HookError
-from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.processes import host_port
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
-from slime.data.conversations import SftTokens, sft_row
+from slime.data.sft_loss_mask import SftTokens, sft_row
 
 if TYPE_CHECKING:
     from torch import Tensor

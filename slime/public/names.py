@@ -95,7 +95,7 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     "slime.utils.external_utils": {},
     "slime.utils.external_utils.command_utils": {
-        "execute_train": "slime.settings.parse:execute_train",
+        "execute_train": "slime.settings.command_line:execute_train",
     },
     "slime.utils.http_utils": {
         "post": "slime.public.http:post",
@@ -108,7 +108,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "load_function": "slime.core.registry:load_object",
     },
     "slime.utils.processing_utils": {
-        "load_tokenizer": "slime.rollout.parts:tokenizer_of",
+        "load_tokenizer": "slime.rollout.factories:tokenizer_of",
     },
     "slime.utils.types": {
         "Sample": "slime.core.sample:Sample",

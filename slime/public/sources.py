@@ -18,7 +18,7 @@ from slime.buffer.prompts import PromptWalk, image_column
 from slime.core.errors import CheckpointError
 from slime.core.sample import Group, Sample
 from slime.data.dataset import load_prompts
-from slime.rollout.parts import load_tokenizer
+from slime.rollout.factories import load_tokenizer
 from slime.settings import Args
 
 

@@ -1,12 +1,12 @@
 """One grader process: reads samples as frames from stdin and writes scores as frames to stdout. It may be killed at any
 time.
 
-Consumes: frames from `process.GraderProcess`, which starts it and owns both pipes. The first frame configures it; each
-later frame is a request. Produces, for each request: a frame with the time limit when work begins; from a grader that
-computes, a frame when the grader begins to look at the answer; then one reply. Waits for: the next frame, and the
-graders that it runs (async graders within their limit, others until the parent kills this process). Woken by: a frame.
-The worker trusts the parent, which sends pickled args for users' functions in the first frame. Output of graders and
-models is never unpickled: replies are JSON.
+Consumes: frames from `grader_process.GraderProcess`, which starts it and owns both pipes. The first frame configures
+it; each later frame is a request. Produces, for each request: a frame with the time limit when work begins; from a
+grader that computes, a frame when the grader begins to look at the answer; then one reply. Waits for: the next frame,
+and the graders that it runs (async graders within their limit, others until the parent kills this process). Woken by: a
+frame. The worker trusts the parent, which sends pickled args for users' functions in the first frame. Output of graders
+and models is never unpickled: replies are JSON.
 
 Invariants
 1. The process ends with its parent: the kernel sends SIGKILL when the parent thread ends, or stdin reaches its end.
@@ -14,8 +14,8 @@ Invariants
 3. Every request gets a reply unless the process dies. Any exception becomes a reply, even `SystemExit`. The exception
    is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and neither the machine, the
    installation nor the row is the cause.
-4. A process of kind `held` gives up everything but libraries (`held`) before it sees an answer, and never runs an
-   answer as a program.
+4. A process of kind `held` gives up everything but libraries (`grader_confinement`) before it sees an answer, and never
+   runs an answer as a program.
 5. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each waits in a thread (`to_thread`).
 """
 
@@ -39,11 +39,11 @@ from typing import Any, BinaryIO
 
 from slime.core import confine
 from slime.core.blame import asks_again, error_line, raised_by_user
-from slime.core.ports import ASK_AGAIN
+from slime.core.engine_interface import ASK_AGAIN
 from slime.core.processes import die_with_parent
 from slime.core.sample import Sample
+from slime.rewards.grader_confinement import Gate, shut_in
 from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
-from slime.rewards.held import Gate, shut_in
 from slime.rewards.scores import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 ONLINE, OFFLINE, HELD = "online", "offline", "held"
@@ -67,7 +67,7 @@ def limit_resources(memory_limit_bytes: int | None) -> None:
 
 def load_custom(path: str) -> Callable[..., Any]:
     """Loads a user's reward function, for single samples or groups. Raises `HookError`."""
-    from slime.settings.hooks import load_hook
+    from slime.settings.hook_contracts import load_hook
 
     return load_hook(path, "custom_rm")
 

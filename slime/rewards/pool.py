@@ -2,13 +2,13 @@
 
 Consumes: samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
 reason why there is none. Waits for: a slot of a lane, then one of the lane's processes, then the reply, which must
-arrive within the grader's limit (`process`). Woken by: a freed slot, a process that has started, the reply or death of
-the process, and the clock. It polls a full lane for a free process every `START_POLL_S`.
+arrive within the grader's limit (`grader_process`). Woken by: a freed slot, a process that has started, the reply or
+death of the process, and the clock. It polls a full lane for a free process every `START_POLL_S`.
 
-The `held` lane runs graders that need only texts and can be confined (`held`). The `offline` lane runs the other
-registered graders that only compute. The number of processes of each is limited by the number of cores. The `serial`
-lane runs users' functions and graders that need the network, one request per process. The `concurrent` lane runs async
-graders, which wait for the network, many per process.
+The `held` lane runs graders that need only texts and can be confined (`grader_confinement`). The `offline` lane runs
+the other registered graders that only compute. The number of processes of each is limited by the number of cores. The
+`serial` lane runs users' functions and graders that need the network, one request per process. The `concurrent` lane
+runs async graders, which wait for the network, many per process.
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only for a configuration mistake or after `close`. Unless
@@ -17,7 +17,7 @@ Invariants
    each in its own process, because it is unknown which one blocked it.
 3. Processes start on first use. After `close` all have ended.
 4. Grading has its own threads, because users' code may occupy the event loop's threads.
-5. No process gets a secret of the run in its settings or environment (`environment`).
+5. No process gets a secret of the run in its settings or environment (`grader_env_vars`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
+from slime.rewards.grader_process import GraderDied, GraderProcess, GradingTimeout, ProcessSettings
 from slime.rewards.grader_worker import CONCURRENT_PER_PROCESS, HELD, OFFLINE, ONLINE, load_custom
 from slime.rewards.graders import GRADERS, Grader, Reward
-from slime.rewards.process import GraderDied, GraderProcess, GradingTimeout, ProcessSettings
 from slime.rewards.scores import Score, Scored, Unscored
 from slime.settings import Args
 from slime.settings.eval_config import eval_datasets
@@ -392,7 +392,7 @@ def code_problems(args: Args) -> list[str]:
     kinds = [GRADERS.get(name) for name in sorted(name for name in named if name)]
     if not any(kind.runs_code and not settings_of(kind, args).get(ALLOW) for kind in kinds):
         return []
-    from slime.rewards.graders.sandbox import missing_here, refusal
+    from slime.rewards.program_sandbox import missing_here, refusal
 
     try:
         missing = missing_here()

@@ -35,7 +35,7 @@ from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load
 from slime.rollout.workers.episodes import Episodes, Here
 from slime.settings.eval_config import EvalDatasetConfig
-from slime.settings.hooks import is_async
+from slime.settings.hook_contracts import is_async
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from slime.buffer.groups import Held, reset
 from slime.core.blame import asks_again, causes, raised_by_user
+from slime.core.engine_interface import ASK_AGAIN
 from slime.core.errors import (
     ConfigError,
     DataError,
@@ -42,7 +43,6 @@ from slime.core.errors import (
     RequestRejected,
     TakenBack,
 )
-from slime.core.ports import ASK_AGAIN
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.scores import Score, Unscored, reason_kind
 from slime.rollout.client.engine_client import REQUEST_SCOPE
@@ -267,7 +267,7 @@ def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseExcep
     """Whether an error comes from a request that the run cancelled.
 
     Either the client sent the request, perhaps in a task that executions share, or a user's HTTP client sent it and a
-    pause after `num_pauses` interrupted it (`compat/sglang_taken_back.py`).
+    pause after `num_pauses` interrupted it (`compat/sglang_aborted_requests.py`).
     """
     paused = count_pauses(context) > num_pauses
     return any(isinstance(one, TakenBack) for one in causes(problem)) or (paused and asks_again(problem))

@@ -28,9 +28,7 @@ from slime.core.topology import Worker
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import Models, RolloutContext, use
 from slime.rollout.evaluate import evaluate, evaluate_by_function
-from slime.rollout.generate import rollout_sampling_params
-from slime.rollout.guard import beside, end_tasks, supervised
-from slime.rollout.parts import (
+from slime.rollout.factories import (
     grader_pool,
     load_data_source,
     load_eval_datasets,
@@ -38,6 +36,8 @@ from slime.rollout.parts import (
     model_clients,
     teacher_client,
 )
+from slime.rollout.generate import rollout_sampling_params
+from slime.rollout.guard import beside, end_tasks, supervised
 from slime.rollout.recordings import Recorder
 from slime.rollout.sample_metrics import Showcase, speed, staleness
 from slime.rollout.schedules import SCHEDULES

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.core.engine_interface import WeightVersion
 from slime.core.errors import DataError, LedgerError
-from slime.core.ports import WeightVersion
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED, TURN_COUNTS, Sample, Status
 from slime.core.text import shorten, visible
 from slime.observability.samples import Kind, Picked, ShownSample

@@ -18,10 +18,10 @@ from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
-from slime.data.conversations import conversation_of, sft_row
+from slime.data.sft_loss_mask import conversation_of, sft_row
 from slime.rollout.context import current
 from slime.rollout.evaluate import EvalDataset, make_samples
-from slime.rollout.parts import end_of_text
+from slime.rollout.factories import end_of_text
 from slime.rollout.train_batch import to_train_batch
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.settings import Args

@@ -16,7 +16,7 @@ from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.types import DynamicFilterOutput
 from slime.settings import Args
 from slime.settings.groups.hooks import HookSettings
-from slime.settings.hooks import accepts_keyword, is_async, load_hook
+from slime.settings.hook_contracts import accepts_keyword, is_async, load_hook
 
 Hook = Callable[..., Any]
 

@@ -44,8 +44,8 @@ import slime
 from slime.core.blame import here, how_it_ended
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.files import tail_of
+from slime.core.liveness import Silence, processor_s
 from slime.core.processes import OF_LIBRARIES, scratch_prefix, socket_room
-from slime.core.silence import Silence, processor_s
 
 KEEP_ENVIRON_ENV = "SPT_NOENV"
 """If set, setproctitle does not overwrite /proc/<pid>/environ."""
@@ -420,7 +420,7 @@ class ChildProcess:
 
         Raises `EngineError` with the end of the log if the process dies first. Raises `DeadlineExceeded` with the last
         log line if the process neither computes nor writes to its log for `timeout_s`, or if it works for much longer
-        than that (`slime.core.silence`).
+        than that (`slime.core.liveness`).
         """
         silence = Silence(lambda: processor_s(self._pids), file=self.log_path)
         next_look = 0.0

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import httpx
 
+from slime.core.engine_interface import RankChecksums, WeightVersion
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.ports import RankChecksums, WeightVersion
 from slime.core.topology import EngineLayout, EngineRank
 from slime.weights.delta.mailbox import call, mailbox
 
@@ -25,7 +25,7 @@ ERROR_CHARACTERS = 2000
 
 
 class HttpEngineControl:
-    """Controls the server at `url`. `core.ports.EngineControl` documents the methods."""
+    """Controls the server at `url`. `core.engine_interface.EngineControl` documents the methods."""
 
     def __init__(self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None) -> None:
         """`timeout_s`: time limit for each call; `api_key`: the key of the control routes."""

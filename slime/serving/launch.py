@@ -10,7 +10,7 @@ Invariants
 2. The server, the router and their children get SIGKILL when the slime process that started them ends. A server started
    by hand (`--rollout-external-engine-addrs`) keeps running; its children end with it.
 3. Keys come from the environment and appear in no log, answer or child process. Every route except the health checks
-   requires a key, and routes that change something require the admin key (`slime.compat.sglang_closed`).
+   requires a key, and routes that change something require the admin key (`slime.compat.sglang_security`).
 4. On a GPU machine, SGLang and torch are changed only through hooks of SGLang's plugin registry and classes registered
    with transformers (`sglang_config_names`).
 """
@@ -76,17 +76,17 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """Prepares this process, the server or one of its children. Call it before SGLang is imported."""
     from slime.compat import (
         register,
-        sglang_closed,
+        sglang_aborted_requests,
         sglang_config_names,
         sglang_draft,
         sglang_flush_all,
-        sglang_fresh_router,
         sglang_memory_gate,
-        sglang_mutations,
+        sglang_moe_router,
+        sglang_pipeline_stages,
         sglang_quantised,
         sglang_routed_experts,
-        sglang_stages,
-        sglang_taken_back,
+        sglang_security,
+        sglang_settings_log,
         sglang_token_versions,
         sglang_version_prefixes,
     )
@@ -101,16 +101,16 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
     for module, needed in (
         (forked_children, on_cpu),
-        (sglang_closed, True),
-        (sglang_fresh_router, True),
+        (sglang_security, True),
+        (sglang_moe_router, True),
         (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
-        (sglang_mutations, True),
-        (sglang_taken_back, True),
+        (sglang_settings_log, True),
+        (sglang_aborted_requests, True),
         (sglang_token_versions, labels),
         (sglang_version_prefixes, labels),
         (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),
         (sglang_draft, bool(value_of(arguments, sglang_draft.FLAG, ""))),
-        (sglang_stages, int(value_of(arguments, sglang_stages.FLAG, "1")) > 1),
+        (sglang_pipeline_stages, int(value_of(arguments, sglang_pipeline_stages.FLAG, "1")) > 1),
         (sglang_quantised, quantised),
         (sglang_flush_all, sglang_flush_all.FLAG in arguments),
     ):
@@ -126,7 +126,7 @@ def serve(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from slime.compat import sglang_closed
+    from slime.compat import sglang_security
 
     load_plugins()
     missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs them
@@ -136,7 +136,7 @@ def serve(arguments: list[str]) -> None:
     for name in ("api_key", "admin_api_key"):
         if getattr(settings, name):
             setattr(settings, name, Secret(getattr(settings, name)))
-    sglang_closed.close_routes()
+    sglang_security.close_routes()
     try:
         run_server(settings)
     finally:

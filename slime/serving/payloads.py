@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from slime.core.ports import Hasher
+from slime.core.engine_interface import Hasher
 from slime.serving.child_process import SHM
 from slime.serving.tensor_hash import TileHasher, finish_all
 from slime.weights.hf_shards import byte_runs
@@ -151,7 +151,7 @@ class _CudaHandle:
 
 
 class _Digest:
-    """The digest that `/weights_checker` reports for a tensor: 16 hex digits. See `core.ports.Digest`.
+    """The digest that `/weights_checker` reports for a tensor: 16 hex digits. See `core.engine_interface.Digest`.
 
     On a CPU it is the first 8 bytes of the SHA-256 of the tensor's bytes, on a GPU `tensor_hash`.
     """

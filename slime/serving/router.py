@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, SlimeError
+from slime.core.liveness import Silence
 from slime.core.processes import http_url, in_brackets
-from slime.core.silence import Silence
 from slime.core.topology import Worker, bootstrap_of
 from slime.serving.child_process import ChildProcess, python_module
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG

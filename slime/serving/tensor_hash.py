@@ -31,7 +31,7 @@ _WORD = 0xFFFFFFFF
 
 
 class TileHasher:
-    """`core.ports.Hasher` for tensors on a GPU."""
+    """`core.engine_interface.Hasher` for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._pending: list[Tensor] = []

@@ -2,9 +2,9 @@
 
 `ServerWatch.trouble` checks the processes at each call, so it reports a process that ended or was stopped (SIGSTOP) at
 once. A thread polls the server's state (`/server_info`, which the scheduler answers between two batches, even after it
-lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.silence` tells them apart; tokens
-that clients get also count as signs of life (`heard`). Silence counts only while `expects_answers` is true, because a
-scheduler may take minutes to load weights from disk.
+lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.liveness` tells them apart;
+tokens that clients get also count as signs of life (`heard`). Silence counts only while `expects_answers` is true,
+because a scheduler may take minutes to load weights from disk.
 
 `facts_of_server` takes a second or two. It requests the settings (`/server_info`), the model (`/model_info`), the names
 and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which show the format of streams and
@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY
 from slime.core.errors import EngineError
-from slime.core.ports import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY
-from slime.core.silence import Silence
+from slime.core.liveness import Silence
 from slime.core.text import EngineKeys
 from slime.serving.leased_ports import request
 

@@ -24,8 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slime.core.engine_interface import EngineControl
 from slime.core.errors import EngineError, SlimeError
-from slime.core.ports import EngineControl
 from slime.weights.delta.folder import Base, folder_of
 from slime.weights.delta.local_checkpoint import LocalCheckpoint
 from slime.weights.delta.mailbox import POLL_S, Answering, mailbox

@@ -6,7 +6,7 @@ Imports no torch, transformers, Ray or engine, so that a wrong flag is reported 
 from __future__ import annotations
 
 from slime.settings.args import Args, Passthrough
-from slime.settings.hooks import check_hooks, load_hook
-from slime.settings.parse import main_args, parse_args, run_or_exit
+from slime.settings.command_line import main_args, parse_args, run_or_exit
+from slime.settings.hook_contracts import check_hooks, load_hook
 
 __all__ = ["Args", "Passthrough", "check_hooks", "load_hook", "main_args", "parse_args", "run_or_exit"]

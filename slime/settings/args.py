@@ -172,7 +172,7 @@ class Args(
         slime's secret settings become None; secrets of engines and the router are removed. The command line and the
         environment variables of training processes may hold secrets, so both are removed too.
         """
-        from slime.settings.flag_table import components_of, secret_settings
+        from slime.settings.all_flags import components_of, secret_settings
 
         secrets = secret_settings(components_of(self))
         own = {field.name for field in dataclasses.fields(self)}
@@ -186,8 +186,8 @@ class Args(
 
     def to_json_dict(self) -> dict[str, Any]:
         """Returns all settings and the evaluation datasets as JSON data, with secrets masked."""
+        from slime.settings.all_flags import components_of, secret_settings
         from slime.settings.eval_config import eval_datasets
-        from slime.settings.flag_table import components_of, secret_settings
 
         secrets = secret_settings(components_of(self))
         out: dict[str, Any] = {"format": 1, "eval_datasets": [dict(vars(one)) for one in eval_datasets(self)]}

@@ -137,7 +137,7 @@ def _entry(found: Any, where: str) -> Mapping[str, Any]:
 @cache
 def _flags() -> tuple[Flag, ...]:
     """Returns the fields as flags. Each number has the range of the setting that supplies its default."""
-    from slime.settings.flag_table import own_flags  # imports the groups, which import this module
+    from slime.settings.all_flags import own_flags  # imports the groups, which import this module
 
     limits = {field: flag.limits for flag in own_flags() for field, name in _SETTINGS.items() if name == flag.dest}
     return tuple(

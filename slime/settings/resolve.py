@@ -18,10 +18,10 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.text import HIDDEN
+from slime.settings.all_flags import Components
 from slime.settings.args import Args, Passthrough
 from slime.settings.custom_yaml import FREE, Given
 from slime.settings.fields import UNSET, Compute, Declared, Need, Passed, Rule, Why, declared, default_of
-from slime.settings.flag_table import Components
 from slime.settings.flags import ANY, Flag, refuse
 from slime.settings.groups import GROUPS
 from slime.settings.megatron import FIXED, SLIME_DEFAULTS, need_of

@@ -31,7 +31,7 @@ from slime.settings.groups.data import reads_prompt_data
 from slime.settings.groups.evaluation import UNNAMED
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC, SFT_ROLLOUT
 from slime.settings.groups.rollout import SCHEDULES
-from slime.settings.hooks import runs_user_code
+from slime.settings.hook_contracts import runs_user_code
 
 if TYPE_CHECKING:
     from slime.settings.args import Args

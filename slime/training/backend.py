@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
@@ -54,10 +54,9 @@ from slime.training.step.loss import LogProbs, trained_objective
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, after_init, build_trainable
-from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies, needs_old_pass
 from slime.training.step.profiles import Profiles
+from slime.training.step.reference_policies import REFERENCE, TEACHER, OtherPolicies, needs_old_pass
 from slime.training.step.routing import BatchRouting
-from slime.training.step.sight import Sight
 from slime.training.step.staging import Staging
 from slime.training.step.train_step import (
     StepContext,
@@ -67,6 +66,7 @@ from slime.training.step.train_step import (
     micro_batch_multiple,
     train_on,
 )
+from slime.training.step.vision_encoder import Sight
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import DeadlineExceeded
 from slime.weights.receivers import Peers
-from slime.weights.turns import Bucket, Turn
+from slime.weights.send_plan import Bucket, Turn
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from slime.core.engine_interface import Digest, Hasher
 from slime.core.errors import ConfigError, WeightSyncError
-from slime.core.ports import Digest, Hasher
 from slime.core.text import listed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit

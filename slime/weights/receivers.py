@@ -14,8 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime.core.engine_interface import EngineControl
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
-from slime.core.ports import EngineControl
 
 if TYPE_CHECKING:  # the command line imports transports without torch
     from torch import Tensor

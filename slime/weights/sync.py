@@ -3,12 +3,12 @@
 Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or an error on every rank. Waits
 for each engine's response, with the time limit of its control port, and for the other ranks.
 
-Every training rank calls `sync_weights` and walks through all turns (`turns`), even after a failure, because filling a
-bucket is a collective of the ranks that have parts of its tensors. Rank 0 conducts: it pauses the engines, verifies and
-resumes them. At the end all ranks agree on the outcome, so either all raise or none does. The exception is a rank that
-leaves a collective of the trainer early (out of memory, for example): it raises at once, which ends the run. A bucket
-travels from its sender to the engines while the next one is filled (`delivery`). If all ranks need each bucket
-(`Channel.everywhere`), one turn ends before the next begins.
+Every training rank calls `sync_weights` and walks through all turns (`send_plan`), even after a failure, because
+filling a bucket is a collective of the ranks that have parts of its tensors. Rank 0 conducts: it pauses the engines,
+verifies and resumes them. At the end all ranks agree on the outcome, so either all raise or none does. The exception is
+a rank that leaves a collective of the trainer early (out of memory, for example): it raises at once, which ends the
+run. A bucket travels from its sender to the engines while the next one is filled (`delivery`). If all ranks need each
+bucket (`Channel.everywhere`), one turn ends before the next begins.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
@@ -34,16 +34,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.core.engine_interface import Digest, RankChecksums
 from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
-from slime.core.ports import Digest, RankChecksums
 from slime.core.text import listed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, departure_from
 from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
 from slime.weights.receivers import Peers, Receiver, on_all
+from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
 from slime.weights.transports import Channel
-from slime.weights.turns import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
 
 
 @dataclass(frozen=True, slots=True)

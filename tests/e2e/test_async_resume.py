@@ -47,7 +47,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [
             Point(BUFFER, "DataBuffer.get_groups", 16, "after"),
             Point(BUFFER, "DataBuffer.put_finished", 9, "after", "process"),
-            Point("slime.rollout.group_loop", "GroupLoop.hand_out", 2, "before"),
+            Point("slime.rollout.schedules.group_loop", "GroupLoop.hand_out", 2, "before"),
             Point(BUFFER, "DataBuffer.put_back", 3, "before"),
             Point(BUFFER, "DataBuffer.put_back", 12, "after"),
         ],
@@ -79,7 +79,9 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
             Point("slime.rollout.evaluate", "_evaluate_one", 5, "before"),
             Point("slime.rollout.schedules.fully_async", "RolloutWorker.__init__", 1, "after"),
             Point(MANAGER, "RolloutManager.load", 1, "after"),
-            Point("slime.rollout.group_loop", "GroupLoop._check_failed", 1, "before"),  # a group is quarantined
+            Point(
+                "slime.rollout.schedules.group_loop", "GroupLoop._check_failed", 1, "before"
+            ),  # a group is quarantined
         ],
     ),
     "retract": (

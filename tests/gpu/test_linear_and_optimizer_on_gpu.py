@@ -17,7 +17,7 @@ import torch
 from slime.compat import megatron_gradient_norm
 from slime.ops.linear import add_fused, add_reference, fused_problem
 from slime.training.model.log_probs import VocabShard, score_tokens
-from slime.training.step.held_adam import EXP_AVG, MASTER, HeldAdamW, Holding
+from slime.training.step.adamw import EXP_AVG, MASTER, HeldAdamW, Holding
 from slime.training.step.optimizer import apply_update
 from slime.training.step.train_step import run_step
 from tests.support.engine_parity import one_rank
@@ -249,7 +249,7 @@ def test_resume_equals_not_stopping_and_sleep_changes_no_bit(
 @pytest.mark.parametrize("block", [1000, 1 << 24])
 def test_the_host_makes_the_steps_of_the_device(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks pass through two buffers while copies in both directions are under way."""
-    monkeypatch.setattr("slime.training.step.held_adam.BLOCK", block)
+    monkeypatch.setattr("slime.training.step.adamw.BLOCK", block)
     torch.manual_seed(0)
     sizes = (100_003, 7, 50_000)
     weights = [torch.randn(size, device="cuda").to(torch.bfloat16) for size in sizes]

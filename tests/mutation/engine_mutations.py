@@ -47,126 +47,135 @@ ENGINE_WIRING: dict[str, Mutation] = {
     ),
     "requests before weights are verified": Mutation(
         "engines",
-        "cluster/engines.py",
+        "cluster/engine_tracker.py",
         "for engine in self.members.in_states(State.READY):\n            if engine.url and engine.url not in",
         "for engine in self.members.in_states(*ASKED):\n            if engine.url and engine.url not in",
     ),
     "senders without the key": Mutation(
-        "wiring", "cluster/engines.py", "e.slots, self._control_key, e.incarnation", "e.slots, None, e.incarnation"
+        "wiring",
+        "cluster/engine_tracker.py",
+        "e.slots, self._control_key, e.incarnation",
+        "e.slots, None, e.incarnation",
     ),
     "a lost engine is known for good": Mutation(
-        "engines", "cluster/engines.py", "            del self._admissions[engine.url]\n", ""
+        "engines", "cluster/engine_tracker.py", "            del self._admissions[engine.url]\n", ""
     ),
     "a lost engine keeps its requests": Mutation(
         "engines",
-        "cluster/engines.py",
+        "cluster/engine_tracker.py",
         "            self._rollout.dismiss.remote(engine.model, [engine.url], died)\n",
         "",
     ),
     "an engine of a pair does all": Mutation(
         "wiring",
-        "cluster/engines.py",
+        "cluster/engine_tracker.py",
         "self._rollout.admit.remote(engine.model, [engine.url], engine.worker)",
         "self._rollout.admit.remote(engine.model, [engine.url])",
     ),
     "milliseconds of silence": Mutation(
         "engines",
-        "cluster/engines.py",
+        "cluster/engine_tracker.py",
         "return float(self._args.rollout_health_check_timeout + self._args.rollout_health_check_interval)",
         "return float(self._args.rollout_health_check_timeout) / 1000",
     ),
     "an engine is as silent as before its weights": Mutation(
         "engines",
-        "cluster/engines.py",
+        "cluster/engine_tracker.py",
         "self._rollout.stalled.remote(now - self._served_at)",
         "self._rollout.stalled.remote(now)",
     ),
     "half of a pair of the policy answers": Mutation(
-        "engines", "cluster/engines.py", "if engine.role == POLICY} == kinds", "if engine.role == POLICY} <= kinds"
+        "engines",
+        "cluster/engine_tracker.py",
+        "if engine.role == POLICY} == kinds",
+        "if engine.role == POLICY} <= kinds",
     ),
     "frozen engines that lend their memory serve": Mutation(
-        "engines", "cluster/engines.py", "        for engine in aside:\n            self._dismiss(engine)\n", ""
+        "engines", "cluster/engine_tracker.py", "        for engine in aside:\n            self._dismiss(engine)\n", ""
     ),
     "an engine that refuses weights is asked soon": Mutation(
-        "engines", "cluster/engines.py", ", longest_s=LONGEST_REFUSAL_S)", ")"
+        "engines", "cluster/engine_tracker.py", ", longest_s=LONGEST_REFUSAL_S)", ")"
     ),
     "weights for frozen engines": Mutation(
-        "engines", "cluster/engines.py", "return tuple(engine for engine in now if engine.role == POLICY)", "return now"
+        "engines",
+        "cluster/engine_tracker.py",
+        "return tuple(engine for engine in now if engine.role == POLICY)",
+        "return now",
     ),
-    "engines without the key": Mutation("wiring", "cluster/ray_engines.py", "            keys=self._keys,\n", ""),
+    "engines without the key": Mutation("wiring", "cluster/engine_actors.py", "            keys=self._keys,\n", ""),
     "engines sample alike": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "            index=index,\n            num_threads",
         "            index=0,\n            num_threads",
     ),
     "a host of an engine listens at another's address": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "host = self._plan.address_of(part[0])",
         "host = self._plan.address_of(placed.slots[0])",
     ),
     "the old server of an engine lives on": Mutation(
-        "wiring", "cluster/ray_engines.py", "        for actor in ending.actors:\n            ray.kill(actor)\n", ""
+        "wiring", "cluster/engine_actors.py", "        for actor in ending.actors:\n            ray.kill(actor)\n", ""
     ),
     "the gate of the first host alone": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "            for actor in self._crews[index]:\n                actor.open_gate.remote()",
         "            self._crews[index][0].open_gate.remote()",
     ),
     "an engine starts unguarded": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "        if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):\n"
         "            return False\n",
         "",
     ),
     "settings of a group dropped": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "overrides = dict(wanted.group.overrides)",
         "overrides = dict[str, object]()",
     ),
     "every engine lends its memory": Mutation(
-        "wiring", "cluster/ray_engines.py", "shares=placed.colocated,", "shares=True,"
+        "wiring", "cluster/engine_actors.py", "shares=placed.colocated,", "shares=True,"
     ),
     "engines lend what they keep": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "lends=placed.colocated and self._args.offload_rollout",
         "lends=placed.colocated",
     ),
     "weights that nobody sends are lent": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         '            overrides.setdefault("enable_weights_cpu_backup", True)\n',
         "            pass\n",
     ),
     "the first host of an engine alone stops": Mutation(
-        "wiring", "cluster/ray_engines.py", "for actor in self._crews[index]]", "for actor in self._crews[index][:1]]"
+        "wiring", "cluster/engine_actors.py", "for actor in self._crews[index]]", "for actor in self._crews[index][:1]]"
     ),
     "any host of an engine is enough": Mutation(
-        "wiring", "cluster/ray_engines.py", "return all(self._hosts.has(host)", "return any(self._hosts.has(host)"
+        "wiring", "cluster/engine_actors.py", "return all(self._hosts.has(host)", "return any(self._hosts.has(host)"
     ),
     "memory that nobody lends": Mutation(
-        "wiring", "cluster/ray_engines.py", "        if self.may_take_memory():\n", "        if True:\n"
+        "wiring", "cluster/engine_actors.py", "        if self.may_take_memory():\n", "        if True:\n"
     ),
     "GPUs of other slots": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "self._slots.devices[slot] for slot in slots",
         "self._slots.devices[i] for i, _ in enumerate(slots)",
     ),
     "an engine's owner without its key": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "args.weight_sync_timeout_s, spec.keys.control)",
         "args.weight_sync_timeout_s)",
     ),
     "health is asked at its limit": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "            interval_s=args.rollout_health_check_interval,\n"
         "            timeout_s=args.rollout_health_check_timeout,\n",
         "            interval_s=args.rollout_health_check_timeout,\n"
@@ -174,16 +183,16 @@ ENGINE_WIRING: dict[str, Mutation] = {
     ),
     "a weights agent without the key": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "AgentProcess(settings, url, spec.keys.control,",
         "AgentProcess(settings, url, None,",
     ),
     "all memory at once": Mutation(
-        "wiring", "cluster/ray_engines.py", "self._control.resume_memory(tags)", "self._control.resume_memory()"
+        "wiring", "cluster/engine_actors.py", "self._control.resume_memory(tags)", "self._control.resume_memory()"
     ),
     "memory of an engine that is busy": Mutation(
         "wiring",
-        "cluster/ray_engines.py",
+        "cluster/engine_actors.py",
         "        self._control.flush_cache()\n        self._control.release_memory",
         "        self._control.release_memory",
     ),
@@ -207,25 +216,25 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "wiring", "cluster/train_actor.py", "        self._backend.weight_version += 1\n", ""
     ),
     "threads of the first rank": Mutation(
-        "wiring", "cluster/start.py", "plan.train_threads[rank]", "plan.train_threads[0]"
+        "wiring", "cluster/start_actors.py", "plan.train_threads[rank]", "plan.train_threads[0]"
     ),
     "ranks listen at the first one's address": Mutation(
         "wiring",
-        "cluster/start.py",
+        "cluster/start_actors.py",
         "str(folder.logs), address_of(slot)",
         "str(folder.logs), address_of(plan.train_slots[0])",
     ),
     "the router's key is not the run's": Mutation(
         "wiring",
-        "cluster/start.py",
+        "cluster/start_actors.py",
         'args.sglang.get("api_key") or args.router.get("api_key"), args',
         'args.sglang.get("api_key"), args',
     ),
     "engines take what nobody has lent yet": Mutation(
-        "wiring", "cluster/start.py", "[engine.open_gate.remote(*lent)", "[engine.open_gate.remote()"
+        "wiring", "cluster/start_actors.py", "[engine.open_gate.remote(*lent)", "[engine.open_gate.remote()"
     ),
     "whoever may generate may replace weights": Mutation(
-        "wiring", "cluster/start.py", "admin or secrets.token_hex(32)", "admin"
+        "wiring", "cluster/start_actors.py", "admin or secrets.token_hex(32)", "admin"
     ),
     "a router without the key of its engines": Mutation(
         "wiring",

@@ -22,7 +22,7 @@ STEPS: dict[str, Mutation] = {
     ),
     "a critic felt by every tensor-parallel rank": Mutation(
         "critic",
-        "training/model/policy.py",
+        "training/model/policy_model.py",
         "lambda grad: grad / self.config.tensor_model_parallel_size",
         "lambda grad: grad",
     ),
@@ -86,14 +86,17 @@ WIRING: dict[str, Mutation] = {
         '"old_values": aims.returns if aims is not None else None',
     ),
     "every step is its own old policy": Mutation(
-        "steps", "training/step/policies.py", "return several or bool(read)", "return bool(read)"
+        "steps", "training/step/reference_policies.py", "return several or bool(read)", "return bool(read)"
     ),
     "the old policy is the newest": Mutation(
-        "steps", "training/step/policies.py", "newer = [v >= self._synced_version", "newer = [v >= NOT_SAMPLED"
+        "steps",
+        "training/step/reference_policies.py",
+        "newer = [v >= self._synced_version",
+        "newer = [v >= NOT_SAMPLED",
     ),
     "the reference stays": Mutation(
         "steps",
-        "training/step/policies.py",
+        "training/step/reference_policies.py",
         "if interval and (rollout_id + 1)",
         "if interval and rollout_id and (rollout_id + 1)",
     ),
@@ -105,7 +108,7 @@ WIRING: dict[str, Mutation] = {
     ),
     "no clip-higher": Mutation(
         "steps",
-        "algorithms/policy/ppo_clip.py",
+        "algorithms/policy_loss/ppo_clip.py",
         "tokens.mask,\n            eps_clip=self.eps_clip,\n            eps_clip_high=self.eps_clip_high",
         "tokens.mask,\n            eps_clip=self.eps_clip,\n            eps_clip_high=self.eps_clip",
     ),

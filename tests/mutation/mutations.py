@@ -110,25 +110,25 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "clip bounds swapped": Mutation(
         "algorithms",
-        "algorithms/policy/ppo_clip.py",
+        "algorithms/policy_loss/ppo_clip.py",
         "ratio.clamp(1.0 - eps_clip, 1.0 + high)",
         "ratio.clamp(1.0 - high, 1.0 + eps_clip)",
     ),
     "optimistic clip": Mutation(
         "algorithms",
-        "algorithms/policy/ppo_clip.py",
+        "algorithms/policy_loss/ppo_clip.py",
         "loss = torch.maximum(plain, bounded)",
         "loss = torch.minimum(plain, bounded)",
     ),
     "dual clip of positive advantages": Mutation(
-        "algorithms", "algorithms/policy/ppo_clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
+        "algorithms", "algorithms/policy_loss/ppo_clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
     ),
     "GSPO sums instead of mean": Mutation(
-        "algorithms", "algorithms/policy/ppo_clip.py", "sequences.mean(own, mask)", "sequences.sum(own)"
+        "algorithms", "algorithms/policy_loss/ppo_clip.py", "sequences.mean(own, mask)", "sequences.sum(own)"
     ),
     "GSPO gives tokens the mean of their sequence": Mutation(
         "algorithms",
-        "algorithms/policy/ppo_clip.py",
+        "algorithms/policy_loss/ppo_clip.py",
         "(sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()",
         "sequences.spread(sequences.mean(log_ratio, mask)).exp()",
     ),
@@ -161,19 +161,19 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "CISPO without stop-gradient": Mutation(
         "algorithms",
-        "algorithms/policy/cispo.py",
+        "algorithms/policy_loss/cispo.py",
         "clamped_log_ratio(log_probs.detach(), old_log_probs",
         "clamped_log_ratio(log_probs, old_log_probs",
     ),
     "CISPO cuts gradients": Mutation(
         "algorithms",
-        "algorithms/policy/cispo.py",
+        "algorithms/policy_loss/cispo.py",
         "    clipped = (weight != ratio) & (mask > 0)",
         "    clipped = (weight != ratio) & (mask > 0)\n    loss = loss * ~clipped",
     ),
     "SAPO temperatures swapped": Mutation(
         "algorithms",
-        "algorithms/policy/sapo.py",
+        "algorithms/policy_loss/sapo.py",
         "torch.full_like(advantage, tau_positive), torch.full_like(advantage, tau_negative)",
         "torch.full_like(advantage, tau_negative), torch.full_like(advantage, tau_positive)",
     ),

@@ -25,7 +25,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "graders": ("tests/unit/rewards/test_grader_pool.py",),
     "programs": ("tests/unit/rewards/test_code_grader.py",),
     "supervisor": ("tests/unit/fleet/test_supervisor.py",),
-    "engines": ("tests/unit/cluster/test_engines.py",),
+    "engines": ("tests/unit/cluster/test_engine_tracker.py",),
     "wiring": ("tests/unit/cluster/test_wiring.py",),
     "protocol": ("tests/unit/weights/test_sync_protocol.py", "tests/unit/weights/test_transports.py"),
     "control": ("tests/unit/serving/test_control.py",),

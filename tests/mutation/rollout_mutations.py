@@ -78,9 +78,11 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "weight_version = int(",
     ),
     "a group is tried four times": Mutation(
-        "tries", "rollout/group_loop.py", "self.tries[index] < MAX_TRIES", "self.tries[index] <= MAX_TRIES"
+        "tries", "rollout/schedules/group_loop.py", "self.tries[index] < MAX_TRIES", "self.tries[index] <= MAX_TRIES"
     ),
-    "a group is quarantined three times": Mutation("tries", "rollout/group_loop.py", "+ 1 < MAX_TRIES", "< MAX_TRIES"),
+    "a group is quarantined three times": Mutation(
+        "tries", "rollout/schedules/group_loop.py", "+ 1 < MAX_TRIES", "< MAX_TRIES"
+    ),
     "an interruption is meant three times": Mutation(
         "worker",
         "rollout/schedules/fully_async.py",
@@ -109,7 +111,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "workers", "rollout/workers/worker_fleet.py", "self._deaths[key] >= SUSPECT", "self._deaths[key] > SUSPECT"
     ),
     "no limit of processes": Mutation(
-        "programs", "rewards/graders/sandbox.py", "MAX_PROCESSES = 32\n", "MAX_PROCESSES = 100_000\n"
+        "programs", "rewards/program_sandbox.py", "MAX_PROCESSES = 32\n", "MAX_PROCESSES = 100_000\n"
     ),
     "no limit of a grader's memory": Mutation(
         "graders",
@@ -119,7 +121,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "the flag of a grader's memory is not handed on": Mutation(
         "graders",
-        "rollout/parts.py",
+        "rollout/factories.py",
         "memory_limit_bytes=args.reward_memory_limit_mb * 2**20 if args.reward_memory_limit_mb else None,",
         "memory_limit_bytes=None,",
     ),
@@ -140,13 +142,13 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     ),
     "limits of a client swapped": Mutation(
         "tries",
-        "rollout/parts.py",
+        "rollout/factories.py",
         "        *urls,\n        request_timeout_s=args.request_timeout_s,\n        engine_wait_s=args.engine_wait_s,",
         "        *urls,\n        request_timeout_s=args.engine_wait_s,\n        engine_wait_s=args.request_timeout_s,",
     ),
     "no limit of requests for an engine": Mutation(
         "tries",
-        "rollout/parts.py",
+        "rollout/factories.py",
         "        engine_wait_s=args.engine_wait_s,\n"
         "        max_concurrency=args.sglang_server_concurrency,\n"
         "        vocab_size=_vocab_size(args.hf_checkpoint),",

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from slime.data.chat import ChatRenderer
-from slime.data.conversations import SftRow
+from slime.data.sft_loss_mask import SftRow
 from tests.support.chat_hooks import tokenizer_folder
 
 GLM4 = (

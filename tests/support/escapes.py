@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from slime.core import confine
-from slime.rewards.environment import grader_environment
+from slime.rewards.grader_env_vars import grader_environment
 
 PRELUDE = r"""
 import ctypes, errno, json, mmap, os, platform, re, resource, signal, socket, struct, sys, time
@@ -502,7 +502,7 @@ class Outside:
 
 
 def of_grader(facts: dict[str, object], chosen: list[str]) -> str:
-    from slime.rewards.graders.sandbox import Sandbox
+    from slime.rewards.program_sandbox import Sandbox
 
     with Sandbox(program(facts, chosen, forks=True), time_limit_s=60.0, memory_bytes=MEMORY_BYTES) as sandbox:
         test = {"statements": ["assert first([]) == 'canary-of-a-test-4711'" + "#" * 600], "names": ["first"]}
@@ -526,7 +526,7 @@ def of_agent(facts: dict[str, object], chosen: list[str]) -> str:
 
 TEXT = """
 import sys
-from slime.rewards.held import shut_in
+from slime.rewards.grader_confinement import shut_in
 from slime.rewards.grader_worker import limit_resources
 program = sys.stdin.read()
 limit_resources(int(sys.argv[1]))

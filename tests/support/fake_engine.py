@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from slime.core.ports import ROUTED_EXPERTS_MARK
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK
 from tests.support.loopback import served
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import ESTIMATORS, Arrays
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context

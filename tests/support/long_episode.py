@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from slime.agent.running import execution
+from slime.agent.execution import execution
 from slime.core.sample import Sample
 
 

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from slime.cluster.engines import WEIGHT_VERSION
+from slime.cluster.engine_tracker import WEIGHT_VERSION
 
 
 class RecordingEngines:
-    """`cluster.engines.Engines` of which none is ever lost, unless `lose` says how many weight syncs lose one."""
+    """`cluster.engine_tracker.Engines` of which none is ever lost, unless `lose` says how many weight syncs lose
+    one.
+    """
 
     def __init__(self, log: list[str], num_engines: int) -> None:
         self.log, self.lose, self.can_answer = log, 0, False
@@ -95,7 +97,9 @@ class RecordingActors:
 
 
 class RecordingRun:
-    """The verbs of `cluster.run.Run`: `log` holds every verb in order; `save_every` and so on say what is due."""
+    """The verbs of `cluster.training_run.Run`: `log` holds every verb in order; `save_every` and so on say what is
+    due.
+    """
 
     def __init__(self, *, num_rollout: int, save_every: int, sync_every: int, eval_every: int) -> None:
         self.log: list[str] = []

@@ -1,5 +1,5 @@
 """What fine-tuning has to train of a row in each family, written down by hand: the oracle of
-`slime.data.conversations`.
+`slime.data.sft_loss_mask`.
 
 Nothing here asks our code. The prompt of a turn is what transformers' `apply_chat_template` makes of the conversation
 up to it, with a generation prompt; the turn is written as the family's model card and parser have it. `Family` says

@@ -14,8 +14,8 @@ import numpy as np
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.routed_experts import not_recorded
 from slime.settings import Args
+from slime.settings.all_flags import components, components_with, entries_named_in
 from slime.settings.args import Passthrough
-from slime.settings.flag_table import components, components_with, entries_named_in
 from slime.settings.resolve import Resolver, args_of
 from tests.support.openness import listening, sockets_of
 

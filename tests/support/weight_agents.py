@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slime.core.ports import EngineControl, RankChecksums
+from slime.core.engine_interface import EngineControl, RankChecksums
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.payloads import digest

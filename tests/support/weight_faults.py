@@ -25,15 +25,15 @@ import httpx
 import torch
 from aiohttp import web
 
+from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import WeightSyncError
-from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.topology import ONE_RANK
 from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest
 from slime.weights.receivers import Receiver
+from slime.weights.send_plan import Bucket, Outgoing
 from slime.weights.sync import Difference, describe, sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
-from slime.weights.turns import Bucket, Outgoing
 from tests.support.forwarding import between, forward
 from tests.support.weight_agents import agent_beside, delta_channel
 from tests.support.weights import TamperingChannel, disk_settings, transport_context

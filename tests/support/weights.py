@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from slime.core.engine_interface import RankChecksums
 from slime.core.errors import EngineError
-from slime.core.ports import RankChecksums
 from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
@@ -23,8 +23,8 @@ from slime.weights.delivery import Words
 from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings
 from slime.weights.receivers import Peers, Receiver
+from slime.weights.send_plan import Bucket, Portion, Spec, Turn, turns_of
 from slime.weights.transports import Channel, TransportContext
-from slime.weights.turns import Bucket, Portion, Spec, Turn, turns_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

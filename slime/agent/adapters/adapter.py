@@ -41,9 +41,9 @@ from aiohttp import web
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.parsers import FORMATS, AnswerReader, Parsed, format_of
-from slime.agent.probe import tools_problem
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
+from slime.agent.template_probe import tools_problem
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED, Sample

@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 from slime.agent.sandbox import SANDBOXES, Command, ExecResult, Sandbox
 from slime.core.errors import ConfigError
-from slime.core.silence import backoff_s
+from slime.core.liveness import backoff_s
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A sandbox on this machine: a process tree with its own namespaces and root (`held.py`).
+"""A sandbox on this machine: a process tree with its own namespaces and root (`local_supervisor.py`).
 
 Limits
 - Processes: `RLIMIT_NPROC` of an otherwise unused user id.
@@ -7,8 +7,9 @@ Limits
 - Files: the size of the memory file systems `/work`, `/tmp` and `/dev/shm`.
 Control groups are not used, because containers seldom allow them.
 
-Everything runs on one event loop. `held.py` sends the exit statuses of commands through the control socket; each status
-wakes the caller of its command. This module accepts connections of `reach`, on a socket that `held.py` created.
+Everything runs on one event loop. `local_supervisor.py` sends the exit statuses of commands through the control socket;
+each status wakes the caller of its command. This module accepts connections of `reach`, on a socket that
+`local_supervisor.py` created.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from typing import Any, Self
 from slime.agent.sandbox import SANDBOXES, Command, ExecResult, ShellSandbox
 from slime.core.confine import any_user
 from slime.core.errors import ConfigError, Unconfined
+from slime.core.liveness import load
 from slime.core.processes import scratch_prefix
-from slime.core.silence import load
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class LocalSandbox(ShellSandbox):
         }
         if unheld and os.getuid() == 0:
             os.chown(self.folder, uid, uid)
-        script = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(__file__).with_name("held.py"))]
+        script = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(__file__).with_name("local_supervisor.py"))]
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *script,

@@ -20,7 +20,7 @@ from slime.core.errors import HookError
 from slime.settings.fields import opt
 from slime.settings.flags import BOUND
 from slime.settings.groups.algorithm import Level
-from slime.settings.hooks import load_hook
+from slime.settings.hook_contracts import load_hook
 
 if TYPE_CHECKING:
     from torch import Tensor

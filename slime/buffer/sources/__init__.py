@@ -137,7 +137,7 @@ class UserClass(DataSource):
     def open(self, context: SourceContext) -> DataBuffer:
         """Raises `HookError` if the class lacks a method, or with `--buffer-filter-path`."""
         from slime.buffer.data_source import behind_buffer
-        from slime.settings.hooks import load_hook
+        from slime.settings.hook_contracts import load_hook
 
         path = context.args.data_source_path
         assert path is not None, "the settings require --data-source-path"

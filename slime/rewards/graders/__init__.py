@@ -51,10 +51,11 @@ class Grader(ABC):
     """Whether its process keeps the network. A grader with `waits` always keeps it; any other loses it if the kernel
     permits."""
     held: ClassVar[bool] = False
-    """Whether it needs only the sample and libraries. Its process then gives up everything else (`slime.rewards.held`)
-    and never runs an answer as a program."""
+    """Whether it needs only the sample and libraries. Its process then gives up everything else
+    (`slime.rewards.grader_confinement`) and never runs an answer as a program."""
     runs_code: ClassVar[bool] = False
-    """Whether it runs a model's code in the `sandbox`. Machines that cannot confine code are refused at start."""
+    """Whether it runs a model's code in the sandbox (`program_sandbox`). Machines that cannot confine code are refused
+    at start."""
     finds_box: ClassVar[bool] = False
     """Whether it needs the text around the box, so that the prefix `boxed_` makes no sense."""
     needs_label: ClassVar[bool] = False

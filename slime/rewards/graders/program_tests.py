@@ -11,8 +11,8 @@ The tests are in `metadata["tests"]`, or else in the label (as JSON text or not)
 The score is the share of passed tests. With `metadata["code_reward"] = "all"` it is 1.0 if all pass, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) limit each test. A program that is too slow
 fails its test and all later tests. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` per test,
-measured on the program's own clock (`sandbox`); after that, the remaining tests fail. A test's expected values are
-never in the same process as the program.
+measured on the program's own clock (`program_sandbox`); after that, the remaining tests fail. A test's expected values
+are never in the same process as the program.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class ProgramTests(Grader):
         `Unconfined` if this machine cannot confine programs and `--allow-unconfined-code` is not given; `OSError` if
         the machine cannot run the program.
         """
-        from slime.rewards.graders.sandbox import Sandbox
+        from slime.rewards.program_sandbox import Sandbox
 
         cases, program = cases_of(sample), last_program(sample.response)
         all_or_nothing = {"all": True, "share": False}.get(sample.metadata.get("code_reward", "share"))

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError, EngineError, RequestRejected
+from slime.core.liveness import backoff_s
 from slime.core.sample import Sample
-from slime.core.silence import backoff_s
 from slime.rewards.graders import GRADERS, Grader
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY, WeightVersion
 from slime.core.errors import DataError, EngineError, RequestRejected
 from slime.core.files import ImageFolder
-from slime.core.ports import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY, WeightVersion
 from slime.core.routed_experts import ExpertFormat, RoutedExperts, without_newer
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
 

@@ -32,9 +32,9 @@ from typing import Any
 
 import aiohttp
 
+from slime.core.engine_interface import OWN_REQUESTS
 from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, RequestRejected
-from slime.core.ports import OWN_REQUESTS
-from slime.core.silence import backoff_s
+from slime.core.liveness import backoff_s
 from slime.rollout.client.call import Call, Refused
 from slime.rollout.client.upstream import (
     ABORTED,

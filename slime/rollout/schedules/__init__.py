@@ -7,8 +7,8 @@
 
 The module `step` registers `step`, which generates each batch in the step that trains it, and `function`, which calls
 the rollout function of a user or of fine-tuning. The module `fully_async` generates continuously. `--rollout-schedule`
-takes a registered name or an import path. `step` and `fully_async` share the loop in `slime.rollout.group_loop`, which
-new schedules may use.
+takes a registered name or an import path. `step` and `fully_async` share the loop in
+`slime.rollout.schedules.group_loop`, which new schedules may use.
 
 Invariants
 1. Every group that a schedule takes from the source ends up in the batch, is put back, or is marked filtered or failed.

@@ -29,9 +29,9 @@ from slime.buffer.groups import GroupRecord, Held
 from slime.core.sample import Group
 from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext
-from slime.rollout.group_loop import MAX_TRIES, GroupLoop, Policy, StepCounts
 from slime.rollout.guard import END_LIMIT_S, end_tasks
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
+from slime.rollout.schedules.group_loop import MAX_TRIES, GroupLoop, Policy, StepCounts
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
 

@@ -24,8 +24,8 @@ from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.evaluate import rollout_by_function
 from slime.rollout.execute import is_finished
-from slime.rollout.group_loop import GroupLoop, Policy
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
+from slime.rollout.schedules.group_loop import GroupLoop, Policy
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
 

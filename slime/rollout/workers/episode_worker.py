@@ -26,8 +26,8 @@ from slime.core.topology import Worker
 from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Outcome, run_execution
+from slime.rollout.factories import grader_pool, load_tokenizer, model_clients, teacher_client
 from slime.rollout.guard import END_LIMIT_S, Watchdog, beside, end_tasks, num_left_behind
-from slime.rollout.parts import grader_pool, load_tokenizer, model_clients, teacher_client
 from slime.rollout.traces import Sums
 from slime.rollout.types import Progress
 from slime.rollout.user_functions import RolloutHooks

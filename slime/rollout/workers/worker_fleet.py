@@ -24,8 +24,8 @@ from itertools import count
 from typing import Any, Protocol
 
 from slime.core.errors import START_FLAG, ActorDied, DeadlineExceeded, SlimeError, WorkerStalled
+from slime.core.liveness import within
 from slime.core.sample import Group, Sample
-from slime.core.silence import within
 from slime.core.topology import Worker
 from slime.rollout.client.upstream import RequestScope
 from slime.rollout.context import RolloutContext

@@ -70,7 +70,7 @@ class AlgorithmSettings:
     policy_loss: str = derived(
         lambda s: estimator_of(s).default_policy_loss,
         lambda s: f"advantage_estimator {s.advantage_estimator}",
-        chosen_from="slime.algorithms.policy:POLICY_LOSSES",
+        chosen_from="slime.algorithms.policy_loss:POLICY_LOSSES",
         needs=POLICY_TERM,
     )
     """How the update is bounded: clipped ratio of tokens or of sequences (arXiv:2507.18071), clipped weight

@@ -148,7 +148,7 @@ _AGENTS = Need(_may_run_agents, "your own function that runs agents, --custom-ge
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """The adapter with the APIs of OpenAI and Anthropic. User functions open it by `slime.agent.running.execution`."""
+    """The adapter with the APIs of OpenAI and Anthropic. User functions open it by `slime.agent.execution`."""
 
     agent_tool_format: str | None = opt(None, needs=_AGENTS)
     """How the model writes tool calls: a built-in format, or the import path of your own class; `text` leaves calls as

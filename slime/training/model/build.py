@@ -32,7 +32,7 @@ from slime.settings.args import Args
 from slime.training.model.fake_quantised import fake_quantise
 from slime.training.model.log_probs import VocabShard
 from slime.training.model.megatron_config import transformer_config
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:

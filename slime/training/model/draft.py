@@ -20,7 +20,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slime.training.model.policy import PolicyModel
+    from slime.training.model.policy_model import PolicyModel
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from slime.models.common.table import FamilyTable, Row
 from slime.settings.args import Args
 from slime.training.model.parameter_names import global_names
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 from slime.training.state.sharded_model import split_of
 from slime.weights.quantised.fake import check, fake_quantised
 from slime.weights.quantised.formats import QuantisedFormat, format_of_folder

@@ -29,7 +29,7 @@ _HELD = (
     *("optimizer_cpu_offload", "use_precision_aware_optimizer"),
     *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"),
 )
-"""Settings that `held_adam` reads instead of Megatron's optimizers."""
+"""Settings that `adamw` reads instead of Megatron's optimizers."""
 
 
 def fixed(config: type) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Configures AdamW, sharded over the data-parallel ranks, with master weights and moments in float32.
 
     With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters
-    themselves, and `slime.training.step.held_adam` holds master weights and moments, because Megatron's own optimizer
+    themselves, and `slime.training.step.adamw` holds master weights and moments, because Megatron's own optimizer
     for this needs Transformer Engine.
     """
     dtype = training_dtype(megatron)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")

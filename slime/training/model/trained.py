@@ -39,7 +39,7 @@ from slime.models.common.mlp import StackedLinear
 from slime.models.common.table import FamilyTable
 from slime.settings import Args
 from slime.training.model.parameter_names import global_names
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 from slime.training.state.adapter_files import A, B, with_adapters
 from slime.training.state.sharded_model import ShardedModel, split_of
 from slime.weights.hf_shards import load_shard

@@ -29,7 +29,7 @@ from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.weights.hf_shards import export, export_stack
-from slime.weights.turns import Portion, Spec, Turn, turns_of
+from slime.weights.send_plan import Portion, Spec, Turn, turns_of
 
 MESSAGES = 16
 """Minimum number of messages in a bucket."""
@@ -54,7 +54,7 @@ class _Message:
 
 
 class TrainerWeights:
-    """Implements `weights.turns.Outgoing` for one training rank. All ranks construct it together."""
+    """Implements `weights.send_plan.Outgoing` for one training rank. All ranks construct it together."""
 
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
         """`dtype`: the engines' dtype; None keeps the training dtype. Rows that stay float32 are not converted."""

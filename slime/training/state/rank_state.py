@@ -52,7 +52,7 @@ from slime.training.state.shards import (
     write_meta,
     write_tensors,
 )
-from slime.training.step.held_adam import HeldAdamW
+from slime.training.step.adamw import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
 logger = logging.getLogger(__name__)

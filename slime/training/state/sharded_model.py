@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime.models.common.table import Entry, FamilyTable
 from slime.training.model.parameter_names import Held, held_by
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 from slime.training.state.adapter_files import A, B, adapters_alone, merge, without_adapters
 
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from slime.core.errors import DeadlineExceeded
 from slime.models.common.table import FamilyTable
 from slime.settings import Args
-from slime.training.step.held_adam import HeldAdamW
+from slime.training.step.adamw import HeldAdamW
 from slime.training.step.optimizer import Trainable
 from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 

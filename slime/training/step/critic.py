@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from slime.algorithms.advantages import Arrays, CriticEstimator
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import Row
@@ -19,7 +19,7 @@ from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.settings.roles import critic_args
 from slime.training.model.build import build_model
-from slime.training.model.policy import ValueModel
+from slime.training.model.policy_model import ValueModel
 from slime.training.model.trained import trained_names
 from slime.training.state import hf_weights
 from slime.training.state.sharded_model import ShardedModel

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import CriticEstimator
-from slime.algorithms.algorithm import Algorithm, samples_top_p_set
+from slime.algorithms.from_settings import Algorithm, samples_top_p_set
 from slime.algorithms.off_policy import OffPolicyTokens
-from slime.algorithms.policy import PolicyTokens, TokenLosses
+from slime.algorithms.policy_loss import PolicyTokens, TokenLosses
 from slime.algorithms.token_losses import negative_log_likelihood, unmasked
 from slime.core.errors import HookError
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
-from slime.settings.hooks import load_hook
+from slime.settings.hook_contracts import load_hook
 from slime.training.model.log_probs import RowLogits, TokenScores
 from slime.training.step.micro_batch import MicroBatch
 

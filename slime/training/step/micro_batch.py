@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.token_losses import Sequences
 from slime.algorithms.whole_batch import (
     AdvantagesAndReturns,
@@ -38,8 +38,8 @@ from slime.models.common.packed_attention import PackedSequences
 from slime.settings import Args
 from slime.training.model.row_shards import ASKED, RowPlan
 from slime.training.step.routing import BatchRouting
-from slime.training.step.sight import Sight
 from slime.training.step.staging import Put, put_each
+from slime.training.step.vision_encoder import Sight
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.compat import megatron_gradient_norm
 from slime.core.errors import ConfigError, NumericsError
 from slime.settings import Args
-from slime.settings.hooks import load_hook
+from slime.settings.hook_contracts import load_hook
 from slime.training.model.megatron_config import ddp_config, optimizer_config
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 from slime.training.state.sharded_model import ShardedModel
-from slime.training.step.held_adam import HeldAdamW, Holding
+from slime.training.step.adamw import HeldAdamW, Holding
 
 
 @dataclass(frozen=True, slots=True)

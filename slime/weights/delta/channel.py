@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.core.engine_interface import EngineControl
 from slime.core.files import full_disk_named, sync_to_disk
-from slime.core.ports import EngineControl
 from slime.weights.delta.folder import (
     Base,
     Manifest,
@@ -44,7 +44,7 @@ from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import Channel, TransportContext
 
 if TYPE_CHECKING:
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry
 from slime.weights.quantised.formats import QuantisedFormat, engine_table
-from slime.weights.turns import Outgoing, Portion, Spec, Turn
+from slime.weights.send_plan import Outgoing, Portion, Spec, Turn
 
 RUN_BYTES = 64 * 2**20
 """Maximum size of the consecutive tensors of one shape that are quantised together."""

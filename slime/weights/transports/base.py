@@ -2,7 +2,7 @@
 
 The user chooses a `Transport`. Its fields are its settings, and `check` says whether it works in this run. On every
 training rank it opens a `Channel`. A weight sync is a sequence of turns. In each turn, one rank sends one bucket
-(`weights.turns`). Rank 0 conducts. The calls of a channel, in order:
+(`weights.send_plan`). Rank 0 conducts. The calls of a channel, in order:
 
     allocate            a sender       when its buckets need more memory
     begin               a sender       once per weight sync, in its first turn; the conductor first of all
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from slime.models.common.table import FamilyTable
     from slime.settings import Args
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 
 class Serialize(Protocol):

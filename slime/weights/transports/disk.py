@@ -25,7 +25,7 @@ from slime.weights.transports.base import TRANSPORTS, Channel, Transport, Transp
 
 if TYPE_CHECKING:
     from slime.settings import Args
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 _DELTA = Need(lambda s: s.update_weight_mode == "delta", "--update-weight-mode delta")
 

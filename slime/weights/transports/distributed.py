@@ -27,15 +27,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from slime.core.engine_interface import EngineControl
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
-from slime.core.ports import EngineControl
 from slime.settings.conditions import policy_shares_gpus
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
 if TYPE_CHECKING:
     from slime.settings import Args
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from slime.weights.transports.tensor import TensorChannel
 
 if TYPE_CHECKING:
     from slime.settings import Args
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 
 @TRANSPORTS.register("mixed")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.core.engine_interface import EngineControl
 from slime.core.errors import WeightSyncError
-from slime.core.ports import EngineControl
 from slime.core.topology import EngineLayout, EngineRank
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.weights.expert_runs import LOADER, named_runs, places_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.settings import Args
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
 """SGLang's name for one buffer per bucket instead of one per tensor, which needs fewer handles and one mapping."""

@@ -17,7 +17,7 @@ from slime.agent.template import ConversationTemplate
 from slime.core.sample import Sample
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.engine_client import EngineClient
-from slime.rollout.parts import end_of_text
+from slime.rollout.factories import end_of_text
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 24, "skip_special_tokens": False}
 CLOSE = 1e-4

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from slime.agent.running import Execution
+from slime.agent.execution import Execution
 from slime.core.sample import Sample, Status
 from slime.rollout.generate import Limits
 from slime.rollout.sample_metrics import count_tool_call, expect_tools, turn_metrics

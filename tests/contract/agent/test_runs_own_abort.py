@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from slime.agent.running import execution
+from slime.agent.execution import execution
 from slime.core.errors import ConfigError
 from slime.core.sample import Sample, Status
 from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.sandbox import exec_and_wait, held, local
+from slime.agent.sandbox import exec_and_wait, local, local_supervisor
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import ConfigError, Unconfined
 
@@ -185,7 +185,7 @@ def test_the_end_of_a_command_is_heard_when_it_comes() -> None:
             began = time.perf_counter()
             await sandbox.exec("true", check=True)
             took_s.append(time.perf_counter() - began)
-        assert min(took_s) < held.TICK_S / 2, took_s
+        assert min(took_s) < local_supervisor.TICK_S / 2, took_s
 
     inside(body)
 
@@ -303,7 +303,7 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """What it starts has no right to leave a namespace, as in a container of the usual kind."""
 UNCONFINED = """
 import asyncio, json, logging, os
-from slime.agent.sandbox import exec_and_wait, held, local
+from slime.agent.sandbox import exec_and_wait, local
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import Unconfined
 logging.basicConfig(format="%(levelname)s %(message)s")

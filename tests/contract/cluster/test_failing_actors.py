@@ -16,7 +16,7 @@ DRIVER = """
 import ctypes, json, os, signal, sys, threading, time, types
 from pathlib import Path
 from slime.cluster.preflight import cluster_problems
-from slime.cluster.driver import prepare_environment
+from slime.cluster.launch_run import prepare_environment
 
 run_id, folder = sys.argv[1], Path(sys.argv[2])
 prepare_environment(run_id)

@@ -21,7 +21,7 @@ from slime.core.errors import DataError, HookError
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
-from slime.settings.hooks import CONTRACTS
+from slime.settings.hook_contracts import CONTRACTS
 from tests.support.engine_parity import one_rank
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, write_prompts

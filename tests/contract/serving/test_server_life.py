@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from slime.compat.sglang_memory_gate import WAITING
-from slime.core import silence
+from slime.core import liveness
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.serving import server as server_module
@@ -154,7 +154,7 @@ def test_an_engine_that_works_beside_other_work_lives(
         living, by_clock = said_meanwhile(engine_server, watches, stops=True)
         assert living == {None}
         assert "has not answered for" in str(by_clock), "the batch is too short to tell"
-        monkeypatch.setattr(silence, "WORKING", 0.1)
+        monkeypatch.setattr(liveness, "WORKING", 0.1)
         assert "has not answered for" in str(said_meanwhile(engine_server, watches[:1]))
     finally:
         for one in (*loops, *watches):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.core.sample import NOT_SAMPLED
-from slime.training.state import host_policies
+from slime.training.state import offloaded_policies
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch, with_samples
 
@@ -59,8 +59,8 @@ def test_the_initial_weights_are_not_read_twice(
     tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    load = host_policies.load_weights
-    monkeypatch.setattr(host_policies, "load_weights", lambda model, d: (read.append(d), load(model, d)))
+    load = offloaded_policies.load_weights
+    monkeypatch.setattr(offloaded_policies, "load_weights", lambda model, d: (read.append(d), load(model, d)))
     make_backend(tiny_qwen3, **KL, ref_load=str(tiny_qwen3 / "."), keep_old_actor=True)
     assert read == []
     other = write_tiny_model(tmp_path / "other", "qwen3", seed=3)

@@ -13,7 +13,7 @@ from slime.core.errors import WeightSyncError
 from slime.training.backend import MegatronBackend
 from slime.training.state import outgoing as module
 from slime.training.state.outgoing import MESSAGE_TIMES, MESSAGES, PARAMETER_TIMES, TrainerWeights
-from slime.weights.turns import Buffers
+from slime.weights.send_plan import Buffers
 from tests.support.adapters import fill_b
 from tests.support.families import write_family
 from tests.support.qwen_next import write_qwen_next

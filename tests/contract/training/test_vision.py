@@ -16,7 +16,7 @@ from slime.core.batch import TrainBatch
 from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
 from slime.models import family_of
-from slime.training.step.sight import placeholder_starts
+from slime.training.step.vision_encoder import placeholder_starts
 from tests.support.measured_backend import MeasuredBackend
 from tests.support.ranks import Ranks, Seat
 from tests.support.training import random_batch, training_args, with_samples

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.cluster.engines import WEIGHT_VERSION
+from slime.cluster.engine_tracker import WEIGHT_VERSION
+from slime.core.engine_interface import ASK_AGAIN
 from slime.core.errors import WeightSyncError
-from slime.core.ports import ASK_AGAIN
 from slime.core.topology import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable

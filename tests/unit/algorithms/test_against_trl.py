@@ -29,9 +29,9 @@ from torch import Tensor
 from slime.algorithms.advantages.grpo import group_advantages
 from slime.algorithms.off_policy.masks import opsm_mask
 from slime.algorithms.off_policy.tis import importance_weights
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
-from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
 from tests.support.marks import quick

@@ -17,10 +17,10 @@ import torch
 
 from slime.algorithms.advantages import ESTIMATORS, CriticEstimator, RewardedBatch
 from slime.algorithms.aggregation import AGGREGATIONS
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.kl import KL_ESTIMATORS
 from slime.algorithms.off_policy import CORRECTIONS
-from slime.algorithms.policy import POLICY_LOSSES, PolicyTokens
+from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
 from slime.algorithms.token_losses import Sequences
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry
@@ -64,7 +64,7 @@ OWN_LOSS = '''
 from dataclasses import dataclass
 
 from slime.algorithms.token_losses import clamped_log_ratio, unmasked
-from slime.algorithms.policy import PolicyLoss, PolicyTokens, TokenLosses
+from slime.algorithms.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 
 @dataclass(frozen=True, kw_only=True)
 class Unclipped(PolicyLoss):

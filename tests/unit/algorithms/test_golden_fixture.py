@@ -19,8 +19,8 @@ from slime.algorithms.advantages.reinforce import discounted_returns
 from slime.algorithms.advantages.returns import distilled, token_rewards, whiten
 from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import importance_weights, mismatch_log_ratio
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
 

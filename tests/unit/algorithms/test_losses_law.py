@@ -11,10 +11,10 @@ import torch
 
 from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import importance_weights
-from slime.algorithms.policy import TokenLosses
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
-from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.policy_loss import TokenLosses
+from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import LOG_RATIO_LIMIT, Sequences, clamped_log_ratio, value_loss
 from slime.core.errors import ConfigError
 from tests.support.algorithms import KL_TYPES, kl_estimate

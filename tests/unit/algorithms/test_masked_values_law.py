@@ -15,10 +15,10 @@ from slime.algorithms.advantages.reinforce import discounted_returns
 from slime.algorithms.advantages.returns import distilled, spread_advantage, token_rewards, whiten
 from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import Mode, importance_weights
-from slime.algorithms.policy import TokenLosses
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
-from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.policy_loss import TokenLosses
+from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences, negative_log_likelihood, value_loss
 from slime.settings.groups.algorithm import Level
 from tests.support.algorithms import KL_TYPES, kl_estimate

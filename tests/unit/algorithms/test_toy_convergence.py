@@ -20,9 +20,9 @@ from torch import Tensor
 
 from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
 from slime.algorithms.advantages.returns import whiten
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
-from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import token_weights
 from tests.support.marks import quick

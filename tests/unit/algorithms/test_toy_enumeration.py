@@ -36,9 +36,9 @@ from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
 from slime.algorithms.advantages.reinforce import discounted_returns
 from slime.algorithms.advantages.returns import token_rewards
 from slime.algorithms.off_policy.tis import importance_weights
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.ppo_clip import clipped_policy_loss, gspo_loss
-from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
+from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
 from tests.support.marks import quick

@@ -16,7 +16,7 @@ from slime.buffer.sources import SOURCES, SampleSource, SourceContext
 from slime.core.errors import ConfigError, DataError, HookError, LedgerError
 from slime.core.sample import Sample
 from slime.data.dataset import load_prompts
-from slime.rollout.parts import load_data_source, load_tokenizer
+from slime.rollout.factories import load_data_source, load_tokenizer
 from slime.settings import parse_args
 from tests.support.command_line import complete
 from tests.support.rollout import rollout_args

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.ray_engines import EngineActor
+from slime.cluster.engine_actors import EngineActor
 from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.train_actor import TrainActor
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.driver import enter_start_folder, for_actors
+from slime.cluster.launch_run import enter_start_folder, for_actors
 from slime.core.processes import RUN_ID_ENV
 from slime.serving.child_process import KEEP_ENVIRON_ENV
 

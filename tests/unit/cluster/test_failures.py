@@ -19,9 +19,9 @@ from ray.exceptions import OutOfMemoryError, RayTaskError
 
 from slime.cluster import memory_watch
 from slime.cluster import waiting as failures
-from slime.cluster.driver import how_to_resume, resume_command
+from slime.cluster.launch_run import how_to_resume, resume_command
 from slime.cluster.memory_watch import MemoryWatch
-from slime.cluster.start import StartProgress, Waiting
+from slime.cluster.start_actors import StartProgress, Waiting
 from slime.core import blame
 from slime.core.errors import ActorDied, ActorFailed
 from slime.core.processes import RUN_ID_ENV

@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.cluster import rank_weight_sync, ray_engines, rollout_actor, slots, start, train_actor
-from slime.cluster.engines import WEIGHT_VERSION, EngineInfo, Engines
+from slime.cluster import engine_actors, rank_weight_sync, rollout_actor, slots, start_actors, train_actor
+from slime.cluster.engine_actors import Node, RayEngines
+from slime.cluster.engine_tracker import WEIGHT_VERSION, EngineInfo, Engines
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.cluster.rank_weight_sync import RankWeightSync
-from slime.cluster.ray_engines import Node, RayEngines
 from slime.cluster.rollout_actor import needs_routers
-from slime.core import silence
+from slime.core import liveness
 from slime.core.errors import WeightSyncError
 from slime.core.text import EngineKeys
 from slime.core.topology import ONE_RANK, EngineLayout, Worker
@@ -111,8 +111,8 @@ def engines_of(
     args: Args, plan: PlacementPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[RayEngines, Actors]:
     actors, slots, hosts = Actors(), Slots(), GuardedHosts(SimpleNamespace(tend=lambda: None))  # type: ignore[arg-type]
-    monkeypatch.setattr(ray_engines, "EngineActor", actors)
-    monkeypatch.setattr(ray_engines, "introduce", lambda actor, process: actor)
+    monkeypatch.setattr(engine_actors, "EngineActor", actors)
+    monkeypatch.setattr(engine_actors, "introduce", lambda actor, process: actor)
     return RayEngines(args, plan, slots, hosts, log_dir=tmp_path, keys=KEYS), actors  # type: ignore[arg-type]
 
 
@@ -172,8 +172,8 @@ def test_the_rollout_side_and_the_senders_know_each_engine_as_what_it_is(
     said: list[Any] = []
     calls = {name: SimpleNamespace(remote=lambda *a, n=name: said.append((n, *a))) for name in ("admit", "dismiss")}
     rollout = SimpleNamespace(**calls)
-    monkeypatch.setattr("slime.cluster.engines.wait_for", lambda *a, **k: [])
-    monkeypatch.setattr("slime.cluster.engines.ray.wait", lambda refs, **k: (refs, []))
+    monkeypatch.setattr("slime.cluster.engine_tracker.wait_for", lambda *a, **k: [])
+    monkeypatch.setattr("slime.cluster.engine_tracker.ray.wait", lambda refs, **k: (refs, []))
     fleet = Engines(args, port, rollout, KEYS.control, port._hosts)
     for index in range(3):
         fleet.up(index, f"http://{index}")
@@ -363,10 +363,10 @@ def test_an_engine_that_starts_again_waits_for_guardians_its_old_actors_and_lent
     hosts, done, said, now = Hosts(), set[str](), actors.said, [100.0]
     monkeypatch.setattr(port, "_hosts", hosts)
     monkeypatch.setattr(port, "is_gated", lambda index: True)
-    monkeypatch.setattr(ray_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(ray_engines.ray, "wait", lambda refs, **_: ([r for r in refs if r in done], []))
-    monkeypatch.setattr(ray_engines.ray, "kill", lambda actor: said.append(("kill", actor.name)))
-    monkeypatch.setattr(ray_engines.ray, "get", lambda ref: f"answer of {ref}")
+    monkeypatch.setattr(engine_actors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engine_actors.ray, "wait", lambda refs, **_: ([r for r in refs if r in done], []))
+    monkeypatch.setattr(engine_actors.ray, "kill", lambda actor: said.append(("kill", actor.name)))
+    monkeypatch.setattr(engine_actors.ray, "get", lambda ref: f"answer of {ref}")
     port.may_take_memory = lambda: False
     hosts.lost = {"h5"}
     assert port.has_host(1) and not port.has_host(2), "the second host of its engine"
@@ -404,16 +404,16 @@ def test_an_owner_is_silent_after_its_limit_in_seconds_and_each_host_is_looked_a
 ) -> None:
     port, actors = engines_of(args, plan, tmp_path, monkeypatch)
     now = [100.0]
-    monkeypatch.setattr(ray_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(ray_engines, "Silence", partial(silence.Silence, clock=lambda: now[0]))
-    monkeypatch.setattr(silence, "load", lambda: 1.0)
-    monkeypatch.setattr(ray_engines.ray, "wait", lambda refs, **_: ([], refs))
+    monkeypatch.setattr(engine_actors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engine_actors, "Silence", partial(liveness.Silence, clock=lambda: now[0]))
+    monkeypatch.setattr(liveness, "load", lambda: 1.0)
+    monkeypatch.setattr(engine_actors.ray, "wait", lambda refs, **_: ([], refs))
     port.watch(port.engines()[2].moved(State.SYNCING, url="http://2"))
     actors.said.clear()
     assert port.troubles() == {}
     assert actors.said == [("problem", name, False) for name in ("2", "2_node1")], "who takes weights may be silent"
     for _ in range(2):
-        now[0] += ray_engines.OWNER_LIMIT_S / 2
+        now[0] += engine_actors.OWNER_LIMIT_S / 2
         assert port.troubles() == {}
     now[0] += 0.5
     assert port.troubles() == {2: "its owner has not answered for 8 s"}
@@ -445,9 +445,9 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
             server = {"url": url, "problem": "p", "scheduler_answers": "a", "processor_s": "c"}
             return Noting(name, said, **(server if "L" in name else {}))
 
-        monkeypatch.setattr(ray_engines, name, make)
-    monkeypatch.setattr(ray_engines, "setup_logging", lambda path, **_: None)
-    actor = plain(ray_engines.EngineActor)("2", spec, str(tmp_path), args, "10.0.0.4")
+        monkeypatch.setattr(engine_actors, name, make)
+    monkeypatch.setattr(engine_actors, "setup_logging", lambda path, **_: None)
+    actor = plain(engine_actors.EngineActor)("2", spec, str(tmp_path), args, "10.0.0.4")
     assert actor.wait_ready(5.0) == url
     assert made == {
         "SGLangServer": ((spec,), {"host": "10.0.0.4", "log_path": tmp_path / "engine_2.log"}),
@@ -482,15 +482,15 @@ def test_each_training_rank_and_the_rollout_side_get_their_own_place(
     def placed(actor: Any, **options: Any) -> Any:
         return SimpleNamespace(remote=lambda *given: made.append((actor, options, given)))
 
-    monkeypatch.setattr(start, "_placed", placed)
-    monkeypatch.setattr(start, "introduce", lambda actor, process: actor)
-    start._create_trainers(args, plan, folder, Slots(), plan.address_of)  # type: ignore[arg-type]
-    start._create_rollout(args, plan, folder, 2, KEYS)  # type: ignore[arg-type]
+    monkeypatch.setattr(start_actors, "_placed", placed)
+    monkeypatch.setattr(start_actors, "introduce", lambda actor, process: actor)
+    start_actors._create_trainers(args, plan, folder, Slots(), plan.address_of)  # type: ignore[arg-type]
+    start_actors._create_rollout(args, plan, folder, 2, KEYS)  # type: ignore[arg-type]
     (strategy,) = (options.pop("scheduling_strategy") for _, options, _ in made[2:])
     assert made == [
-        (start.TrainActor, {"slot": 0}, (args, 0, (0, 2), 3, str(tmp_path), "10.0.0.0")),
-        (start.TrainActor, {"slot": 2}, (args, 1, (0, 2), 1, str(tmp_path), "10.0.0.1")),
-        (start.RolloutActor, {"num_cpus": 0, "max_concurrency": 16}, (args, 2, str(tmp_path), KEYS)),
+        (start_actors.TrainActor, {"slot": 0}, (args, 0, (0, 2), 3, str(tmp_path), "10.0.0.0")),
+        (start_actors.TrainActor, {"slot": 2}, (args, 1, (0, 2), 1, str(tmp_path), "10.0.0.1")),
+        (start_actors.RolloutActor, {"num_cpus": 0, "max_concurrency": 16}, (args, 2, str(tmp_path), KEYS)),
     ]
     assert (strategy.node_id, strategy.soft) == (hosts[0].node_id, False)
 
@@ -500,24 +500,24 @@ def test_engines_take_memory_when_every_training_rank_has_lent_its_own() -> None
     engines, ranks = ([Noting(f"{kind} {i}", said) for i in range(2)] for kind in ("engine", "rank"))
     args: Any = SimpleNamespace(device="cuda", offload_train=True, debug_train_only=False)
     lent = ["sleep rank 0", "sleep rank 1"]
-    assert start._lend(args, engines, ranks) == (lent, ["open_gate engine 0", "open_gate engine 1"])
+    assert start_actors._lend(args, engines, ranks) == (lent, ["open_gate engine 0", "open_gate engine 1"])
     assert said[2:] == [("open_gate", f"engine {i}", *lent) for i in range(2)]
     args.offload_train = False
-    assert start._lend(args, engines, ranks) == ([], [])
+    assert start_actors._lend(args, engines, ranks) == ([], [])
 
 
 def test_the_keys_of_a_run_are_the_users_if_there_are_any(tmp_path: Path) -> None:
     """Law: --router-api-key is the engines', too, because a router hands on what it is sent. It opens no weights.
     Engines of somebody else have the keys that they were started with."""
-    assert start.keys_of(rollout_args(tmp_path, "--router-api-key", "theirs")).use == "theirs"
-    assert start.keys_of(rollout_args(tmp_path, "--sglang-api-key", "ours")).use == "ours"
-    assert start.keys_of(rollout_args(tmp_path, "--sglang-admin-api-key", "ours")).control == "ours"
-    made = [start.keys_of(rollout_args(tmp_path)) for _ in range(2)]
+    assert start_actors.keys_of(rollout_args(tmp_path, "--router-api-key", "theirs")).use == "theirs"
+    assert start_actors.keys_of(rollout_args(tmp_path, "--sglang-api-key", "ours")).use == "ours"
+    assert start_actors.keys_of(rollout_args(tmp_path, "--sglang-admin-api-key", "ours")).control == "ours"
+    made = [start_actors.keys_of(rollout_args(tmp_path)) for _ in range(2)]
     keys = {key for one in made for key in (one.use, one.admin)}
     assert len(keys) == 4 and {len(str(key)) for key in keys} == {64}, "each run makes its own, for weights another one"
     assert not any(str(key) in repr(made) for key in keys)
     foreign = ("--rollout-external-engine-addrs", "a:1", "--sglang-api-key", "all")
-    assert start.keys_of(rollout_args(tmp_path, *foreign)) == EngineKeys("all")
+    assert start_actors.keys_of(rollout_args(tmp_path, *foreign)) == EngineKeys("all")
 
 
 def test_a_bundle_and_its_share_are_those_of_the_slot_and_a_reservation_ends(monkeypatch: pytest.MonkeyPatch) -> None:

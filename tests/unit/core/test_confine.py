@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.rewards.graders.sandbox import missing_here
+from slime.rewards.program_sandbox import missing_here
 from tests.support.escapes import HEAVY_NAMES, QUICK_NAMES
 
 PROGRAM = """

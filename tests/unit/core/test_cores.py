@@ -9,7 +9,7 @@ import pytest
 
 from slime.core import cores
 from slime.core.cores import stalled_share, usable_cores
-from slime.core.silence import MOST_LOAD, load
+from slime.core.liveness import MOST_LOAD, load
 
 OWN = "0::/pod/worker\n"
 PRESSURE = "some avg10=1.00 avg60=90.00 avg300=1.00 total=9\nfull avg10=1.00 avg60={:.2f} avg300=1.00 total=9\n"

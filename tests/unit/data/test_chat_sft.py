@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slime.core.errors import ConfigError, DataError
 from slime.data.chat import ChatRenderer
-from slime.data.conversations import SftTokens, sft_row
+from slime.data.sft_loss_mask import SftTokens, sft_row
 from tests.support.chat_templates import spans
 from tests.support.tiny import FORGETFUL_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.conversations import sft_row
+from slime.data.sft_loss_mask import sft_row
 from slime.data.template_spelling import unsaid
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer, runs, spans
 

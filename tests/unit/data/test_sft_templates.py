@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.conversations import sft_row
+from slime.data.sft_loss_mask import sft_row
 from tests.support import sft_families
 from tests.support.chat_templates import (
     DEEPSEEK_END,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.cli.loop_commands import import_from_here
 from slime.cli.main import main
 from slime.cli.rerun import Again, moved, prepare
 from slime.cli.serve import ONLY_SERVES, add_flags, words_of
-from slime.cli.train import import_from_here
 from slime.core.errors import ConfigError, DataError
 from slime.observability import start_record
 from slime.observability.run_folder import RunFolder

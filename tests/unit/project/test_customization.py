@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from slime.settings.hooks import CONTRACTS, load_hook
+from slime.settings.hook_contracts import CONTRACTS, load_hook
 
 TEXT = (Path(__file__).parents[3] / "docs" / "customization.md").read_text()
 ROW = re.compile(r"^\| `--(?P<flag>[a-z-]+)`(?P<group> with `--group-rm`)? \|.*\| `(?P<example>[^`]+)` \|$", re.M)

@@ -13,7 +13,7 @@ import pytest
 from slime.cli.main import COMMANDS, build_parser
 from slime.core.errors import SAVE_FLAG, START_FLAG
 from slime.settings import parse_args
-from slime.settings.flag_table import flag_table
+from slime.settings.all_flags import flag_table
 from slime.settings.public_flags import refused_table
 from slime.settings.schema import owned_spellings
 from tests.support.command_line import QWEN3_VL, complete

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from slime.settings.all_flags import flag_table
 from slime.settings.fields import declared, own_fields
-from slime.settings.flag_table import flag_table
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.public_flags import DIFFERENT, FOREIGN_NAMES, REFUSED, tables
 from slime.settings.schema import owned_spellings

@@ -94,7 +94,7 @@ def test_a_coding_task_is_broken_and_its_answer_is_not(coding: Task, tmp_path: P
 
 
 def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
-    from slime.settings.hooks import load_hook
+    from slime.settings.hook_contracts import load_hook
 
     assert load_hook("examples.second_try:generate", "generate")
     assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")

@@ -14,7 +14,7 @@ from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_plac
 from slime.core.errors import ConfigError
 from slime.models import table_for
 from slime.settings import Args, parse_args
-from slime.settings.parse import explain_args as explain
+from slime.settings.command_line import explain_args as explain
 from slime.settings.topology_yaml import topology_of
 from slime.training.state.sleeping import EngineBytes, predicted_peaks
 from tests.support.published import SYNCED

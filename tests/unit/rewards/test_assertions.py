@@ -10,7 +10,7 @@ import pytest
 from slime.core.sample import Sample
 from slime.rewards.assertions import names_in
 from slime.rewards.graders import make_grader
-from slime.rewards.graders.sandbox import missing_here
+from slime.rewards.program_sandbox import missing_here
 
 HELD = not missing_here()
 

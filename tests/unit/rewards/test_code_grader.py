@@ -19,8 +19,8 @@ from slime.core.registry import settings_of
 from slime.core.sample import Sample
 from slime.rewards.graders import make_grader
 from slime.rewards.graders.program_tests import ProgramTests, last_program, same_output, same_value
-from slime.rewards.graders.sandbox import Ended, Sandbox, missing_here
 from slime.rewards.pool import GraderPool, code_problems
+from slime.rewards.program_sandbox import Ended, Sandbox, missing_here
 from slime.rewards.scores import Scored
 from slime.settings import parse_args
 from tests.support.command_line import complete
@@ -123,7 +123,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, ctypes.byref(Program(len(filters), ctypes.addressof(code)))) == 0, ctypes.get_errno()
 
 from slime.core.errors import Unconfined
-from slime.rewards.graders.sandbox import Sandbox, missing_here
+from slime.rewards.program_sandbox import Sandbox, missing_here
 from slime.cli.doctor import check_sandbox
 
 def run(program, **allowed):
@@ -325,7 +325,7 @@ def test_output_and_files_are_bounded_and_the_tree_is_gone() -> None:
     assert ended(crowd, 0.2).code != 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            assert "sandbox.py" not in (folder / "cmdline").read_text() or not is_ours(folder), folder
+            assert "program_sandbox.py" not in (folder / "cmdline").read_text() or not is_ours(folder), folder
         except OSError:
             continue
 

@@ -25,16 +25,16 @@ import pytest
 
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
+from slime.rewards import grader_process
 from slime.rewards import pool as pool_module
-from slime.rewards import process
-from slime.rewards.environment import FEW_THREADS, grader_environment
-from slime.rewards.graders.sandbox import missing_here
-from slime.rewards.held import is_formula
+from slime.rewards.grader_confinement import is_formula
+from slime.rewards.grader_env_vars import FEW_THREADS, grader_environment
 from slime.rewards.pool import GraderPool
+from slime.rewards.program_sandbox import missing_here
 from slime.rewards.scores import Score, Scored, Unscored
-from slime.rollout.parts import grader_pool
+from slime.rollout.factories import grader_pool
 from slime.settings import parse_args
-from slime.settings.flag_table import flag_table
+from slime.settings.all_flags import flag_table
 from tests.support.command_line import complete
 from tests.support.marks import quick
 from tests.unit.rewards.hostile import NUM_TOGETHER
@@ -72,7 +72,7 @@ async def given_up(*tasks: asyncio.Task[Score]) -> None:
 @pytest.fixture
 def processor_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock no grader that computes is given up, so that a busy machine is no reason."""
-    monkeypatch.setattr(process, "WALL_FACTOR", 1e6)
+    monkeypatch.setattr(grader_process, "WALL_FACTOR", 1e6)
 
 
 def test_a_grader_has_the_limits_of_the_settings_and_a_dead_one_is_asked_twice(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_failure_is_blamed_on_the_answer_only_if_the_answer_is_to_blame() -> N
 def test_a_machine_that_gives_no_processor_is_not_the_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the limit of a grader that computes is processor time. A stopped one is waited for and then scored; one that
     gets none in `WALL_FACTOR` times its limit leaves its sample unscored."""
-    monkeypatch.setattr(process, "WALL_FACTOR", 4.0)
+    monkeypatch.setattr(grader_process, "WALL_FACTOR", 4.0)
 
     async def work(pool: GraderPool) -> None:
         await pool.score(Sample(response="fine"))
@@ -513,7 +513,7 @@ import json
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from slime.rewards.graders.reasoning_gym_task import BOARDS, _with_boards
-from slime.rewards.held import Gate, shut_in
+from slime.rewards.grader_confinement import Gate, shut_in
 tasks = {name: reasoning_gym.create_dataset(name, seed=3, size=1) for name in sorted(DATASETS) if name != "composite"}
 entries = {name: task[0] for name, task in tasks.items()}
 entries |= {name: _with_boards(json.loads(json.dumps(entries[name]))) for name in BOARDS}

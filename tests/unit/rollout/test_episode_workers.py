@@ -13,8 +13,8 @@ import pytest
 
 from slime.core.errors import ActorDied, HookError, WorkerStalled
 from slime.core.topology import DEFAULT_NAME, PAIRED, Worker
-from slime.rollout.group_loop import MAX_TRIES
 from slime.rollout.manager import RolloutManager
+from slime.rollout.schedules.group_loop import MAX_TRIES
 from slime.rollout.traces import Sums
 from slime.rollout.user_functions import load
 from slime.rollout.workers import worker_fleet as fleet_module

@@ -62,6 +62,6 @@ def test_hooks_are_told_and_no_identity_is_of_both(tmp_path: Path) -> None:
 
 def seen() -> list[Call]:
     """The calls that the hooks record: the loader of hooks makes a module of its own of this file."""
-    from slime.settings.hooks import load_hook
+    from slime.settings.hook_contracts import load_hook
 
     return load_hook(f"{__file__}:recorded_generate", "generate").__globals__["CALLS"]  # type: ignore[no-any-return, attr-defined]

@@ -117,7 +117,7 @@ def test_the_whole_step_is_seen_dropped_groups_included(tmp_path: Path) -> None:
         return (await manager.generate(0))[1]
 
     metrics = asyncio.run(with_manager(args, FakeEngine(), work))
-    from slime.settings.hooks import load_hook
+    from slime.settings.hook_contracts import load_hook
 
     (count,) = load_hook(f"{seen}:count", "all_samples").__globals__["COUNTS"]
     assert count == 4 + metrics["rollout/num_filtered_groups"] > 4

@@ -18,10 +18,10 @@ import pytest
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError, LedgerError
 from slime.core.sample import NOT_SAMPLED, Group, Sample
-from slime.rollout.group_loop import GroupLoop, Policy
 from slime.rollout.manager import RolloutManager
 from slime.rollout.sample_metrics import staleness
 from slime.rollout.schedules.fully_async import BoundedPolicy
+from slime.rollout.schedules.group_loop import GroupLoop, Policy
 from slime.rollout.user_functions import RolloutHooks
 from tests.support.async_laws import Schedule
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock

@@ -17,7 +17,7 @@ from slime.rollout.filters import check_reward_nonzero_std_with_fallback, reward
 from slime.rollout.manager import RolloutManager
 from slime.rollout.recordings import load_rollout
 from slime.rollout.user_functions import call_generate, call_sample_hooks
-from slime.settings.hooks import check_hooks, load_hook
+from slime.settings.hook_contracts import check_hooks, load_hook
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.rollout.factories import tokenizer_of
 from slime.rollout.manager import RolloutManager
-from slime.rollout.parts import tokenizer_of
 from tests.support.episode_workers import with_workers
 from tests.support.fake_engine import FakeEngine
 from tests.support.marks import quick

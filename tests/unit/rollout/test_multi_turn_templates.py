@@ -17,7 +17,7 @@ from slime.data.chat import ChatRenderer
 from slime.rollout.context import use
 from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.manager import RolloutManager
-from slime.settings.hooks import load_hook
+from slime.settings.hook_contracts import load_hook
 from tests.support.chat_hooks import FAMILIES, ScriptedEngine, tokenizer_folder
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub

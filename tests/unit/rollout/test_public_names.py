@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from slime.core.batch import TrainBatch
+from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError, HookError
-from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.public.names import ALIASES
 from slime.rollout.manager import RolloutManager

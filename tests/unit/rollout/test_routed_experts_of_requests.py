@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK
 from slime.core.errors import EngineError
-from slime.core.ports import ROUTED_EXPERTS_MARK
 from slime.core.routed_experts import ExpertFormat, RoutedExperts
 from slime.rollout.client.call import Generation, before_stop, parse_experts
 from slime.rollout.client.engine_client import EngineClient
-from slime.rollout.parts import engine_client
+from slime.rollout.factories import engine_client
 from slime.settings import parse_args
 from tests.support.command_line import QWEN3, complete
 from tests.support.fake_engine import FakeEngine, serve

@@ -10,7 +10,7 @@ import torch
 
 from slime.compat.sglang_cpu.patches import _change
 from slime.compat.sglang_routed_experts import read_mark
-from slime.core.ports import ROUTED_EXPERTS_MARK
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK
 
 
 @pytest.mark.parametrize("start", [0, 17])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.compat.sglang_stages import JOINT, _own_payload, _own_place, _send_ahead, _send_once, merged
+from slime.compat.sglang_pipeline_stages import JOINT, _own_payload, _own_place, _send_ahead, _send_once, merged
 
 
 def answer(success: bool = True, message: str = "", payload: list[str] | None = None) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.core import silence
+from slime.core import liveness
 from slime.serving import child_process as process_module
 from slime.serving.child_process import ChildProcess
 from slime.serving.watch import ServerWatch
@@ -40,7 +40,7 @@ class Clock:
 def one_core_each(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The load of the machine, which a test may change."""
     now = [1.0]
-    monkeypatch.setattr(silence, "load", lambda: now[0])
+    monkeypatch.setattr(liveness, "load", lambda: now[0])
     return now
 
 

@@ -10,7 +10,7 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.core.files import download_hint
 from slime.data.dataset import PromptDataset
-from slime.rollout.parts import load_tokenizer
+from slime.rollout.factories import load_tokenizer
 from slime.settings import parse_args
 from slime.training.state.hf_files import CHAT_TEMPLATE_FILE
 from tests.support.command_line import complete, refused

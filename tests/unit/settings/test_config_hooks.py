@@ -8,7 +8,7 @@ import pytest
 
 from slime.core.errors import HookError
 from slime.settings.args import Args
-from slime.settings.hooks import CONTRACTS, accepts_keyword, check_hooks, load_hook
+from slime.settings.hook_contracts import CONTRACTS, accepts_keyword, check_hooks, load_hook
 
 SOURCE = """
 async def good_generate(args, sample, sampling_params, evaluation=False): return sample

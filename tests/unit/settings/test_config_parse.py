@@ -13,8 +13,8 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
-from slime.settings.parse import explain_args as explain
-from slime.settings.parse import help_text
+from slime.settings.command_line import explain_args as explain
+from slime.settings.command_line import help_text
 from tests.support.command_line import QWEN3, listed, refused
 
 
@@ -169,7 +169,7 @@ def test_yaml_is_as_strict_as_flags(base: list[str], tmp_path: Path) -> None:
 
 
 def test_help_and_explain_show_everything(base: list[str]) -> None:
-    from slime.settings.flag_table import engine_flags, own_flags
+    from slime.settings.all_flags import engine_flags, own_flags
 
     for owner in ("megatron", "sglang", "router"):
         text = help_text(owner)

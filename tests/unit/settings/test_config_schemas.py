@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.settings.all_flags import engine_flags, flag_table, own_flags
 from slime.settings.args import Args
 from slime.settings.fields import own_fields
-from slime.settings.flag_table import engine_flags, flag_table, own_flags
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.schema import OWNED, flags_of_owner
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.settings import parse_args
+from slime.settings.command_line import explain_args as explain
 from slime.settings.eval_config import eval_datasets
-from slime.settings.parse import explain_args as explain
 from tests.support.command_line import complete, refused
 
 TASK = "rg:spell_backward?size=20&seed=1"

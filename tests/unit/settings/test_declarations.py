@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slime.settings import resolve
+from slime.settings.all_flags import components, flag_table
 from slime.settings.fields import Declared, Passed, declared
-from slime.settings.flag_table import components, flag_table
 from slime.settings.groups import GROUPS
 from slime.settings.megatron import CONDITIONS
 from slime.settings.resolve import Resolver, resolver_of

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slime.settings import parse_args
+from slime.settings.all_flags import components
+from slime.settings.command_line import explain_args as explain
 from slime.settings.fields import declared
-from slime.settings.flag_table import components
 from slime.settings.groups.algorithm import AlgorithmSettings, CriticSettings, OffPolicySettings, TeacherSettings
-from slime.settings.parse import explain_args as explain
 from tests.support.command_line import listed, refused
 
 ALWAYS_ACT = {

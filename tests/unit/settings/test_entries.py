@@ -13,13 +13,13 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
+from slime.settings.all_flags import Components, entries_named_in, entries_named_on
+from slime.settings.all_flags import components as slime_components
 from slime.settings.args import Args, Passthrough
+from slime.settings.command_line import explain_args as explain
+from slime.settings.command_line import help_text
 from slime.settings.fields import derived
-from slime.settings.flag_table import Components, entries_named_in, entries_named_on
-from slime.settings.flag_table import components as slime_components
 from slime.settings.flags import OVERRIDE, FlagTable
-from slime.settings.parse import explain_args as explain
-from slime.settings.parse import help_text
 from slime.settings.resolve import Resolver, derived_out_of_range, given_out_of_range, own_settings_without_effect
 from tests.support.command_line import refused
 from tests.support.toy_shapes import SHAPES, ToySettings

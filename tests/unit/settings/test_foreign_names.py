@@ -8,7 +8,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
-from slime.settings.flag_table import flag_table
+from slime.settings.all_flags import flag_table
 from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
 

@@ -13,9 +13,9 @@ import pytest
 from slime.cluster.placement import EngineDemand, Host, plan_placement
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
+from slime.settings.command_line import explain_args as explain
 from slime.settings.fields import declared, own_fields
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
-from slime.settings.parse import explain_args as explain
 from slime.settings.topology_yaml import topology_of
 from tests.support.command_line import QWEN3, last_of_each, listed, refused
 from tests.support.launch_scripts import launch_scripts

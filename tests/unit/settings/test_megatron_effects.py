@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.settings import parse_args
-from slime.settings.flag_table import components
+from slime.settings.all_flags import components
 from slime.settings.megatron import ACTING, CONDITIONS, FIXED, UNSUPPORTED, need_of
 from slime.settings.schema import OWNED, architecture_of, flags_of_owner
 from tests.support.command_line import QWEN3, listed, refused

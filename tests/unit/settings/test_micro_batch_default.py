@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.settings import parse_args
-from slime.settings.parse import explain_args as explain
+from slime.settings.command_line import explain_args as explain
 from tests.support.command_line import listed
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.settings.flag_table import flag_table
+from slime.settings.all_flags import flag_table
 from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
 from tests.support.command_line import refused

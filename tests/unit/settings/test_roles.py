@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.settings import Args, parse_args
-from slime.settings.parse import explain_args as explain
+from slime.settings.command_line import explain_args as explain
 from slime.settings.roles import MAY_DIFFER, critic_args
 from slime.settings.schema import flags_of_owner
 from tests.support.command_line import listed, refused

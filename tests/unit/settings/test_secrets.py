@@ -12,10 +12,10 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.observability.run_folder import RunFolder
 from slime.settings import parse_args
+from slime.settings.all_flags import flag_table
 from slime.settings.args import Args
-from slime.settings.flag_table import flag_table
-from slime.settings.parse import explain_args as explain
-from slime.settings.parse import help_text
+from slime.settings.command_line import explain_args as explain
+from slime.settings.command_line import help_text
 from tests.support.command_line import refused
 
 SECRET = "hunter2-hunter2"

@@ -175,7 +175,7 @@ def test_a_missing_tensor_is_named(dense: Path, tmp_path: Path, capsys: pytest.C
 
 def test_neither_engines_nor_megatron_are_imported() -> None:
     code = (
-        "import sys, slime.cli.conversion, slime.training.state.hf_files, slime.training.state.shards;"
+        "import sys, slime.cli.checkpoint_conversion, slime.training.state.hf_files, slime.training.state.shards;"
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'megatron', 'sglang', 'ray', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.core.batch import TrainBatch
 from slime.models.common.packed_attention import PackedAttention, PackedSequences
 from slime.models.common.rotary import cos_sin

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.loss import objective_of

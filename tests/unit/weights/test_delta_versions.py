@@ -18,7 +18,7 @@ from slime.weights.delta import folder as chain
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.folder import Base, Entry, Manifest, Report, folder_of, merged
 from slime.weights.receivers import Peers, Receiver
-from slime.weights.turns import Bucket
+from slime.weights.send_plan import Bucket
 from tests.support.delta_rig import URL, Rig
 from tests.support.marks import quick
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.core.engine_interface import RankChecksums
 from slime.core.errors import WeightSyncError
-from slime.core.ports import RankChecksums
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.mtp import with_mtp

@@ -13,8 +13,8 @@ from slime.models.common.table import Unit
 from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
 from slime.weights.holding import Share
+from slime.weights.send_plan import Bucket
 from slime.weights.sync import compare
-from slime.weights.turns import Bucket
 from tests.support.weights import engine_tensors, model, tampered
 
 

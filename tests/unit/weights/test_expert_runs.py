@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.weights.expert_runs import load, named_runs, places_of
 from slime.weights.hf_shards import byte_runs
-from slime.weights.turns import Buffers
+from slime.weights.send_plan import Buffers
 from tests.support.weights import State, Whole, engine_tensors, model
 
 MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 5, "moe_intermediate_size": 32}

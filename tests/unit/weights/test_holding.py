@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.core.engine_interface import RankChecksums
 from slime.core.errors import ConfigError, WeightSyncError
-from slime.core.ports import RankChecksums
 from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import layout_problem
 from slime.models.common.table import FamilyTable

@@ -18,9 +18,9 @@ from slime.weights.quantised import sending
 from slime.weights.quantised.formats import BlockFp8, ChannelFp8, GroupedInt4, QuantisedFormat, engine_table, format_of
 from slime.weights.quantised.sending import quantised_outgoing
 from slime.weights.receivers import Receiver
+from slime.weights.send_plan import Turn
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
-from slime.weights.turns import Turn
 from tests.support.quantised import FP8, float_quantized, int4
 from tests.support.weights import FakeEngine, FakeWire, TamperingChannel, Whole, engine_tensors, transport_context
 

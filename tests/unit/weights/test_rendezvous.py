@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import rendezvous
 
-from slime.compat.sglang_closed import meet_in_private
+from slime.compat.sglang_security import meet_in_private
 from slime.weights.rendezvous import join_store, listen_on, open_store
 from tests.support.training import listening_addresses
 

@@ -14,9 +14,9 @@ from slime.core.errors import CheckpointError, DeadlineExceeded, EngineError
 from slime.serving.payloads import digest
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.receivers import Peers, Receiver
+from slime.weights.send_plan import Turn
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
-from slime.weights.turns import Turn
 from tests.support.weights import FakeEngine, FakeWire, Ranks, TamperingChannel, Whole, model, transport_context
 
 

@@ -20,12 +20,12 @@ from slime.models.common.table import FamilyTable
 from slime.serving.payloads import digest
 from slime.weights import receivers as receivers_module
 from slime.weights.receivers import Peers, Receiver, on_all
+from slime.weights.send_plan import Turn
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Channel, Transport
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.tensor import TensorTransport
-from slime.weights.turns import Turn
 from tests.support.weights import (
     FakeEngine,
     FakeWire,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from slime.buffer.data_buffer import DataBuffer
     from slime.core.sample import Group
     from slime.rollout.context import RolloutContext
-    from slime.rollout.group_loop import GroupLoop
+    from slime.rollout.schedules.group_loop import GroupLoop
     from slime.rollout.types import RolloutFnTrainOutput
 
 

@@ -11,7 +11,7 @@ from slime.weights.receivers import Receiver
 from slime.weights.transports import TRANSPORTS, Channel, Transport, TransportContext
 
 if TYPE_CHECKING:
-    from slime.weights.turns import Bucket
+    from slime.weights.send_plan import Bucket
 
 
 @TRANSPORTS.register("parcel")

@@ -1,8 +1,9 @@
 """Starts a run from its settings and ends it.
 
 Order: preflight -> run folder -> guardian -> views (W&B has its own process) -> Ray -> other hosts, each with a
-guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start`). The `with` block always ends them in
-reverse order. So the views close after all other processes have stopped, and before the guardian ends any that remain.
+guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start_actors`). The `with` block always ends
+them in reverse order. So the views close after all other processes have stopped, and before the guardian ends any that
+remain.
 
 Ray reads its environment once, when it is imported, so this module sets the environment and does not import Ray:
 
@@ -47,12 +48,12 @@ from slime.observability.tracker import Tracker, Views
 from slime.rollout.guard import LAST_WORDS, last_words
 from slime.serving.child_process import KEEP_ENVIRON_ENV
 from slime.settings import Args
-from slime.settings.hooks import check_hooks
-from slime.settings.parse import without
+from slime.settings.command_line import without
+from slime.settings.hook_contracts import check_hooks
 from slime.training.state import checkpoint
 
 if TYPE_CHECKING:
-    from slime.cluster.run import Run
+    from slime.cluster.training_run import Run
 
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -86,7 +87,7 @@ FORWARDED = (
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 """Variables with one of these words in their name are forwarded only if the user names them, because Ray shows values.
 Whole words between underscores count, so `TOKENIZERS_...` is forwarded."""
-SETUP_HOOK = "slime.cluster.driver.enter_start_folder"
+SETUP_HOOK = "slime.cluster.launch_run.enter_start_folder"
 logger = logging.getLogger(__name__)
 
 
@@ -221,7 +222,7 @@ def _launched(args: Args, began_s: float) -> Iterator[Run]:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("these settings have no effect (--strict makes them errors):\n%s", told)
     from slime.cluster.ray_session import guarded
-    from slime.cluster.start import start
+    from slime.cluster.start_actors import start
 
     spans = start_recording("driver", folder.traces)
     startup = StartUp(began_s)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from slime.cluster import engines as engines_module
-from slime.cluster.engines import Engines
+from slime.cluster import engine_tracker as engines_module
+from slime.cluster.engine_tracker import Engines
 from slime.cluster.hosts import GuardedHosts
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError, WeightSyncError
 from slime.core.topology import Worker
@@ -207,7 +207,7 @@ def test_after_a_wait_that_ran_out_one_that_hangs_has_the_time_to_show_it(fleet:
 
 def test_a_busy_machine_makes_the_wait_for_a_loss_no_longer(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the process table shows at once what has ended; only silence is judged by the load."""
-    monkeypatch.setattr("slime.core.silence.load", lambda: 20.0)
+    monkeypatch.setattr("slime.core.liveness.load", lambda: 20.0)
     takers, began = fleet.begin_sync(), time.monotonic()
     assert not fleet.lost_any(takers) and time.monotonic() - began < 20 * engines_module.NOTICE_S
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from slime.compat.sglang_fresh_router import _renew
+from slime.compat.sglang_moe_router import _renew
 
 
 def test_a_copy_is_written_over_in_its_place() -> None:

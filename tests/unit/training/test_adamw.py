@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.training.step import held_adam
-from slime.training.step.held_adam import EXP_AVG, EXP_AVG_SQ, MASTER, HeldAdamW, Holding, round_at_random
+from slime.training.step import adamw
+from slime.training.step.adamw import EXP_AVG, EXP_AVG_SQ, MASTER, HeldAdamW, Holding, round_at_random
 
 HALF = Holding(torch.float16, torch.bfloat16, torch.bfloat16)
 SIZES = (33, 5, 70)
@@ -51,9 +51,9 @@ def _torch_steps(parameters: list[Tensor], count: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("block", [16, held_adam.BLOCK])
+@pytest.mark.parametrize("block", [16, adamw.BLOCK])
 def test_in_float32_every_bit_is_that_of_torch(fraction: float, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_adam, "BLOCK", block)
+    monkeypatch.setattr(adamw, "BLOCK", block)
     got = _steps(HeldAdamW(_groups(_weights()), Holding(host_fraction=fraction)), 5)
     want = _torch_steps(_weights(), 5)
     limit = 0.0 if block > max(SIZES) else 1e-6  # a vector unit may round the ends of blocks in another way

@@ -15,19 +15,19 @@ from typing import Any
 
 import ray
 
-from slime.cluster.engines import Actors, Engines
+from slime.cluster.engine_actors import RayEngines
+from slime.cluster.engine_tracker import Actors, Engines
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import PlacementPlan
-from slime.cluster.ray_engines import RayEngines
 from slime.cluster.rollout_actor import RolloutActor
-from slime.cluster.run import Run
 from slime.cluster.slots import Slots, on_node, reserve
 from slime.cluster.train_actor import TrainActor
+from slime.cluster.training_run import Run
 from slime.cluster.waiting import all_there, introduce, wait_for
 from slime.core.blame import Process
 from slime.core.errors import START_FLAG
+from slime.core.liveness import WORKING
 from slime.core.processes import address_towards, host_of, is_loopback
-from slime.core.silence import WORKING
 from slime.core.text import EngineKeys
 from slime.fleet.external import ExternalEngines
 from slime.fleet.supervisor import POLICY, Engine

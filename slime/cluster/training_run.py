@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from slime.cluster.engines import TRAINERS_LIMIT_S, Actors
+from slime.cluster.engine_tracker import TRAINERS_LIMIT_S, Actors
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver

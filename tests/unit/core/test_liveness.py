@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.core import silence
-from slime.core.silence import LEAST_SHARE, MOST_LOAD, WORKING, Silence, load, processor_s, within
+from slime.core import liveness
+from slime.core.liveness import LEAST_SHARE, MOST_LOAD, WORKING, Silence, load, processor_s, within
 
 WORKS = "import time\nwhile True: pass"
 NICE = f"import os; os.nice(19)\n{WORKS}"
@@ -78,7 +78,7 @@ def test_a_limit_grows_with_those_who_want_a_core_and_not_without_end(monkeypatc
 def test_what_is_written_is_a_sign_of_life_and_an_end_comes_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "load", lambda: 1.0)
+    monkeypatch.setattr(liveness, "load", lambda: 1.0)
     now, log = [0.0], tmp_path / "log"
     one = Silence(file=log, clock=lambda: now[0])
     over = []
@@ -92,7 +92,7 @@ def test_what_is_written_is_a_sign_of_life_and_an_end_comes_all_the_same(
 
 
 def test_a_wait_ends_with_the_answer_or_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "load", lambda: 1.0)
+    monkeypatch.setattr(liveness, "load", lambda: 1.0)
 
     async def work() -> None:
         assert await within(asyncio.sleep(0, "answer"), 5.0) == "answer"

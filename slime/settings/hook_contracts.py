@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from slime.core.errors import HookError
 from slime.core.registry import LoadingFailed, load_object
+from slime.settings.all_flags import components, entries_named_in
 from slime.settings.args import Args
 from slime.settings.eval_config import eval_datasets
-from slime.settings.flag_table import components, entries_named_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,15 @@ import ray
 
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
+from slime.core.engine_interface import WeightVersion
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
-from slime.core.ports import WeightVersion
-from slime.core.silence import WORKING, Silence
+from slime.core.liveness import WORKING, Silence
 from slime.core.topology import EngineLayout
 from slime.fleet.supervisor import FROZEN, POLICY, Engine, Membership, State, Supervisor
 from slime.settings import Args
 
 if TYPE_CHECKING:
-    from slime.cluster.ray_engines import RayEngines
+    from slime.cluster.engine_actors import RayEngines
     from slime.fleet.external import ExternalEngines
 
 WEIGHT_VERSION = "perf/weight_version"

@@ -9,7 +9,7 @@ from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from slime.algorithms.aggregation import AGGREGATIONS, Aggregation
 from slime.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from slime.algorithms.off_policy import CORRECTIONS, Correction
-from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss
+from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 from slime.settings.conditions import fine_tunes
 
 if TYPE_CHECKING:

@@ -53,11 +53,11 @@ from types import ModuleType
 from typing import IO, Any, Self
 
 if __name__ == "__main__":  # the supervisor runs this file without any package, and its forks cannot see the folder
-    sys.path.append(str(Path(__file__).parents[3]))
+    sys.path.append(str(Path(__file__).parents[2]))
 from slime.core import confine
 from slime.core.confine import CALLS, LANDLOCK, view
 from slime.core.processes import scratch_prefix
-from slime.rewards.environment import FEW_THREADS
+from slime.rewards.grader_env_vars import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 """A program that prints more, or writes more to one file, is killed."""
@@ -271,7 +271,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     confine.close_all_but({result, channel} if channel >= 0 else {result})  # closes the supervisor's pipes, too
     if unheld and sys.argv[6] != "any":
         return 1
-    sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parents[3])), sys.argv[5]]
+    sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parents[2])), sys.argv[5]]
     sys.argv = ["solution.py"]
     try:
         if role == CHECKER:
@@ -503,7 +503,7 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
 
 
 def main() -> None:
-    """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
+    """The supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
 
     Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, this does the run and prints the
     verdict.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slime.agent.parsers import FORMATS, format_of
-from slime.agent.probe import PLAIN, Outcome, ProbeReport, State, features, probe, tools_problem
 from slime.agent.template import ConversationTemplate
+from slime.agent.template_probe import PLAIN, Outcome, ProbeReport, State, features, probe, tools_problem
 from slime.cli.main import main
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from slime.compat.sglang_mutations import _keep_newest
+from slime.compat.sglang_settings_log import _keep_newest
 
 
 def test_the_newest_note_of_each_source_and_field_stays() -> None:

@@ -14,11 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
-from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.from_settings import Algorithm
 from slime.core.sample import NOT_SAMPLED
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
-from slime.training.state.host_policies import HostPolicies
+from slime.training.state.offloaded_policies import HostPolicies
 from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable

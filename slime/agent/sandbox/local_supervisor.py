@@ -1,4 +1,4 @@
-"""The process inside a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
+"""The process inside a local sandbox: `local_supervisor.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
 
 The supervisor enters new namespaces, switches to another user, and forks the first process of a PID namespace. That
 process builds its own root (`slime.core.confine.view`, writable only in `WRITABLE`), reports on the control socket that

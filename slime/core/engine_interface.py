@@ -1,4 +1,4 @@
-"""Ports: interfaces between packages that must not import each other. Tests implement them with small fakes.
+"""The interfaces to an engine, for packages that must not import each other. Tests implement them with small fakes.
 
 `EngineControl` is the control plane of one SGLang server. `serving/control.py` implements it over HTTP, and `weights/`
 uses nothing else to reach engines.

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.core.engine_interface import Digest
 from slime.core.errors import ConfigError, DataError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import HfConfig
-from slime.core.ports import Digest
 from slime.data.packing import PackedBatch
 from slime.models import family_of, table_for
 from slime.models.common.vision import ImageProcessor, Int64s, RowImages, VisionTower
 from slime.settings import Args
 from slime.training.model.megatron_config import training_dtype
-from slime.training.model.policy import PolicyModel
+from slime.training.model.policy_model import PolicyModel
 from slime.training.state.hf_files import HfReader
 
 _NAMES = ("pixels", "rows", "features", "positions")

@@ -31,8 +31,8 @@ from slime.cluster.slots import Slots
 from slime.cluster.waiting import introduce, translated
 from slime.core.blame import Process
 from slime.core.errors import EngineError
+from slime.core.liveness import Silence
 from slime.core.processes import LOOPBACK, host_port
-from slime.core.silence import Silence
 from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout, WantedEngine
 from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State

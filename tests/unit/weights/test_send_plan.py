@@ -14,9 +14,9 @@ from slime.core.errors import EngineError
 from slime.core.topology import EngineLayout
 from slime.serving.payloads import digest
 from slime.weights.receivers import Receiver
+from slime.weights.send_plan import MAX_SENDERS, Bucket, Buffers, Spec, Turn
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
-from slime.weights.turns import MAX_SENDERS, Bucket, Buffers, Spec, Turn
 from tests.support.weights import FakeEngine, FakeWire, Ranks, Whole, model, transport_context
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 12, "num_hidden_layers": 5}

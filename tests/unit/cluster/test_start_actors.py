@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.driver import HASTY_END_S, _used
-from slime.cluster.run import Run
-from slime.cluster.start import _warm_digests
+from slime.cluster.launch_run import HASTY_END_S, _used
+from slime.cluster.start_actors import _warm_digests
+from slime.cluster.training_run import Run
 from slime.core.errors import EngineError
 from slime.fleet.supervisor import FROZEN, POLICY, Engine, State
 

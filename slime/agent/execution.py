@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.adapters import AgentAdapter
-from slime.agent.probe import probe
 from slime.agent.template import ConversationTemplate
+from slime.agent.template_probe import probe
 from slime.core.errors import ConfigError, DataError, SlimeError
 from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import current
-from slime.rollout.parts import end_of_text
+from slime.rollout.factories import end_of_text
 
 logger = logging.getLogger(__name__)
 

@@ -64,5 +64,5 @@ class PolicyLoss(ABC):
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
-    "policy loss", flag="--policy-loss", package="slime.algorithms.policy", contract=PolicyLoss
+    "policy loss", flag="--policy-loss", package="slime.algorithms.policy_loss", contract=PolicyLoss
 )

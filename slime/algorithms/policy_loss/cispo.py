@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
-from slime.algorithms.policy.ppo_clip import ClipRange
+from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
+from slime.algorithms.policy_loss.ppo_clip import ClipRange
 from slime.algorithms.token_losses import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.settings.fields import Need, derived, opt
 from slime.settings.flags import BOUND

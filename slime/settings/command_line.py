@@ -20,9 +20,7 @@ from typing import Any, NoReturn
 from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
 from slime.core.text import HIDDEN, visible
 from slime.core.user_files import paths_in_words
-from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
-from slime.settings.custom_yaml import Given, config_on, merge_config
-from slime.settings.flag_table import (
+from slime.settings.all_flags import (
     Components,
     components,
     components_of,
@@ -35,8 +33,10 @@ from slime.settings.flag_table import (
     registered_names,
     secret_settings,
 )
+from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
+from slime.settings.custom_yaml import Given, config_on, merge_config
 from slime.settings.flags import Flag
-from slime.settings.hooks import CONTRACTS
+from slime.settings.hook_contracts import CONTRACTS
 from slime.settings.public_flags import FOREIGN_NAMES, tables
 from slime.settings.resolve import resolve
 from slime.settings.roles import resolve_roles

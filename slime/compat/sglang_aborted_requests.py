@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from slime.core.ports import ASK_AGAIN, OWN_REQUESTS
+from slime.core.engine_interface import ASK_AGAIN, OWN_REQUESTS
 
 _MARK = "slime_taken_back"
 """Attribute of SGLang's request state: whether the run aborted another client's request."""
