@@ -21,7 +21,7 @@ from slime.core.processes import host_port
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation
 from slime.rollout.client.engine_client import EngineClient
-from slime.rollout.client.engine_pool import RETRY_STATUSES
+from slime.rollout.client.retries import RETRY_STATUSES
 from slime.rollout.context import current
 from slime.rollout.generate import LIMITS
 from slime.rollout.guard import waiting

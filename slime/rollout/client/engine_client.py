@@ -37,8 +37,9 @@ from slime.core.errors import EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.client.call import Call, EndOfText, Generation, Pictures, Refused, check_request, require_joinable
-from slime.rollout.client.engine_pool import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, EnginePool, Job, Suspects
+from slime.rollout.client.engine_pool import EnginePool
 from slime.rollout.client.pairing import PairPool
+from slime.rollout.client.retries import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job, Suspects
 from slime.rollout.client.upstream import PAUSED, REQUEST_SCOPE, Budget, Interrupted, RequestScope, Try, Upstream
 from slime.rollout.client.wire import Events, Wire
 from slime.rollout.guard import waiting

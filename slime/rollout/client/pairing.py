@@ -26,7 +26,8 @@ import aiohttp
 from slime.core.errors import EngineError
 from slime.core.topology import bootstrap_of
 from slime.rollout.client.call import Refused, refuse
-from slime.rollout.client.engine_pool import UNREACHABLE_STATUSES, EnginePool
+from slime.rollout.client.engine_pool import EnginePool
+from slime.rollout.client.retries import UNREACHABLE_STATUSES
 from slime.rollout.client.upstream import ABORTED, UNREAD, Interrupted, RequestScope, Try, Upstream
 from slime.rollout.client.wire import Events, Wire
 

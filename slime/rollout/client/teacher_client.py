@@ -21,7 +21,7 @@ from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.liveness import backoff_s
 from slime.core.text import EngineKeys
 from slime.rollout.client.call import check_request
-from slime.rollout.client.engine_pool import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
+from slime.rollout.client.retries import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
 from slime.rollout.client.wire import Wire, decode
 from slime.rollout.guard import waiting
 

@@ -22,7 +22,7 @@ from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, Take
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.client.call import Call, EndOfText, Generation
 from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.client.engine_pool import MAX_DEATHS
+from slime.rollout.client.retries import MAX_DEATHS
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.marks import quick
