@@ -32,7 +32,7 @@ from slime.observability.start_record import (
     input_files,
 )
 from slime.settings.command_line import flag_value, groups, name_of, without
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 
 _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},

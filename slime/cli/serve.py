@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 
 from slime.settings.command_line import flag_value
-from slime.settings.flags import OVERRIDE, PORT
+from slime.settings.flag_parser import OVERRIDE
+from slime.settings.flags import PORT
 
 DEFAULT_PORT = 30000
 """SGLang's default."""

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry, load_object
 from slime.settings.fields import ChosenBy, declared, field_docs, flags_of, own_fields
-from slime.settings.flags import ANY, Flag, FlagTable
+from slime.settings.flag_parser import FlagTable
+from slime.settings.flags import ANY, Flag
 from slime.settings.groups import GROUPS
 from slime.settings.schema import OWNED, flags_of_owner
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
-from slime.settings.flags import FlagTable, coerce, refuse, shown
+from slime.settings.flag_parser import FlagTable
+from slime.settings.flags import coerce, refuse, shown
 from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
 

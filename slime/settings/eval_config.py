@@ -21,7 +21,8 @@ from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
 from slime.settings.data_files import grader_of_data
 from slime.settings.fields import flags_of
-from slime.settings.flags import Flag, FlagTable, coerce
+from slime.settings.flag_parser import FlagTable
+from slime.settings.flags import Flag, coerce
 
 if TYPE_CHECKING:
     from slime.settings.args import Args

@@ -1,11 +1,8 @@
-"""One command-line flag, the ranges of numbers, and the strict parser that turns a command line into values.
+"""One command-line flag, the ranges of numbers, and the conversion of words to values.
 
 Invariants
-1. A flag is known by its whole name: no prefix abbreviations. An unknown flag is an error with a suggestion.
-2. A value is converted and checked in the same way from the command line and from YAML.
-3. A setting given twice, even in two spellings, must have the same value both times. Flags after the word `--override`
-replace those before it, so a script can end in `--override "$@"`.
-4. A secret may be given as @FILE, because every user of the host can read command lines.
+1. A value is converted and checked in the same way from the command line and from YAML.
+2. A secret may be given as @FILE, because every user of the host can read command lines.
 """
 
 from __future__ import annotations
@@ -15,9 +12,7 @@ import json
 import math
 import operator
 import re
-import shlex
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,8 +167,6 @@ def refuse(problems: Sequence[str]) -> None:
         raise ConfigError(f"{len(told)} problems:" + "".join(f"\n  {i}. {text}" for i, text in enumerate(told, 1)))
 
 
-OVERRIDE = "--override"
-"""The word after which flags replace earlier ones."""
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -400,181 +393,3 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
     if wrong:
         raise ConfigError(f"{where} is {shown(flag, value)}, but must be {_WANTED[flag.kind]}; correct it")
     return convert(flag, str(value), where=where)
-
-
-class FlagTable:
-    def __init__(self, flags: Iterable[Flag]) -> None:
-        self.flags: tuple[Flag, ...] = tuple(flags)
-        self.by_name: dict[str, tuple[Flag, bool]] = {}
-        """Spelling -> (flag, whether this spelling switches it on). If two flags share one, the first flag keeps it."""
-        for flag in self.flags:
-            if flag.internal:
-                continue
-            for name in flag.names:
-                self.by_name.setdefault(name, (flag, True))
-            for name in flag.off_names:
-                self.by_name.setdefault(name, (flag, False))
-
-    def nearest(self, name: str) -> str | None:
-        """Returns the known spelling closest to `name`; None if no spelling is similar."""
-        return nearest(name, self.by_name)
-
-    def unknown(self, name: str, elsewhere: Mapping[str, str]) -> str:
-        """Returns the message about an unknown flag. `elsewhere` maps other programs' flags to advice."""
-        words = set(name[2:].split("-"))
-        longer = [known for known, (_, on) in self.by_name.items() if on and words <= set(known[2:].split("-"))][:3]
-        if name[2:] in elsewhere:
-            do = elsewhere[name[2:]]
-        elif near := self.nearest(name):
-            do = f"did you mean {near}?"
-        elif longer:
-            do = f"did you mean {' or '.join(longer)}?"
-        else:
-            do = "see --help, --help megatron, --help sglang, --help router."
-        return f"unknown flag {name}; {do}"
-
-    def parse(
-        self,
-        argv: Sequence[str],
-        *,
-        owned: Mapping[str, str] = types.MappingProxyType({}),
-        elsewhere: Mapping[str, str] = types.MappingProxyType({}),
-    ) -> dict[tuple[str, str], Any]:
-        """Returns the values on a command line, by (owner, dest).
-
-        `owned` maps the flags that slime sets itself to advice, `elsewhere` the flags of other programs. Raises one
-        `ConfigError` that lists all mistakes.
-        """
-        out: dict[tuple[str, str], Any] = {}
-        problems: list[str] = []
-        for part in _parts(argv):
-            out |= self._parse_part(part, owned, elsewhere, problems)
-        refuse(problems)
-        return out
-
-    def _parse_part(
-        self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
-    ) -> dict[tuple[str, str], Any]:
-        """Returns the values in the words between two `OVERRIDE`s; appends mistakes to `problems`."""
-        out: dict[tuple[str, str], Any] = {}
-        spelled: dict[tuple[str, str], str] = {}
-        position = 0
-        while position < len(argv):
-            word = argv[position]
-            position += 1
-            if not word.startswith("--"):
-                strays = [word, *self._values(argv, position)]
-                position += len(strays) - 1
-                problems += _about_strays(strays, elsewhere)
-                continue
-            name, has_value, inline = word.partition("=")
-            name = "--" + name[2:].replace("_", "-")
-            words = [inline] if has_value else self._values(argv, position)
-            if name in self.by_name and name not in owned:
-                flag, on = self.by_name[name]
-                position += 0 if has_value else self._num_taken(flag, words)
-                if flag.kind == "bool" and not has_value and words and words[0].lower() in (*_YES, *_NO):
-                    problems.append(_about_switch(flag, name, words[0], on=on))
-                    position += 1
-                    continue
-                try:
-                    value = self._value(flag, name, words, on=on, inline=bool(has_value))
-                    taken = words[: self._num_taken(flag, words)]
-                    _keep(out, spelled, flag, shlex.join([name, *taken]), value)
-                except ConfigError as error:
-                    problems.append(str(error))
-                continue
-            position += 0 if has_value else len(words)  # skips the values of the unknown flag
-            if name in owned:
-                problems.append(f"slime sets {name} itself; {owned[name]}")
-            else:
-                problems.append(self.unknown(name, elsewhere))
-        return out
-
-    def _values(self, argv: Sequence[str], position: int) -> list[str]:
-        """Returns the words from `position` up to the next flag."""
-        end = position
-        while end < len(argv) and not (argv[end].startswith("--") and len(argv[end]) > 2):
-            end += 1
-        return list(argv[position:end])
-
-    @staticmethod
-    def _num_taken(flag: Flag, words: Sequence[str]) -> int:
-        if flag.kind == "bool":
-            return 0
-        return len(words) if flag.is_list else min(1, len(words))
-
-    @staticmethod
-    def _value(flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool) -> Any:
-        """Returns the value of one occurrence of a flag."""
-        if flag.kind == "bool":
-            if inline:
-                raise ConfigError(_about_switch(flag, name, words[0], on=on))
-            return on
-        words = words if flag.is_list else words[:1]
-        if not words and flag.nargs not in ("*", "?"):
-            raise ConfigError(f"{name} has no value; write {name} <{flag.kind}>")
-        if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
-            raise ConfigError(f"{name} has {len(words)} values, but takes {flag.nargs}; correct it")
-        if flag.optional and flag.is_list and [w.lower() for w in words] == ["none"]:
-            return None
-        values: Any = tuple(convert(flag, w, where=name) for w in words)
-        if flag.is_list:
-            return values
-        return values[0] if values else True
-
-
-def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Splits the words at each `OVERRIDE`."""
-    part: list[str] = []
-    for word in argv:
-        if word == OVERRIDE:
-            yield part
-            part = []
-        else:
-            part.append(word)
-    yield part
-
-
-def _keep(
-    out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
-) -> None:
-    """Stores the value of one occurrence. `said` is the occurrence as the user wrote it.
-
-    Raises `ConfigError` if an earlier occurrence has a different value.
-    """
-    key = (flag.owner, flag.dest)
-    if flag.append:
-        out[key] = (*out.get(key, ()), value)
-        return
-    earlier = spelled.setdefault(key, said)
-    if out.setdefault(key, value) != value:
-        two = f"{flag.names[0]} is given two values"
-        if not flag.secret:
-            two = f"{shorten(earlier, 200)} and {shorten(said, 200)} contradict each other"
-        raise ConfigError(f"{two}; keep one, or write {OVERRIDE} before the flags that are to win")
-
-
-_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-"""Words after a flag that other programs accept to switch it on and off."""
-
-
-def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
-    """Returns the message about a value that follows a switch."""
-    said = f"{name} is a switch and takes no value, but is followed by {word!r}"
-    other = next(iter(flag.off_names if on else flag.names), None)
-    if word.lower() in _NO and other is not None:
-        return f"{said}; write {other} to switch it {'off' if on else 'on'}"
-    return f"{said}; leave it out" if word.lower() in _NO else f"{said}; write {name} alone"
-
-
-def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterator[str]:
-    """Yields messages about words that belong to no flag. Other programs write settings as `group.name=value`."""
-    answered = {
-        w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
-    }
-    for word, answer in answered.items():
-        yield f"{word!r} is not a flag; settings are written --name value: {answer}"
-    others = " ".join(word for word in words if word not in answered)
-    if others:
-        yield f"{others!r} belongs to no flag; write each setting as --name value"

@@ -23,7 +23,8 @@ from slime.core.user_files import read_yaml
 from slime.settings.args import Args, Passthrough
 from slime.settings.conditions import ADVANTAGES, CRITIC
 from slime.settings.custom_yaml import Given, setting_of
-from slime.settings.flags import FlagTable, refuse, shown
+from slime.settings.flag_parser import FlagTable
+from slime.settings.flags import refuse, shown
 from slime.settings.resolve import without_effect
 
 _FLAG = "--megatron-config-path"

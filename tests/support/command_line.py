@@ -12,7 +12,7 @@ from slime.core.errors import ConfigError
 from slime.settings import Args, parse_args
 from slime.settings.all_flags import flag_table
 from slime.settings.command_line import groups, name_of
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -18,7 +18,7 @@ from slime.cluster.preflight import preflight
 from slime.core.errors import SlimeError
 from slime.settings import check_hooks
 from slime.settings.command_line import main_args, report_and_exit
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 from tests.contract.settings.mistakes import MISTAKES, Mistake, write_mistakes
 from tests.contract.settings.wrong_lines import LINES, write_files
 

@@ -16,7 +16,7 @@ from slime.cluster import preflight as module
 from slime.cluster.preflight import preflight
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 from slime.settings.groups import cluster
 from tests.support.fake_mooncake import write_mooncake
 

@@ -23,7 +23,7 @@ from slime.observability import start_record
 from slime.observability.run_folder import RunFolder
 from slime.observability.start_record import checkouts, environment, hide_secrets, input_files
 from slime.settings import Args, parse_args
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 from tests.support.command_line import complete
 
 REWARD = "def reward(args, sample, **kwargs):\n    return 1.0\n"

@@ -19,7 +19,7 @@ from slime.settings.args import Args, Passthrough
 from slime.settings.command_line import explain_args as explain
 from slime.settings.command_line import help_text
 from slime.settings.fields import derived
-from slime.settings.flags import OVERRIDE, FlagTable
+from slime.settings.flag_parser import OVERRIDE, FlagTable
 from slime.settings.resolve import Resolver, derived_out_of_range, given_out_of_range, own_settings_without_effect
 from tests.support.command_line import refused
 from tests.support.toy_shapes import SHAPES, ToySettings

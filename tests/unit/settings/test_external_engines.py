@@ -9,7 +9,7 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.core.processes import server_url
 from slime.settings import parse_args
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 from slime.settings.topology_yaml import read_addresses, topology_of
 
 TWO = ["--rollout-external-engine-addrs", "127.0.0.1:31001", "http://other:31002"]

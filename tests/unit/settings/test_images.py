@@ -13,7 +13,7 @@ import pytest
 from slime.core.hf_config import read_hf_config
 from slime.models import architecture, family_of, images_problem
 from slime.settings import parse_args
-from slime.settings.flags import OVERRIDE
+from slime.settings.flag_parser import OVERRIDE
 from tests.support.command_line import QWEN3_VL, complete, refused
 
 KEYS = ["--multimodal-keys", '{"image": "images"}', "--apply-chat-template"]
