@@ -1,8 +1,9 @@
 """Changes that stock SGLang and megatron-core need, one file each. Nothing happens on import.
 
-Most changes are hooks (`HOOKS` of `sglang_token_versions` and others), which `slime.serving.launch` registers in
-SGLang's plugin registry and checks on every machine. The rest are patches, mostly for machines without a GPU. Each
-patch is a function that checks its own effect and reports its symptom, the upstream version and when it can be removed.
+Most changes are hooks (`HOOKS` of `sglang_token_versions` and others), which `sglang_patches` registers in SGLang's
+plugin registry. `slime.serving.launch` checks on every machine that they are in place. The rest are patches, mostly for
+machines without a GPU. Each patch is a function that checks its own effect and reports its symptom, the upstream
+version and when it can be removed.
 """
 
 from __future__ import annotations

@@ -62,60 +62,13 @@ SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
 """A JSON list of other secret flags."""
 
 
-def value_of(arguments: list[str], flag: str, default: str) -> str:
-    """Returns the value of `flag` in SGLang's arguments, or `default`."""
-    for i, argument in enumerate(arguments):
-        if argument.startswith(f"{flag}="):
-            return argument.partition("=")[2]
-        if argument == flag and i + 1 < len(arguments):
-            return arguments[i + 1]
-    return default
-
-
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """Prepares this process, the server or one of its children. Call it before SGLang is imported."""
-    from slime.compat import (
-        register,
-        sglang_aborted_requests,
-        sglang_config_names,
-        sglang_draft,
-        sglang_flush_all,
-        sglang_memory_gate,
-        sglang_moe_router,
-        sglang_pipeline_stages,
-        sglang_quantised,
-        sglang_routed_experts,
-        sglang_security,
-        sglang_settings_log,
-        sglang_token_versions,
-        sglang_version_prefixes,
-    )
-    from slime.compat.sglang_cpu import activate, forked_children
+    from slime.compat.sglang_patches import patch_sglang
 
     if expected_parent is not None:
         die_with_parent(expected_parent)
-    on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
-    if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
-        sglang_config_names.register(unnamed)
-    labels = arguments[:1] == [TOKEN_VERSIONS_FLAG]
-    quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
-    for module, needed in (
-        (forked_children, on_cpu),
-        (sglang_security, True),
-        (sglang_moe_router, True),
-        (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
-        (sglang_settings_log, True),
-        (sglang_aborted_requests, True),
-        (sglang_token_versions, labels),
-        (sglang_version_prefixes, labels),
-        (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),
-        (sglang_draft, bool(value_of(arguments, sglang_draft.FLAG, ""))),
-        (sglang_pipeline_stages, int(value_of(arguments, sglang_pipeline_stages.FLAG, "1")) > 1),
-        (sglang_quantised, quantised),
-        (sglang_flush_all, sglang_flush_all.FLAG in arguments),
-    ):
-        if needed:
-            register(module.HOOKS)
+    patch_sglang(arguments, token_versions=arguments[:1] == [TOKEN_VERSIONS_FLAG])
 
 
 def serve(arguments: list[str]) -> None:

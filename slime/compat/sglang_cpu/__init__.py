@@ -1,6 +1,6 @@
 """Makes stock SGLang 0.5.16 usable on a machine without a GPU.
 
-`slime.serving.launch` calls `activate(device)` in each server process before SGLang is imported. Importing this package
+`sglang_patches` calls `activate(device)` in each server process before SGLang is imported. Importing this package
 changes nothing, and neither does `activate` with the device "cuda".
 
 Invariants

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from slime.compat.sglang_memory_gate import GATE_ENV
+from slime.compat.sglang_patches import value_of
 from slime.core.cores import WAITING
 from slime.core.errors import ConfigError
 from slime.core.text import EngineKeys
@@ -20,7 +21,7 @@ from slime.serving import agent_process
 from slime.serving import router as router_module
 from slime.serving import router as router_workers
 from slime.serving import server as server_module
-from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG, Secret, value_of
+from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG, Secret
 from slime.serving.leased_ports import _claim
 from slime.serving.router import ExistingRouter, Router
 from slime.serving.server import ServerSpec, SGLangServer, command_line_flags

@@ -1,0 +1,65 @@
+"""The list of changes to stock SGLang: which of them a server needs, by its arguments.
+
+Each change is a module of this package. `slime.serving.launch` calls `patch_sglang` in the server and in each of its
+children, and then checks that every hook is in place.
+"""
+
+from __future__ import annotations
+
+import os
+
+from slime.compat import (
+    register,
+    sglang_aborted_requests,
+    sglang_config_names,
+    sglang_draft,
+    sglang_flush_all,
+    sglang_memory_gate,
+    sglang_moe_router,
+    sglang_pipeline_stages,
+    sglang_quantised,
+    sglang_routed_experts,
+    sglang_security,
+    sglang_settings_log,
+    sglang_token_versions,
+    sglang_version_prefixes,
+)
+from slime.compat.sglang_cpu import activate, forked_children
+
+
+def value_of(arguments: list[str], flag: str, default: str) -> str:
+    """Returns the value of `flag` in SGLang's arguments, or `default`."""
+    for i, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            return argument.partition("=")[2]
+        if argument == flag and i + 1 < len(arguments):
+            return arguments[i + 1]
+    return default
+
+
+def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
+    """Applies the patches and registers the hooks that a server with these arguments needs.
+
+    Call it before SGLang is imported. `token_versions`: whether answers give the weight version of each token.
+    """
+    on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
+    if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
+        sglang_config_names.register(unnamed)
+    quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
+    for module, needed in (
+        (forked_children, on_cpu),
+        (sglang_security, True),
+        (sglang_moe_router, True),
+        (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
+        (sglang_settings_log, True),
+        (sglang_aborted_requests, True),
+        (sglang_token_versions, token_versions),
+        (sglang_version_prefixes, token_versions),
+        (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),
+        (sglang_draft, bool(value_of(arguments, sglang_draft.FLAG, ""))),
+        (sglang_pipeline_stages, int(value_of(arguments, sglang_pipeline_stages.FLAG, "1")) > 1),
+        (sglang_quantised, quantised),
+        (sglang_flush_all, sglang_flush_all.FLAG in arguments),
+    ):
+        if needed:
+            register(module.HOOKS)
