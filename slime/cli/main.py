@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.cli import convert, doctor, inspect_run, loop_commands, rerun, schemas, serve, tools
+from slime.cli import convert, doctor, inspect_run, loop_commands, recipe, rerun, schemas, serve, tokenizer
 from slime.core.errors import SlimeError
 from slime.core.text import visible
 from slime.core.user_files import path_in_words
@@ -53,7 +53,7 @@ COMMANDS = (
     Command(
         "rerun", "run again with the settings recorded in a run's folder", rerun.add_flags, rerun.run, words="more"
     ),
-    Command("recipe", "run a recipe that comes with slime", tools.add_recipe_flags, tools.run_recipe, words="more"),
+    Command("recipe", "run a recipe that comes with slime", recipe.add_flags, recipe.run, words="more"),
     Command(
         "report",
         "make report.html, report.png and report.md of a run folder",
@@ -77,8 +77,8 @@ COMMANDS = (
     Command(
         "tokenizer",
         "write a tokenizer.json for a folder whose tokenizer is code",
-        tools.add_tokenizer_flags,
-        tools.run_tokenizer,
+        tokenizer.add_flags,
+        tokenizer.run,
     ),
     Command(
         "weights-agent",

@@ -1,4 +1,4 @@
-"""Small commands: `slime recipe` and `slime tokenizer`."""
+"""`slime recipe`: runs a recipe that comes with slime."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def names() -> list[str]:
     return sorted(script.parent.name for script in RECIPES.glob("*/run.sh"))
 
 
-def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(names())}; flags after it are for the loop")
 
 
-def run_recipe(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Replaces this process by the recipe's script.
 
     The script prepares model and data in the working folder and starts `slime train`. Raises `ConfigError` for an
@@ -36,19 +36,3 @@ def run_recipe(options: argparse.Namespace) -> int:
     path = os.pathsep.join(filter(None, (this_slime, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PY": sys.executable, "PYTHONPATH": path}
     os.execvpe("bash", ["bash", str(script), *options.words], environment)
-
-
-def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a released folder of Kimi-K2")
-
-
-def run_tokenizer(options: argparse.Namespace) -> int:
-    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` for an unsupported kind."""
-    from slime.core.files import FAST
-    from slime.data.checkpoint_template import KEPT, write_fast
-
-    if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder} is not a folder; give a released folder of Kimi-K2")
-    num_ids = write_fast(options.folder)
-    print(f"{options.folder / FAST}: {num_ids} ids; the released configuration is kept as {KEPT}")
-    return 0
