@@ -168,4 +168,4 @@ class _Plain:
             return self.of(value.given[0] if enum else value.fields, where, depth + 1)
         if isinstance(value, inert.Array | Tensor):
             return self.of(value.tolist(), where, depth + 1)
-        raise ValueError(f"{where} is a {type(value).__name__}, which is not JSON")
+        raise ValueError(f"{where} is of type {type(value).__name__}, which is not JSON")

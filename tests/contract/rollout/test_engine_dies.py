@@ -37,7 +37,7 @@ def victim(tiny_model_path: Path, tmp_path: Path) -> Any:
 
 async def until_streaming(client: EngineClient, *, least: int) -> None:
     """Returns when each engine has some requests, which have got tokens."""
-    while not all(sum(one._served for one in engine.tries) >= least for engine in client._pool.upstreams):
+    while not all(sum(one.has_tokens for one in engine.tries) >= least for engine in client._pool.upstreams):
         await asyncio.sleep(0.02)
 
 

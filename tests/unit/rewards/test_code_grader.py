@@ -178,7 +178,7 @@ def test_sleeping_through_the_tests_is_failing_them() -> None:
     """Law: a program cannot leave its tests unjudged by taking the time of all of them."""
     tests = {"inputs": ["0", *["3600"] * 7], "outputs": ["1"] * 8}
     program = "```\nimport time\ntime.sleep(float(input()))\nprint(1)\n```"
-    limits_s = (0.6, 3.0, 15.0, 75.0)  # a busy machine may need more than the first for the one test that passes
+    limits_s = (2.0, 10.0, 50.0)  # a busy machine may need more than the first for the one test that passes
     scores = (ProgramTests().grade(Sample(response=program, metadata={"tests": tests}), limit) for limit in limits_s)
     assert next(filter(None, scores), 0.0) == 1 / 8
 

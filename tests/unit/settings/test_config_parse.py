@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -57,20 +56,18 @@ def test_prefixes_are_no_abbreviations(base: list[str]) -> None:
     assert "--rollout-batch-size" in refused([*base, "--rollout-batch", "4"])
 
 
-def test_a_typo_is_answered_without_heavy_imports_and_at_once() -> None:
+def test_a_typo_is_answered_before_anything_heavy_is_imported() -> None:
     code = (
         "import sys\nfrom slime.settings import main_args\n"
         "try:\n    main_args(['--rollout-batch-sise', '4'])\n"
         "except SystemExit as e:\n    assert e.code == 2, e.code\n"
         "heavy = {'torch', 'transformers', 'ray', 'megatron', 'sglang', 'sglang_router', 'pandas', 'pyarrow'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "assert len(sys.modules) < 800, len(sys.modules)\n"  # torch alone has 1,500
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert "did you mean --rollout-batch-size?" in done.stderr and "Traceback" not in done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5, "seconds of a core"
 
 
 def test_a_whole_resolution_imports_nothing_heavy(base: list[str]) -> None:

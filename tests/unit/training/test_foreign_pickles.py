@@ -159,7 +159,7 @@ def test_what_cannot_be_replayed_is_refused(changes: dict[str, Any], why: str) -
 def test_a_refused_rollout_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: what JSON cannot say is named, and there is no file."""
     for changes, why in (
-        ({"metadata": {"raw": b"x"}}, "sample 0.metadata.raw is of bytes"),
+        ({"metadata": {"raw": b"x"}}, "sample 0.metadata.raw is of type bytes"),
         ({"reward": float("nan")}, "cannot be recorded"),
         ({"metadata": {"many": _many(8)}}, "values and letters"),
         ({"metadata": {"deep": _many(300, 1)}}, "nests over 200 deep"),
@@ -370,4 +370,4 @@ def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_rollout_has_no_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _convert(tmp_path / "5.pt", tmp_path / "out", "--trust-pickle", "--to", "bf16") == 2
-    assert "holds no weights" in capsys.readouterr().err
+    assert "5.pt is a rollout" in capsys.readouterr().err
