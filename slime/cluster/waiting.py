@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from slime.core import errors
-from slime.core.blame import RAISED_AT, Process, error_line, first_line, place_in
+from slime.core.blame import RAISED_AT, Process, crash_in, error_line, first_line, place_in
 from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, DeadlineExceeded, SlimeError
 from slime.core.liveness import Silence
 from slime.core.text import shorten
@@ -97,6 +97,8 @@ def _detail(text: str) -> str:
 
 
 POLL_S = 0.5
+TOGETHER_S = 1.0
+"""After a death, failures of other processes within this time are compared with it: one of them may be the cause."""
 
 
 def wait_for(
@@ -108,7 +110,7 @@ def wait_for(
     on_poll: Callable[[], str] | None = None,
     flag: str = "",
 ) -> list[Any]:
-    """Returns the results of all `refs`, in order. Raises the first failure at once (`translated`).
+    """Returns the results of all `refs`, in order. Raises a failure (`translated`) without waiting for other results.
 
     `on_poll` is called about twice a second and returns the progress as text. `flag` names the setting that raises the
     limit. Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.liveness`).
@@ -117,15 +119,18 @@ def wait_for(
     pending, last_progress = list(refs), "none"
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
-        for ref in done:
-            _get(ref, for_what)  # raises a failure without waiting for the others
+        if (cause := _cause(done, pending)) is not None:
+            raise translated(cause, for_what) from cause
         if on_poll is not None:
             last_progress = on_poll()
         if pending and silence.exceeds(limit_s):
             raise DeadlineExceeded.waiting(
                 owner=owner, for_what=for_what, limit_s=silence.lasts_s, last_progress=last_progress, flag=flag
             )
-    return [_get(ref, for_what) for ref in refs]
+    try:
+        return ray.get(list(refs))
+    except RayError as error:
+        raise translated(error, for_what) from error
 
 
 def all_there(refs: Sequence[Any]) -> bool:
@@ -150,17 +155,43 @@ def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorD
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:
         done, pending = ray.wait(pending, timeout=min(POLL_S, limit_s))
-        for ref in done:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                if isinstance(end := translated(error, for_what), ActorDied):
-                    return end
+        if (cause := _cause(done, pending, deaths=True)) is not None:
+            death = translated(cause, for_what)
+            return death if isinstance(death, ActorDied) else None
     return None
 
 
-def _get(ref: Any, for_what: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayError as error:
-        raise translated(error, for_what) from error
+def _cause(done: Sequence[Any], pending: Sequence[Any], *, deaths: bool = False) -> RayError | None:
+    """The most likely cause among the failures of `done`; None without a failure. `deaths`: ignore exceptions.
+
+    When a rank is killed, its peers crash soon after, and Ray may report them first.
+    """
+    failures = [failure for failure in _failures(done) if _died(failure) or not deaths]
+    if failures and pending and any(map(_died, failures)):
+        failures += _failures(ray.wait(list(pending), num_returns=len(pending), timeout=TOGETHER_S)[0])
+    return min((failure for failure in failures if _died(failure) or not deaths), key=_distance, default=None)
+
+
+def _died(failure: RayError) -> bool:
+    """Whether a process has died after its start."""
+    died = isinstance(failure, RayActorError | WorkerCrashedError | OutOfMemoryError)
+    return died and not getattr(failure, "actor_init_failed", False)
+
+
+def _failures(refs: Sequence[Any]) -> list[RayError]:
+    failures = []
+    for ref in refs:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            failures.append(error)
+    return failures
+
+
+def _distance(failure: RayError) -> int:
+    """How far a failure is from the cause of several: 0 for a process that was killed from outside, which leaves no
+    crash report; 1 for an exception; 2 for a crash, which a lost connection to a peer may have caused."""
+    if not _died(failure):
+        return 1
+    log = _process(str(failure)).log
+    return 2 if log is not None and crash_in(log) else 0

@@ -49,9 +49,9 @@ class TrainActor:
     def wait(self):
         time.sleep(600)
 
-def told(ref):
+def told(*refs):
     try:
-        wait_for([ref], for_what="training step 3", limit_s=120)
+        wait_for(refs, for_what="training step 3", limit_s=120)
     except Exception as error:
         return [type(error).__name__, str(error), str(error.__cause__)]
 
@@ -68,6 +68,7 @@ with guardian, RaySession(run_id, num_cpus=1, num_gpus=0):
     out["crashed"] = told(crashing.crash.remote())
     out["stranger"] = told(stranger.die.remote())
     out["gone"] = told(actor.pid.remote())
+    out["both"] = told(crashing.pid.remote(), actor.pid.remote())
     out["peek"] = peek(actor.pid.remote())
     out["refused"] = told(TrainActor.remote(True).pid.remote())
     head = types.SimpleNamespace(
@@ -127,7 +128,7 @@ def test_an_error_of_ours_arrives_as_it_was_raised(told: dict[str, Any]) -> None
 
 
 def test_a_process_that_was_killed_is_named(told: dict[str, Any]) -> None:
-    for case in ("died", "gone"):
+    for case in ("died", "gone", "both"):  # both: a rank that crashed is asked first, as a peer that lost it would be
         kind, message, _ = told[case]
         assert (kind, message) == (
             "ActorDied",
