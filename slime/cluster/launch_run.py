@@ -191,29 +191,25 @@ def launch(args: Args) -> Iterator[Run]:
     prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
     check_hooks(args)
     preflight(args)
+    run_dir = Path(args.run_dir).resolve()
+    save = None if args.save is None else Lease(Path(args.save), args.run_id, flag="--save")
+    inside = save is not None and save.folder.is_relative_to(run_dir)
     with ExitStack() as leases:
-        for lease in _leases(args):
-            leases.enter_context(lease)
-        yield from _launched(args, began_s)
+        file = run_dir.with_name(f".{run_dir.name}{FILE_NAME}")
+        leases.enter_context(Lease(run_dir, args.run_id, flag="--run-dir", file=file))
+        if save is not None and not inside:
+            leases.enter_context(save)
+        settings = args.to_json_dict()
+        folder = RunFolder.create(
+            run_dir, run_id=args.run_id, args=settings, command=args.command, without_effect=settings["idle"]
+        )
+        if save is not None and inside:
+            leases.enter_context(save)  # only now: a new run folder must be empty
+        yield from _launched(args, folder, began_s)
 
 
-def _leases(args: Args) -> Iterator[Lease]:
-    """Yields a lease for each folder that only one run at a time may write to."""
-    folder = Path(args.run_dir).resolve()
-    yield Lease(folder, args.run_id, flag="--run-dir", file=folder.with_name(f".{folder.name}{FILE_NAME}"))
-    if args.save is not None:
-        yield Lease(Path(args.save), args.run_id, flag="--save")
-
-
-def _launched(args: Args, began_s: float) -> Iterator[Run]:
+def _launched(args: Args, folder: RunFolder, began_s: float) -> Iterator[Run]:
     run_id, settings = args.run_id, args.to_json_dict()
-    folder = RunFolder.create(
-        Path(args.run_dir).resolve(),
-        run_id=run_id,
-        args=settings,
-        command=args.command,
-        without_effect=settings["idle"],
-    )
     setup_logging(folder.logs / DRIVER_LOG)
     if (restart := this_restart()) is not None:
         logger.warning("%s", restart)
