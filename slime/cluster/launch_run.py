@@ -205,11 +205,12 @@ def launch(args: Args) -> Iterator[Run]:
         )
         if save is not None and inside:
             leases.enter_context(save)  # only now: a new run folder must be empty
-        yield from _launched(args, folder, began_s)
+        yield from _launched(args, settings, folder, began_s)
 
 
-def _launched(args: Args, folder: RunFolder, began_s: float) -> Iterator[Run]:
-    run_id, settings = args.run_id, args.to_json_dict()
+def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: float) -> Iterator[Run]:
+    """Runs the block in `folder`. `settings`: `args` as JSON."""
+    run_id = args.run_id
     setup_logging(folder.logs / DRIVER_LOG)
     if (restart := this_restart()) is not None:
         logger.warning("%s", restart)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -155,37 +155,38 @@ def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorD
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:
         done, pending = ray.wait(pending, timeout=min(POLL_S, limit_s))
-        if (cause := _cause(done, pending, deaths=True)) is not None:
-            death = translated(cause, for_what)
-            return death if isinstance(death, ActorDied) else None
+        cause = _cause(done, pending, only=_died)
+        if cause is not None and isinstance(death := translated(cause, for_what), ActorDied):
+            return death
     return None
 
 
-def _cause(done: Sequence[Any], pending: Sequence[Any], *, deaths: bool = False) -> RayError | None:
-    """The most likely cause among the failures of `done`; None without a failure. `deaths`: ignore exceptions.
+def _cause(
+    done: Sequence[Any], pending: Sequence[Any], *, only: Callable[[RayError], bool] = lambda failure: True
+) -> RayError | None:
+    """The most likely cause among the failures of `done` for which `only` is true; None if there are none.
 
     When a rank is killed, its peers crash soon after, and Ray may report them first.
     """
-    failures = [failure for failure in _failures(done) if _died(failure) or not deaths]
-    if failures and pending and any(map(_died, failures)):
-        failures += _failures(ray.wait(list(pending), num_returns=len(pending), timeout=TOGETHER_S)[0])
-    return min((failure for failure in failures if _died(failure) or not deaths), key=_distance, default=None)
+    failures = list(filter(only, _failures(done)))
+    if pending and any(map(_died, failures)):
+        late, _ = ray.wait(list(pending), num_returns=len(pending), timeout=TOGETHER_S)
+        failures += filter(only, _failures(late))
+    return min(failures, key=_distance, default=None)
 
 
-def _died(failure: RayError) -> bool:
-    """Whether a process has died after its start."""
-    died = isinstance(failure, RayActorError | WorkerCrashedError | OutOfMemoryError)
-    return died and not getattr(failure, "actor_init_failed", False)
-
-
-def _failures(refs: Sequence[Any]) -> list[RayError]:
-    failures = []
+def _failures(refs: Sequence[Any]) -> Iterator[RayError]:
     for ref in refs:
         try:
             ray.get(ref)
         except RayError as error:
-            failures.append(error)
-    return failures
+            yield error
+
+
+def _died(failure: RayError) -> bool:
+    """Whether a process has died after its start. An exception may have a death as its cause; it counts as none."""
+    died = isinstance(failure, RayActorError | WorkerCrashedError | OutOfMemoryError)
+    return died and not isinstance(failure, RayTaskError) and not getattr(failure, "actor_init_failed", False)
 
 
 def _distance(failure: RayError) -> int:
